@@ -1,4 +1,4 @@
-from .errors import (
+from .base.errors import (
     MissingDependency as MissingDependency,
     NothingFound as NothingFound,
     OutOfMemory as OutOfMemory,
@@ -11,6 +11,7 @@ from .errors import (
     UsageError as UsageError,
     WorkloadError as WorkloadError,
 )
+from .base.reporting import report as report
 from .estimator import (
     Estimate as Estimate,
     Estimator as Estimator,
@@ -19,7 +20,6 @@ from .estimator import (
     TrainingSetup as TrainingSetup,
 )
 from .models import Workload as Workload, workload as workload
-from .reporting import report as report
 from .results import Measurement as Measurement, Status as Status, Trial as Trial
 from .runners.command.command import Command as Command
 from .schedule import (

@@ -2,7 +2,7 @@
 
 import sys
 
-from .tuner.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

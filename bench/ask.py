@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from redline.device import usable_cores
+from redline.base.device import usable_cores
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.results import Measurement, Status, Trial
 from redline.results.environment import host, versions

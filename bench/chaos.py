@@ -37,7 +37,7 @@ from typing import Any
 
 from chaos_service import PROGRAM, Recovery, Service
 from pages import put
-from redline.errors import StorageUnavailable
+from redline.base.errors import StorageUnavailable
 from redline.results import View
 from redline.service.records import DryRunState, SearchState
 

@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-from redline.errors import RedlineError
+from redline.base.errors import RedlineError
 from redline.results import View
 
 STUDY = """

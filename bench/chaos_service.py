@@ -74,7 +74,7 @@ class Service:
         self._folder, self._storage, self.port = folder, storage, _free_port()
         self.ray = ray
         self._ray_port, self._ray_folder = _free_port(), tempfile.mkdtemp(prefix="rl")  # of a short name: for sockets
-        tool = [sys.executable, "-m", "redline.tuner.cli"]
+        tool = [sys.executable, "-m", "redline.cli"]
         serving = ["--data", str(folder), "--storage", storage, "--port", str(self.port), "--no-worker"]
         self._commands: dict[str, list[str]] = {}
         if ray:

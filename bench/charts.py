@@ -89,7 +89,7 @@ def sizes(drawing: str, libs: dict[str, str], packages: Path | None) -> list[lis
 
 def made_up(place: Path, trials: int) -> dict[str, Any]:
     """The document of a run with that many trials."""
-    from redline.results.report import Source, document
+    from redline.views.report import Source, document
 
     runs_on_disk().write_run(place / str(trials), trials)
     return document(Source.read(place / str(trials)))
@@ -97,7 +97,7 @@ def made_up(place: Path, trials: int) -> dict[str, Any]:
 
 def page_of(kind: str, libs: dict[str, str]) -> str:
     """A page in which `CHARTS` draws by one of the libraries."""
-    from redline.results.report.page import SCRIPTS, asset
+    from redline.views.report.page import SCRIPTS, asset
 
     ours = [asset(f"js/{name}.js") for name in SCRIPTS] + [
         (HERE / f"{kind}.js").read_text(),
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, help="folder whose node_modules has " + ", ".join(PACKAGES))
     options = parser.parse_args()
     from playwright.sync_api import sync_playwright
-    from redline.results.report.page import DRAWING, asset
+    from redline.views.report.page import DRAWING, asset
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as text, sync_playwright() as playwright:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from redline.device import detect
+from redline.base.device import detect
 from redline.results import Status
 from redline.runners import LocalRunner, TrialRequest, TrialTerms
 from redline.runners.command.command import Command

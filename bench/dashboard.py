@@ -178,7 +178,7 @@ def main() -> None:
             if kind == "browser" and (chromium is None or importlib.util.find_spec("playwright") is None):
                 continue
             server = subprocess.Popen(
-                [sys.executable, "-u", "-m", "redline.tuner.cli", "dashboard", str(root), "--port", "0"],
+                [sys.executable, "-u", "-m", "redline.cli", "dashboard", str(root), "--port", "0"],
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
 
-    from redline.device import detect, usable_cores
+    from redline.base.device import detect, usable_cores
     from redline.estimator.request import estimate_request
     from redline.results import Trial
     from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms

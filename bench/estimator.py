@@ -38,7 +38,7 @@ import numpy as np
 import pandas as pd
 import yaml
 from frameworks import CONSTANTS
-from redline.errors import RedlineError
+from redline.base.errors import RedlineError
 from redline.estimator import (
     Estimator,
     Hardware,

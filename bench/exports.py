@@ -30,7 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from redline.device import Device, detect, usable_cores
+from redline.base.device import Device, detect, usable_cores
 from redline.models import workload
 from redline.results.environment import host, versions
 
@@ -91,7 +91,7 @@ def compare(name: str, device: Device, options: argparse.Namespace, folder: Path
 
     folder.mkdir()
     run = str(folder / "run")
-    redline = [sys.executable, "-m", "redline.tuner.cli"]
+    redline = [sys.executable, "-m", "redline.cli"]
     sizes = ["--devices", str(options.devices), "--global-batch", str(options.global_batch)]
     how = ["--runner", "local", "--trials", str(options.trials), "--out", run]
     for held in options.fix or ("fusion=false", "kernels=false"):

@@ -28,7 +28,7 @@ import json, sys
 model, micro_batch, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 import torch
 torch.set_num_threads(threads)
-from redline.device import detect
+from redline.base.device import detect
 from redline.models import make_space, workload
 from redline.training import Training
 import time
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     options = parser.parse_args()
 
-    from redline.device import detect, usable_cores
+    from redline.base.device import detect, usable_cores
     from redline.models import workload
     from redline.runners import LocalRunner, RayRunner, TimingPlan, TrialRequest, TrialTerms
 

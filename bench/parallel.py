@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import parallel_sides as sides
-from redline.device import Device, detect, usable_cores
+from redline.base.device import Device, detect, usable_cores
 from redline.estimator.hardware import recognise
 from redline.models import flops_of
 from redline.results.environment import host, versions

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from redline.device import usable_cores
-from redline.errors import RedlineError, UsageError
+from redline.base.device import usable_cores
+from redline.base.errors import RedlineError, UsageError
+from redline.cli.options import fixes_of, values_of
 from redline.estimator.measuring import measure
 from redline.models import flops_of
 from redline.models.request import TrainingRequest
@@ -33,7 +34,6 @@ from redline.results.environment import versions
 from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
-from redline.tuner.cli.options import fixes_of, values_of
 from redline.tuner.task import Task, resolve_task
 
 MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total", "measured")

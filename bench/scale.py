@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from redline.device import usable_cores
+from redline.base.device import usable_cores
 from redline.results import Measurement, RunFolder, Status, View
 from redline.results.environment import host, versions
 from redline.runners import Runner, TrialRequest

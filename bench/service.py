@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.device import usable_cores
+from redline.base.device import usable_cores
 from redline.results.environment import host, versions
 from redline.service.records import Running, Share, Waiting, Worker
 from redline.service.scheduling import decide, why_waiting

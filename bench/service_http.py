@@ -43,7 +43,7 @@ class Server(AbstractContextManager["Server"]):
         self.store = Store.open(url)
         self.token = self.store.new_token(self.store.add_user(f"http-{time.time_ns()}", "admin"), "bench")
         said = folder / f"said-{time.time_ns()}"
-        command = [sys.executable, "-m", "redline.tuner.cli", "serve", "--data", str(folder / f"data-{time.time_ns()}")]
+        command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / f"data-{time.time_ns()}")]
         command += ["--storage", url, "--port", "0", "--no-worker", "--rate", "1000000"]
         with open(said, "wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out)

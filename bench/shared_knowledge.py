@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from redline.device import Device
-from redline.errors import LeaseOver
+from redline.base.device import Device
+from redline.base.errors import LeaseOver
 from redline.estimator import Estimator, Hardware, find_hardware
 from redline.results import Measurement, Status
 from redline.runners import TrialRequest

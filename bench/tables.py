@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.models.spaces import MEMORY_ALONG
 from redline.results import Measurement, Status
 from redline.space import Config, Space

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REDLINE = [sys.executable, "-m", "redline.tuner.cli"]
+REDLINE = [sys.executable, "-m", "redline.cli"]
 VOCABULARY = 2048
 SIZES = {
     "hidden_size": 192,

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 import redline as rl
-from redline.device import detect, usable_cores
+from redline.base.device import detect, usable_cores
 from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.timing import median_interval

@@ -35,7 +35,7 @@ def _source(found: re.Match[str]) -> str:
 def commands() -> str:
     """Each command's help, as `-h` prints it."""
     import click
-    from redline.tuner.cli.main import redline
+    from redline.cli.main import redline
 
     parent = click.Context(redline, info_name="redline", max_content_width=100)
     parts = []

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..base.errors import UsageError
+from ..knobs.lossy import lossy_in, lossy_values
 from ..models.spaces import lossy_of_space
-from ..results.lossy import lossy_in, lossy_values
 from .facts.concurrent import trace_concurrently, variants_of
 from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts

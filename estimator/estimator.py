@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ..results.measurement import Status
 from .calibration import (
     MEMORY_GROUPS,
@@ -352,7 +352,7 @@ def _hardware(spec: str | Path | Hardware) -> Hardware:
 def _setup(values: Mapping[str, Any]) -> TrainingSetup:
     from dataclasses import fields
 
-    from ..errors import unknown
+    from ..base.errors import unknown
 
     known = {each.name for each in fields(TrainingSetup)}
     for name in values:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError, unknown
-from ..reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
-from ..results.meaning import FLOAT8
+from ..base.errors import UsageError, unknown
+from ..base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+from ..knobs.meaning import FLOAT8
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 

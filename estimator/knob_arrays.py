@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
+from ..knobs.meaning import REDUCED, hsdp_obstacle
+from ..knobs.pipeline import ORDERS
+from ..knobs.sequence import pieces_obstacle
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.parallel import CHUNKED, PIPELINES
-from ..orders import ORDERS
-from ..pieces import pieces_obstacle
-from ..results.meaning import REDUCED, hsdp_obstacle
 from .facts.model_facts import Variant
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
@@ -93,7 +93,7 @@ class KnobArrays:
         return self.replicas // self.hsdp
 
     def order_that(self, fact: str) -> np.ndarray:
-        """Where a `fact` of `redline.orders.Order` is true of the order of micro-batches: booleans."""
+        """Where a `fact` of `redline.knobs.pipeline.Order` is true of the order of micro-batches: booleans."""
         found = np.zeros(len(self), bool)
         for name, order in ORDERS.items():
             if getattr(order, fact):

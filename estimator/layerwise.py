@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 from ..models import Workload
 from ..models.families.standard import BLOCK_KNOBS, StandardSchedule
 from ..models.parallel import SPLITTING

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..device import Device, detect, usable_cores
-from ..errors import RunnerError
-from ..scratch import Scratch
+from ..base.device import Device, detect, usable_cores
+from ..base.errors import RunnerError
+from ..base.scratch import Scratch
 from .facts import disk_cache
 from .hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..results.meaning import EXCHANGES, FORMATS
+from ..knobs.meaning import EXCHANGES, FORMATS
 from .facts.model_facts import ModelFacts, Part, PerToken
 from .knob_arrays import KnobArrays
 from .setup import OPTIMIZERS, TrainingSetup

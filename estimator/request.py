@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ..models import Workload
 from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
@@ -123,7 +123,7 @@ def machine_of(
     if hardware is not None:
         found = find_hardware(hardware)
         return found, devices or 1
-    from ..device import detect
+    from ..base.device import detect
     from .measuring import this_machine
 
     device = detect()

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
+from ..knobs.meaning import BUCKET_MIB, FORMATS
 from ..models.parallel import PIPELINES
-from ..results.meaning import BUCKET_MIB, FORMATS
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """States a parameter has in each optimizer, each of the size of the master weights."""
@@ -128,7 +128,7 @@ class TrainingSetup:
 
     @property
     def own(self) -> bool:
-        """Whether replicas exchange what redline's own training exchanges, in its formats (`results/meaning.py`).
+        """Whether replicas exchange what redline's own training exchanges, in its formats (`knobs/meaning.py`).
         Conventions of another framework are not that."""
         given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
         return given == (None,) * 3 and self.master_weights in (None, "none")

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..errors import ScheduleError, UsageError
-from ..orders import Placement
-from ..results.meaning import recomputed, stage_sizes
+from ..base.errors import ScheduleError, UsageError
+from ..knobs.meaning import recomputed, stage_sizes
+from ..knobs.pipeline import Placement
 from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays, Split
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..device import DESCRIBED, Device
-from ..errors import SpaceError, UsageError
+from ..base.device import DESCRIBED, Device
+from ..base.errors import SpaceError, UsageError
+from ..knobs.lossy import Lossy, lossy_in
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.spaces import lossy_of_space
-from ..results.lossy import Lossy, lossy_in
 from ..space import Config, Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
@@ -52,7 +52,7 @@ def shape_space(
     Raises:
         SpaceError: no number of replicas divides the global batch.
     """
-    from ..device import float8_obstacle
+    from ..base.device import float8_obstacle
     from ..models import parallel
     from ..models.families.standard import Support
     from ..models.spaces import micro_batches, precisions, ratios
@@ -246,7 +246,7 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
     named = {name: str(values[name]) for name in BLOCK_KNOBS if name in values and name not in free}
     stray = [name for name in values if name not in free and name not in named]
     if stray:
-        from ..errors import unknown
+        from ..base.errors import unknown
 
         raise SpaceError(unknown("knob", stray[0], {*free, *BLOCK_KNOBS}))
     found = _nearest(space, {name: value for name, value in values.items() if name not in named})

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..results.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
+from ..knobs.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
 from .facts.model_facts import Matmul, ModelFacts, Part

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._torch import children_of, parameters_of
+from ..base._torch import children_of, parameters_of
 
 if TYPE_CHECKING:
     from torch import nn

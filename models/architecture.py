@@ -7,9 +7,9 @@ from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .._transformers import quiet, refusals, supports_flash, supports_sdpa
-from ..device import Device
-from ..errors import WorkloadError
+from ..base._transformers import quiet, refusals, supports_flash, supports_sdpa
+from ..base.device import Device
+from ..base.errors import WorkloadError
 from .data import Task
 
 if TYPE_CHECKING:

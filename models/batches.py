@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 from .workload import Batch, Workload
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import RedlineError, WorkloadError
+from ..base.errors import RedlineError, WorkloadError
 
 _HERE = str(Path(__file__).parent)
 

@@ -1,6 +1,6 @@
 """A look at a workload of somebody's own before anything is tuned."""
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 from .batches import entries, make_batch
 from .blame import blamed
 from .flops import flops_of

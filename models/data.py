@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -241,7 +241,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from .._transformers import quiet, refusals
+    from ..base._transformers import quiet, refusals
 
     with quiet() as transformers:
         try:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._transformers import quiet
-from ..errors import WorkloadError
+from ..base._transformers import quiet
+from ..base.errors import WorkloadError
 from .architecture import Architecture
 from .batches import ForwardPass, each_tensor, make_batch
 from .reduction import UNABLE, check_mean
@@ -41,7 +41,7 @@ def count_flops(workload: Workload) -> Flops:
     from torch.utils.flop_counter import FlopCounterMode
     from transformers.initialization import no_init_weights
 
-    from .._torch import FakeTensorMode
+    from ..base._torch import FakeTensorMode
     from ..schedule.parallel.partition import by_shapes_alone
 
     config: Mapping[str, Any] = workload.probe

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ..space import Space
 from .workload import Workload
 

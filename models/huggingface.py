@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 from .architecture import Architecture, described, from_configuration, without_memory
 from .data import TokenBatches, read_text, window
 from .families import schedule_of

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .._transformers import quiet
-from ..errors import ScheduleError, WorkloadError
+from ..base._transformers import quiet
+from ..base.errors import ScheduleError, WorkloadError
 from .batches import ForwardPass, each_tensor, make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
@@ -52,7 +52,7 @@ def formed_logits(workload: Workload) -> str:
     import torch
     from transformers.initialization import no_init_weights
 
-    from .._torch import FakeTensorMode
+    from ..base._torch import FakeTensorMode
     from ..schedule import create_schedule
     from ..schedule.parallel.partition import by_shapes_alone
     from ..schedule.primitives.fused_loss import formed_for

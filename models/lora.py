@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from .._transformers import quiet
-from ..errors import MissingDependency, WorkloadError, unknown
+from ..base._transformers import quiet
+from ..base.errors import MissingDependency, WorkloadError, unknown
 from .architecture import Architecture
 from .workload import Workload
 
@@ -82,7 +82,7 @@ class AdaptedArchitecture(Architecture):
         Raises:
             WorkloadError: no layer is what `target` names, or peft has no choice for the family.
         """
-        from .._torch import unset_fake_temporarily
+        from ..base._torch import unset_fake_temporarily
 
         peft = _peft()
         model = super().__call__(config)

@@ -5,11 +5,11 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ..device import Device
-from ..errors import SpaceError
-from ..orders import ORDERS
-from ..pieces import pieces_obstacle
-from ..results.meaning import FLOAT8
+from ..base.device import Device
+from ..base.errors import SpaceError
+from ..knobs.meaning import FLOAT8
+from ..knobs.pipeline import ORDERS
+from ..knobs.sequence import pieces_obstacle
 from ..space import Expression, Space
 from .families.standard import Support
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 from .batches import each_tensor
 from .workload import Batch, Workload
 

@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..device import Device
-from ..errors import UsageError
+from ..base.device import Device
+from ..base.errors import UsageError
 from ..space import Space
 from .foreign import FORMATS, ForeignSpace, Source, find_source, narrow
 from .global_batch import free_accumulation, shared

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from ..errors import WorkloadError, nearest, unknown
-from ..reading import absolute
+from ..base.errors import WorkloadError, nearest, unknown
+from ..base.reading import absolute
 from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -136,7 +136,7 @@ def _preset(name: str, given: _Given) -> Workload:
 
 
 def _local(path: Path, text: str, given: _Given) -> Workload:
-    from .._transformers import quiet, refusals
+    from ..base._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
 
@@ -173,7 +173,7 @@ def _local(path: Path, text: str, given: _Given) -> Workload:
 
 
 def _hub(text: str, given: _Given) -> Workload:
-    from .._transformers import quiet, refusals
+    from ..base._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
 

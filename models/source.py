@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError, nearest, unknown
+from ..base.errors import WorkloadError, nearest, unknown
 
 if TYPE_CHECKING:
     from .workload import Workload

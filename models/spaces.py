@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
-from ..errors import SpaceError, unknown
-from ..results.lossy import LOSSY
-from ..results.meaning import FLOAT8, REDUCED, recomputed
+from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
+from ..base.errors import SpaceError, unknown
+from ..knobs.lossy import LOSSY
+from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..space import Space
 from . import parallel
 from .architecture import Architecture

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 from .families import schedule_of
 from .images import ImageBatches
 from .workload import DEFAULT_GLOBAL_BATCH, Workload

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..device import Device, detect
-from ..errors import WorkloadError
+from ..base.device import Device, detect
+from ..base.errors import WorkloadError
 from ..space import Config, Space
 from .blame import blamed
 from .fingerprint import digest, of_callable

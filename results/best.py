@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..knobs.lossy import lossy_values
 from . import summary
-from .lossy import lossy_values
 from .measurement import Trial
 
 TRAINS = ("model", "workload", "seq_len", "global_batch", "memory_limit_mib")

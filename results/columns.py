@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import StudyError
+from ..base.errors import StudyError
 from .measurement import Trial
 
 FIXED = (

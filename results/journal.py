@@ -13,10 +13,10 @@ from typing import Any
 
 from optuna.storages.journal import JournalFileBackend
 
-from .._optuna import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file
-from ..errors import StudyError
-from ..interrupts import late_interrupts
-from ..writing import Reserve, open_plain, write_all
+from ..base._optuna import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file
+from ..base.errors import StudyError
+from ..base.interrupts import late_interrupts
+from ..base.writing import Reserve, open_plain, write_all
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._optuna import study_ids
-from ..errors import StudyError, unknown
-from ..reading import path_of, read_named
-from ..writing import as_data
+from ..base._optuna import study_ids
+from ..base.errors import StudyError, unknown
+from ..base.reading import path_of, read_named
+from ..base.writing import as_data
+from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
 from .distributions import distribution
-from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 from .records import LARGEST_LEDGER, Recorded, replay, stored, trials_of
 from .storage import contained, is_path, open_storage, open_study, quiet, words

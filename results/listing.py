@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
 from . import summary
 from .columns import FIXED, KNOB, cell, fold, header, knob_text, line, number
 from .measurement import Status, Trial

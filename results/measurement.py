@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
 from .probe import Probe
 from .schema import count, number, shown
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from .schema import count, number, shown
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .._optuna import trial_id
-from ..errors import StudyError, UsageError
-from ..reading import Refused, parse_json
+from ..base._optuna import trial_id
+from ..base.errors import StudyError, UsageError
+from ..base.reading import Refused, parse_json
+from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
-from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Trial
 from .schema import count, number, scalar, shown
 

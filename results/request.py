@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from ..errors import StudyError
-from ..reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_inside
-from ..writing import as_data
+from ..base.errors import StudyError
+from ..base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_inside
+from ..base.writing import as_data
 from . import environment, schema, table
 from .names import LEDGER, RUN, TABLE
 from .storage import without_password

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import StudyError
-from ..lock import FolderLock
-from ..reading import path_of
-from ..writing import cannot_write, make_folder, write_yaml
+from ..base.errors import StudyError
+from ..base.lock import FolderLock
+from ..base.reading import path_of
+from ..base.writing import cannot_write, make_folder, write_yaml
+from ..knobs.lossy import lossy_of
 from . import best, environment, request, table
 from .ledger import Ledger
-from .lossy import lossy_of
 from .measurement import Measurement, Trial
 from .names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._optuna import study_ids
-from ..errors import MissingDependency, StudyError, unknown
-from ..writing import Reserve
+from ..base._optuna import study_ids
+from ..base.errors import MissingDependency, StudyError, unknown
+from ..base.writing import Reserve
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from . import lossy
+from ..knobs import lossy
 from .again import median_rank
 from .columns import number
 from .measurement import Status, Trial

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StudyError
-from ..reading import path_of, read_named
-from ..writing import append, write_atomic
+from ..base.errors import StudyError
+from ..base.reading import path_of, read_named
+from ..base.writing import append, write_atomic
+from ..knobs.lossy import Lossy, lossy_in
 from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
-from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import StudyError
-from ..reading import LARGEST_DOCUMENT, Refused, open_inside, parse_json, parse_yaml, read_inside
-from ..writing import cannot_write, write_yaml
+from ..base.errors import StudyError
+from ..base.reading import LARGEST_DOCUMENT, Refused, open_inside, parse_json, parse_yaml, read_inside
+from ..base.writing import cannot_write, write_yaml
 
 DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
 DATA, LOGS, STOP, OUT_OF_MEMORY = "data", "logs", "stop", "out-of-memory.json"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import StudyError
-from ..reading import path_of, read_inside
+from ..base.errors import StudyError
+from ..base.reading import path_of, read_inside
+from ..knobs.lossy import lossy_of
 from . import request, table
 from .ledger import Ledger
-from .lossy import lossy_of
 from .measurement import Trial
 from .names import LEDGER, RUN, TABLE, holds_run
 from .records import LARGEST_LEDGER

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
-from ..scratch import remove
+from ..base.scratch import remove
 from .job import Errand, Job
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 

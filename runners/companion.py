@@ -9,8 +9,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..reading import tail_inside
-from ..scratch import Scratch
+from ..base.reading import tail_inside
+from ..base.scratch import Scratch
 from .process import kill_tree
 from .unix_user import UnixUser
 

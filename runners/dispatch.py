@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import psutil
 
-from ..device import Device
+from ..base.device import Device
 from ..estimator.hardware import recognise
 from ..models import Workload
 from ..results import Measurement, RankReport, Status

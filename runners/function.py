@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ..results import Measurement, Status
 from ..space import Config
 from . import failure

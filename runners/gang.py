@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunnerError
+from ..base.errors import RunnerError
+from ..base.scratch import Scratch
 from ..results import Status
-from ..scratch import Scratch
 from .host import HostAgent
 from .job import Job, Outcome, Rendezvous
 

@@ -14,9 +14,9 @@ from multiprocessing.connection import Client, Connection
 
 import psutil
 
-from ..errors import RunnerError
+from ..base.errors import RunnerError
+from ..base.scratch import sweep
 from ..results import Status
-from ..scratch import sweep
 from . import failure
 from .agent import SOCKET, AgentSetup, MoreImports
 from .companion import Companion

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ..device import visible_gpus
-from ..errors import UsageError
+from ..base.device import visible_gpus
+from ..base.errors import UsageError
 from ..models import Workload
 from .dispatch import DryRunner
 from .host import HostAgent

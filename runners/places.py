@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
 from .dispatch import DryRunner
 from .host import HostAgent
 from .local import LocalRunner

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..errors import RedlineError, RunnerError, UsageError
-from ..scratch import remove
+from ..base.errors import RedlineError, RunnerError, UsageError
+from ..base.scratch import remove
 from . import failure
 from .gang import Gang, Layout, lay_out
 from .job import Job, Outcome

@@ -8,9 +8,9 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import MissingDependency, RunnerError
+from ..base.errors import MissingDependency, RunnerError
+from ..base.scratch import sweep
 from ..models import Workload
-from ..scratch import sweep
 from . import failure
 from .companion import Companion
 from .dispatch import DryRunner

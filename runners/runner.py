@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..device import Device
-from ..errors import UsageError
+from ..base.device import Device
+from ..base.errors import UsageError
+from ..base.writing import as_data
 from ..results import Measurement
 from ..results.probe import Probe
 from ..results.schema import shown
 from ..space import Config
-from ..writing import as_data
 from .soak import SoakPlan
 
 

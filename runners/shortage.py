@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..host_memory import free_memory_mib, memory_groups, total_memory_mib
+from ..base.host_memory import free_memory_mib, memory_groups, total_memory_mib
 
 NEAR = 0.9
 """Share of what there is from which memory counts as short; earlyoom and systemd-oomd kill from there on."""

@@ -20,10 +20,10 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, TypeVar
 
-from ..device import usable_cores
-from ..errors import MissingDependency, RunnerError, UsageError
+from ..base.device import usable_cores
+from ..base.errors import MissingDependency, RunnerError, UsageError
+from ..base.scratch import Scratch
 from ..models import Workload
-from ..scratch import Scratch
 from .dispatch import DryRunner
 from .gang import Gang, Layout, Member, lay_out
 from .job import Job, Outcome

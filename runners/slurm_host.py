@@ -12,8 +12,8 @@ import threading
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 
-from ..device import visible_gpus
-from ..errors import RedlineError, RunnerError
+from ..base.device import visible_gpus
+from ..base.errors import RedlineError, RunnerError
 from .gang import Host
 from .job import Job, Outcome
 from .process import adopt_orphans, kill_descendants

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.layouts.find import find_weights

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
 
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder that redline is imported from."""

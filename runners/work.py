@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
-from ..device import Device
+from ..base.device import Device
 from ..results import Measurement
 from .timing import TimingPlan
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ScheduleError, unknown
+from ..base.errors import ScheduleError, unknown
 from .engines import deepspeed
 from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights

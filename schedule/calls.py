@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import OpOverload
-from ..errors import ScheduleError
+from ..base._torch import OpOverload
+from ..base.errors import ScheduleError
 
 Recipe = list[dict[str, Any]]
 """Steps as plain values, which YAML keeps."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ScheduleError, unknown
+from ..base.errors import ScheduleError, unknown
 from .parallel import collectives
 from .parallel.collectives import Axis, axis_of, through
 

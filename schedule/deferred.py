@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import TorchDispatchMode
+from ..base._torch import TorchDispatchMode
 from .held import loose, own
 from .random_state import full
 from .recording import Recording, Unrecordable, recorded, recording_of

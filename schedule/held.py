@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import buffers_of, parameters_of, tree_leaves, tree_map
+from ..base._torch import buffers_of, parameters_of, tree_leaves, tree_map
 
 _HOLDERS = (torch.Tensor, list, tuple, dict)
 Change = Callable[[torch.Tensor, str], torch.Tensor]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .._torch import buffers_of, children_of, parameters_of
+from ..base._torch import buffers_of, children_of, parameters_of
 from .rounding import departure
 from .schedule import Schedule
 

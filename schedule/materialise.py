@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import buffers_of, parameters_of
-from .._transformers import initialise
-from ..errors import ScheduleError
+from ..base._torch import buffers_of, parameters_of
+from ..base._transformers import initialise
+from ..base.errors import ScheduleError
 from . import held
 from .deferred import going_on
 from .parallel import sharding

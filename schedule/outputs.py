@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .._torch import tree_flatten
+from ..base._torch import tree_flatten
 
 
 def named(output: Any, name: str) -> torch.Tensor | None:

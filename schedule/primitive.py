@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..errors import ScheduleError
+from ..base.errors import ScheduleError
 from .calls import PrimitiveCall
 from .tree import ScheduledModule
 

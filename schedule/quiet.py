@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .._torch import DropoutNd
+from ..base._torch import DropoutNd
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ScheduleError, unknown
+from ..base.errors import ScheduleError, unknown
 from .calls import imported
 from .graph.subgraph import from_recipe
 from .schedule import Schedule, list_primitives

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .._torch import schema_of
-from ..errors import ScheduleError
+from ..base._torch import schema_of
+from ..base.errors import ScheduleError
 from .random_state import RandomState, full
 
 _ATEN = torch.ops.aten

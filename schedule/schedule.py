@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from torch import fx, nn
 
-from ..errors import ScheduleError, unknown
+from ..base.errors import ScheduleError, unknown
 from . import primitives
 from .forward import layers_of
 from .graph.trace import Traced

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .._torch import buffers_of, copy_kind_of_backward_hooks, parameters_of
+from ..base._torch import buffers_of, copy_kind_of_backward_hooks, parameters_of
 
 _HOOKS = (
     "_forward_hooks",

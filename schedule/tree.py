@@ -11,8 +11,8 @@ from typing import Any, Self, overload
 
 from torch import nn
 
-from .._torch import children_of
-from ..errors import ScheduleError, unknown
+from ..base._torch import children_of
+from ..base.errors import ScheduleError, unknown
 from .calls import PrimitiveCall, to_recipe
 from .deferred import noted
 from .draw import draw

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from .._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
-from ..errors import ScheduleError
+from ..base._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
+from ..base.errors import ScheduleError
 from .parallel.collectives import Axis, all_reduce
 from .parallel.vocabulary import SplitLogits
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import tree_leaves, tree_map
-from ..errors import ScheduleError
+from ..base._torch import tree_leaves, tree_map
+from ..base.errors import ScheduleError
 from .build import Context, complete, home, itself, prepare
 from .compare import Numbers, compare, gradients_of, weights_of
 from .forward import layers_of

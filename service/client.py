@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import NothingFound, StorageUnavailable, UsageError
+from ..base.errors import NothingFound, StorageUnavailable, UsageError
 from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
 from ..space import Config, Space

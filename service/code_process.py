@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunnerError, UsageError
-from ..scratch import remove
+from ..base.errors import RunnerError, UsageError
+from ..base.scratch import remove
 from .code_runners import send
 from .records import Assignment
 from .warm import WarmRunners

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunnerError
-from ..reading import Refused, parse_json
+from ..base.errors import RunnerError
+from ..base.reading import Refused, parse_json
 from ..runners.companion import Companion
 from ..runners.shared_devices import SharedDevices
 from ..runners.unix_user import UnixUser

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from functools import cache
 
-from ..errors import LeaseOver, NotFound, Refused, StorageUnavailable
+from ..base.errors import LeaseOver, NotFound, Refused, StorageUnavailable
 from .records import Assignment, Share, Worker
 from .scheduling import decide, why_waiting
 from .store import Store

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ..errors import AttemptOver
+from ..base.errors import AttemptOver
 from ..runners.host import PLAIN_IMPORTS
 from ..runners.job import Begun, Errand
 from ..runners.process import call_this_process

@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from ..errors import StorageUnavailable
+from ..base.errors import StorageUnavailable
 from .store import Store
 
 ROUND_S = 3600.0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .. import errors
-from ..errors import RedlineError, RunnerError, UsageError
+from ..base import errors
+from ..base.errors import RedlineError, RunnerError, UsageError
 
 MOST_WAITING = 8
 """Calls that wait for their turn; more are refused, so that who asks for something else is answered."""

@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import UsageError
-from ..reading import open_inside
+from ..base.errors import UsageError
+from ..base.reading import open_inside
 
 SEARCHES = "searches"
 """Folder of the server's data that holds a folder for each search."""

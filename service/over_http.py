@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from ..errors import LeaseOver
+from ..base.errors import LeaseOver
 from .pool import Pool
 from .records import Assignment
 from .transport import Transport

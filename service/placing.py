@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..device import Device, detect
-from ..errors import RunnerError
+from ..base.device import Device, detect
+from ..base.errors import RunnerError
 from ..tuner.running import share_of_host
 from . import scheduling
 from .records import Search, Worker

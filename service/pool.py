@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from ..errors import LeaseOver
+from ..base.errors import LeaseOver
 from .logs import write_log
 from .records import Assignment
 from .scheduling import decide

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import AttemptOver, LeaseOver, RunnerError, UsageError
+from ..base.errors import AttemptOver, LeaseOver, RunnerError, UsageError
 from ..results import Measurement
 from ..runners import Runner, TrialRequest
 from ..space import Config

@@ -16,8 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..reading import Refused, parse_json, path_of, read_named
+from ..base.errors import UsageError
+from ..base.reading import Refused, parse_json, path_of, read_named
 from ..runners.command.command import Command
 from ..space import Space
 

@@ -5,17 +5,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ..errors import NotFound, StudyError, UsageError
-from ..reading import read_inside
+from ..base.errors import NotFound, StudyError, UsageError
+from ..base.reading import read_inside
 from ..results import View
 from ..results.export import chosen_trial, render
 from ..results.export.target import Export
 from ..results.measurement import Trial
 from ..results.names import TABLE
-from ..results.report.document import as_json
 from ..results.table import LARGEST_TABLE, parse, safe_lines
 from ..space import Config
 from ..tuner.result import make_result
+from ..views.report.document import as_json
 from .logs import SEARCHES, folder_of
 
 _REMEMBERED = 10_000

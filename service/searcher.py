@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AttemptOver, RedlineError, StorageUnavailable, StudyError
+from ..base.errors import AttemptOver, RedlineError, StorageUnavailable, StudyError
 from ..results.names import holds_run
 from ..tuner import Result, tune
 from ..tuner.request import Request

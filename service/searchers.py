@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ..errors import NotFound, RunnerError, StorageUnavailable
+from ..base.errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import Begun, Errand
 from .errand import IMPORTS, OF_MODELS, SearchErrand, driver_of

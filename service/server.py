@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingDependency, UsageError
-from ..lock import FolderLock
-from ..results.dashboard.serve import is_local, listen
+from ..base.errors import MissingDependency, UsageError
+from ..base.lock import FolderLock
 from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
+from ..views.dashboard.serve import is_local, listen
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
 from .errand import IMPORTS, driver_of

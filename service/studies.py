@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..device import detect
-from ..errors import KeyTaken, NotFound, StudyError
+from ..base.device import detect
+from ..base.errors import KeyTaken, NotFound, StudyError
 from ..results import Measurement, Status, Trial
 from ..results.ledger import Ledger
-from ..results.report.document import as_json
 from ..space import Config, Space
 from ..tuner.result import make_result
 from ..tuner.samplers import Sampler, make_sampler
+from ..views.report.document import as_json
 
 PREFIX = "study-"
 """What a study's name begins with in the database, where the searches' ledgers are, too."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from ..errors import (
+from ..base.errors import (
     AttemptOver,
     KeyTaken,
     LeaseOver,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..device import detect, visible_gpus
-from ..errors import RunnerError, UsageError
+from ..base.device import detect, visible_gpus
+from ..base.errors import RunnerError, UsageError
 from ..runners import LocalRunner, Runner
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.ray_driver import check_listens

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import LeaseOver, NotFound, RedlineError, RunnerError, StorageUnavailable, UsageError
-from ..reading import open_inside
+from ..base.errors import LeaseOver, NotFound, RedlineError, RunnerError, StorageUnavailable, UsageError
+from ..base.reading import open_inside
+from ..base.scratch import Scratch, remove
 from ..results import Measurement, environment
 from ..runners import Runner, TrialRequest
 from ..runners.unix_user import UnixUser
-from ..scratch import Scratch, remove
 from .code_runners import CodeRunners
 from .logs import MOST_AT_ONCE
 from .placing import described

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from ..errors import SpaceError, unknown
+from ..base.errors import SpaceError, unknown
 from .values import Value, python_scalar
 
 

@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import SpaceError, unknown
-from ..reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_named
+from ..base.errors import SpaceError, unknown
+from ..base.reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_named
 from .config import Config
 from .expression import Expression
 from .grammar import GrammarError, parse

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 from .expression import Expression
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column

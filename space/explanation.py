@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import SpaceError, unknown
+from ..base.errors import SpaceError, unknown
 from .expression import Expression, Operation
 from .knob import DerivedKnob, Knob
 from .operators import UNDEFINED

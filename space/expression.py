@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 from .operators import (
     ATOM,
     COMPARISON,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import SpaceError, unknown
+from ..base.errors import SpaceError, unknown
 from .expression import Constant, Expression, maximum, membership, minimum, operation
 from .operators import ATOM, COMPARISON, OPERATORS, POWER, UNARY
 from .values import Value

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 from .expression import Expression
 from .grammar import check_name
 from .operators import UNKNOWN, Column, Interval, outward

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..errors import SpaceError, unknown
+from ..base.errors import SpaceError, unknown
 from .expression import Expression
 from .grammar import parse
 from .operators import UNDEFINED

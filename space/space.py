@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SpaceError, unknown
+from ..base.errors import SpaceError, unknown
 from .config import Config
 from .document import read_dict, read_yaml, write_dict, write_yaml
 from .explanation import Point, check_alone, describe, emptied_by, resolve

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 from .config import Config, configs
 from .enumeration import MAX_ROWS, Component, Table, TooLarge, objects
 from .structure import Lookup, Structure

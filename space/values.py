@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, TypeGuard
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 
 Value = bool | int | float | str | None
 

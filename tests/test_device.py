@@ -5,14 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from redline import device
+from redline.base import device
 
 
 def test_cores_are_those_of_the_process_not_of_the_machine():
     one = min(os.sched_getaffinity(0))
     code = (
         f"import os; os.sched_setaffinity(0, {{{one}}}); "
-        "from redline.device import detect, usable_cores; print(usable_cores(), detect().name)"
+        "from redline.base.device import detect, usable_cores; print(usable_cores(), detect().name)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

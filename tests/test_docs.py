@@ -19,7 +19,7 @@ import click
 import pytest
 import redline
 from pseudo_terminal import Terminal
-from redline.tuner.cli.main import redline as command_line
+from redline.cli.main import redline as command_line
 
 ROOT = Path(redline.__file__).parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -37,7 +37,7 @@ SHIM = """#!{python}
 import sys
 sys.path[:0] = [{tests!r}, {tests!r} + "/support"]
 from test_docs import scaled
-from redline.tuner.cli import main
+from redline.cli import main
 main(scaled(sys.argv[1:]))
 """
 

@@ -6,8 +6,8 @@ from importlib import import_module
 
 import pytest
 from house import ROOT, sources
-from redline import _optuna, _torch, _transformers
-from redline.errors import MissingDependency
+from redline.base import _optuna, _torch, _transformers
+from redline.base.errors import MissingDependency
 
 FILES = {"_torch.py", "_transformers.py", "_optuna.py", "_private.py"}
 OF_OTHERS = {*_torch.OF_MODULES, *_transformers.OF_MODELS, "_erased", "_schema", "_study_id", "_trial_id"}

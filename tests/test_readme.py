@@ -29,7 +29,7 @@ def test_every_python_example_runs_in_a_terminal(block, tmp_path):
 
 def test_every_option_the_readme_names_exists():
     out = subprocess.run(
-        [sys.executable, "-m", "redline.tuner.cli", "tune", "-h"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "redline.cli", "tune", "-h"], capture_output=True, text=True, check=True
     ).stdout
     for line in re.findall(r"\$ redline tune (.*)", README):
         words = shlex.split(line, comments=True)  # a command that is tuned is one word

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ScheduleError, unknown
+from ..base.errors import ScheduleError, unknown
+from ..knobs.meaning import exchange_of, formats_of
 from ..models.families import schedule_of
-from ..results.meaning import exchange_of, formats_of
 from .precision import dtype_of
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .._torch import parameters_of
+from ..base._torch import parameters_of
 from ..results.probe import Computed
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def square(training: "Training") -> "torch.Tensor":
 
 def multiply(training: "Training", factor: "torch.Tensor") -> None:
     """Multiplies every gradient in place by a scalar on the device."""
-    from .._torch import foreach_multiply
+    from ..base._torch import foreach_multiply
     from ..schedule.parallel.sharding import local
 
     gradients = [local(each.grad) for each in training.model.parameters() if each.grad is not None]

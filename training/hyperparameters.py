@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
 from ..models.request import Asked, either
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import Diverged, UsageError
+from ..base.errors import Diverged, UsageError
 from ..models.batches import each_tensor, to_device
 from ..models.request import Asked
 from ..models.workload import Batch
@@ -227,7 +227,7 @@ class Loop:
             return
         import torch
 
-        from .._torch import foreach_interpolate
+        from ..base._torch import foreach_interpolate
         from ..schedule.parallel.sharding import local
 
         assert self._hyper.average is not None, "averages are kept where it says how"

@@ -210,7 +210,7 @@ def departure(
     """
     import torch
 
-    from .._torch import dynamo
+    from ..base._torch import dynamo
 
     expected = expected or reference(workload, seed)
     workload = replace(workload, optimizer=adamw)

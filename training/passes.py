@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
+from ..knobs.meaning import Exchange
 from ..models.batches import ForwardPass, batch_slice, to_device
 from ..models.workload import Batch, Workload
-from ..results.meaning import Exchange
 from .precision import Precision
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError, not_installed, unknown
-from ..results.meaning import FORMATS
+from ..base.errors import WorkloadError, not_installed, unknown
+from ..knobs.meaning import FORMATS
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class Precision:
         """The unit roundoff of the products in a model: half the distance from 1 to the next number."""
         import torch
 
-        from .._torch import ConvNd
+        from ..base._torch import ConvNd
 
         if self.float8:
             # Where gradients are in e5m2, the other factors of their products are not.

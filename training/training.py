@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..device import liger_obstacle
-from ..errors import ScheduleError, WorkloadError, unknown
+from ..base.device import liger_obstacle
+from ..base.errors import ScheduleError, WorkloadError, unknown
+from ..knobs.meaning import REDUCED, exchange_of, hsdp_obstacle, order_of
+from ..knobs.sequence import pieces_obstacle
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
 from ..models.workload import Batch, Workload
-from ..pieces import pieces_obstacle
-from ..results.meaning import REDUCED, exchange_of, hsdp_obstacle, order_of
 from .applying import share_out
 from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline

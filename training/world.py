@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..base.errors import WorkloadError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..pieces import Sharing
+    from ..knobs.sequence import Sharing
 
 AXES = ("pp", "dp", "tp")
 """Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
@@ -84,7 +84,7 @@ class World:
     @property
     def sharing(self) -> "Sharing":
         """Which piece of their sequences."""
-        from ..pieces import Sharing
+        from ..knobs.sequence import Sharing
 
         return Sharing(sp=self.sp, cp=self.cp, rank=self.replica % (self.sp * self.cp))
 

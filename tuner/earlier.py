@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import StudyError, UsageError
+from ..base.errors import StudyError, UsageError
 from ..results import Trial, View
 from ..space import Config, Space
 from .history import REFINEMENT

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SpaceError, UsageError
+from ..base.errors import SpaceError, UsageError
 from ..models.spaces import TRAINER_MICRO_BATCH
 from ..space import Config, Space
 from ..space.knob import Knob

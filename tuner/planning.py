@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..device import Device, detect
-from ..errors import NothingFound, RunnerError, SpaceError, UsageError
+from ..base.device import Device, detect
+from ..base.errors import NothingFound, RunnerError, SpaceError, UsageError
 from ..models import Workload
 from ..results import Trial
 from ..results.columns import speed

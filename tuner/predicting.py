@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import RunnerError, UsageError
+from ..base.errors import RunnerError, UsageError
 from ..models import Workload
 from ..results import Trial, summary
 from ..space import Config, Space

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RedlineError, RunnerError
+from ..base.errors import RedlineError, RunnerError
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.reading import absolute
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.shape import shape_of
-from ..reading import absolute
 from ..results import RunFolder, summary
 from ..runners import Runner
 from ..runners.command.command import Command

@@ -8,7 +8,7 @@ from inspect import Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
-from ..errors import UsageError, unknown
+from ..base.errors import UsageError, unknown
 from ..models import Workload
 from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest, either
 from ..runners import Runner

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import NothingFound
+from ..base.errors import NothingFound
+from ..knobs.lossy import lossy_values
 from ..results import Measurement, Trial, summary, table_frame
-from ..results.lossy import lossy_values
 from ..space import Config
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ class Result:
         Raises:
             MissingDependency: plotly is not installed.
         """
-        from ..results.notebook import figure
+        from ..views.notebook import figure
 
         return figure(self.all_trials)
 
     def _repr_html_(self) -> str:
-        from ..results.notebook import html
+        from ..views.notebook import html
 
         return html(self.all_trials, why=self.why)
 

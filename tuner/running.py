@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..device import available_memory_mib, usable_cores
-from ..errors import UsageError
+from ..base.device import available_memory_mib, usable_cores
+from ..base.errors import UsageError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ..models.resolve import workload as resolve_workload
 from ..space import Space
 from .earlier import Taken

@@ -5,11 +5,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..device import Device
-from ..errors import SpaceError
+from ..base.device import Device
+from ..base.errors import SpaceError
+from ..knobs.lossy import LOSSY
 from ..models import Workload
 from ..models.spaces import fix_knob, make_space
-from ..results.lossy import LOSSY
 from ..space import Config, Space
 
 COMPUTED: Mapping[str, str] = {"precision": "fp32", "reduce_dtype": "fp32"}

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RedlineError, SpaceError, UsageError, WorkloadError
+from ..base.errors import RedlineError, SpaceError, UsageError, WorkloadError
+from ..base.writing import write_atomic
 from ..models import Workload
 from ..models.request import TrainingRequest
 from ..results.scaling import ScalePoint, Scaling
 from ..space import Space
 from ..space.grammar import parse
-from ..writing import write_atomic
 from .listener import SearchListener
 from .result import Result
 from .tuning import tune
@@ -115,7 +115,7 @@ def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
 
 
 def _present() -> int:
-    from ..device import detect
+    from ..base.device import detect
 
     return detect().count
 

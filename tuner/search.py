@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import RunnerError
+from ..base.errors import RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest

@@ -7,8 +7,8 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..device import Device, detect, usable_cores
-from ..errors import SpaceError, UsageError, WorkloadError
+from ..base.device import Device, detect, usable_cores
+from ..base.errors import SpaceError, UsageError, WorkloadError
 from ..models import Workload
 from ..models.huggingface import hugging_face_workload
 from ..models.request import TrainingRequest, resolve
@@ -16,7 +16,7 @@ from ..models.resolve import workload as resolve_workload
 from ..models.spaces import declare, lossy_of_space
 from ..runners.command.command import Command
 from ..runners.command.foreign import completed
-from ..runners.command.launchers.launcher import find_launcher
+from ..runners.command.launchers.registry import find_launcher
 from ..runners.command.trained import Trained
 from ..runners.command.work import SPLITS, Commands
 from ..space import Config, Space

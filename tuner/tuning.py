@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunnerError, UsageError
+from ..base.errors import RunnerError, UsageError
+from ..base.scratch import Scratch
 from ..models.families.standard import BLOCK_KNOBS
 from ..results import RunFolder, summary
 from ..runners import Runner
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.soak import SoakPlan
-from ..scratch import Scratch
 from ..space import Config
 from .beginning import Beginning, begin
 from .budget import Stopwatch

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Device
+from ..base.device import Device
 from ..estimator import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
 from ..estimator.facts.model_facts import FLASH
 from ..estimator.hardware import recognise
 from ..estimator.setup import OFFLOADS
-from ..results.standard import STANDARD
+from ..knobs.standard import STANDARD
 from ..space import Config, Space
 from .samplers.prior import Vague
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import SpaceError
+from ..base.errors import SpaceError
 from ..space import Config, Space
 from .earlier import Taken
 from .samplers.encoding import Encoding

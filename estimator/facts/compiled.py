@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..._transformers import quiet
+from ...base._transformers import quiet
 from ...models import Workload
 from ...models.architecture import Architecture
 from .model_facts import ModelFacts, Part, PerToken
@@ -32,7 +32,7 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
     """
     import torch
 
-    from ..._torch import FakeTensorMode
+    from ...base._torch import FakeTensorMode
 
     if not layout.blocks:
         return replace(facts, notes=(*facts.notes, "fusion: no repeated block to look at; as without it"))
@@ -89,7 +89,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
     import torch
     from functorch.compile import make_boxed_func
 
-    from ..._torch import (
+    from ...base._torch import (
         aot_autograd,
         dynamo,
         min_cut_rematerialization_partition,
@@ -151,7 +151,7 @@ def _empty(value: Any) -> Any:
 def _differentiable(out: Any) -> "list[torch.Tensor]":
     import torch
 
-    from ..._torch import tree_leaves
+    from ...base._torch import tree_leaves
 
     return [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.requires_grad]
 

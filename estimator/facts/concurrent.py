@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
-from ...device import usable_cores
-from ...errors import WorkloadError
+from ...base.device import usable_cores
+from ...base.errors import WorkloadError
 from ...space import Space
 from ..setup import TrainingSetup
 from .model_facts import ModelFacts, Variant

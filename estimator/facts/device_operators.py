@@ -44,7 +44,7 @@ def function_mode(
     from torch.nn import functional as F
     from torch.overrides import TorchFunctionMode
 
-    from ..._torch import grouped_mm
+    from ...base._torch import grouped_mm
 
     fp32 = {getattr(F, name) for name in _UNDER_AUTOCAST_FP32}
     fp32 |= {torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.Tensor.softmax}

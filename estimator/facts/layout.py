@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ...models import Workload
 from ...models.families import StandardSchedule, generic_schedule
 from ...models.skeleton import skeleton

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 
 ROLES = ("embedding", "block", "norm", "head", "loss", "other")
 SPLITS = ("none", "column", "row")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ..._torch import schema_of
+from ...base._torch import schema_of
 from .step_trace import AttentionCall, Product, Segment, Spec, StepTrace
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Recorder:
         return stack
 
     def _entering(self, path: str) -> Callable[..., None]:
-        from ..._torch import tree_map
+        from ...base._torch import tree_map
 
         def enter(module: Any, args: Any, kwargs: Any) -> None:
             self._paths.append(path)
@@ -353,7 +353,7 @@ class Recorder:
         Raises:
             WorkloadError: it is the workload's own fault.
         """
-        from ...errors import RedlineError
+        from ...base.errors import RedlineError
 
         if isinstance(error, RedlineError):
             raise error
@@ -393,7 +393,7 @@ def _is_mask(tensor: "torch.Tensor") -> bool:
 def _tensors(value: Any) -> "list[torch.Tensor]":
     import torch
 
-    from ..._torch import tree_leaves
+    from ...base._torch import tree_leaves
 
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
@@ -416,7 +416,7 @@ _ALLOCATIONS = frozenset(
 
 
 def _operators(recorder: Recorder) -> Any:
-    from ..._torch import TorchDispatchMode
+    from ...base._torch import TorchDispatchMode
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

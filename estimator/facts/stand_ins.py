@@ -197,7 +197,7 @@ def _tensors(value: Any) -> "list[torch.Tensor]":
 
 
 def _leaves(value: Any) -> list[Any]:
-    from ..._torch import tree_leaves
+    from ...base._torch import tree_leaves
 
     return tree_leaves(value)
 
@@ -206,13 +206,13 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
     """`value` with its tensors changed."""
     import torch
 
-    from ..._torch import tree_map_only
+    from ...base._torch import tree_map_only
 
     return tree_map_only(torch.Tensor, change, value)
 
 
 def _map_all(change: Callable[[Any], Any], value: Any) -> Any:
-    from ..._torch import tree_map
+    from ...base._torch import tree_map
 
     return tree_map(change, value)
 
@@ -222,7 +222,7 @@ def _specs(value: Any) -> Any:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    from ..._torch import tree_flatten
+    from ...base._torch import tree_flatten
 
     (a, a_tree), (b, b_tree) = tree_flatten(first), tree_flatten(second)
     return a_tree == b_tree and all(x is y or (type(x) is type(y) and bool(x == y)) for x, y in zip(a, b))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from ...models import Workload
 from ...models.architecture import Architecture
 from . import disk_cache

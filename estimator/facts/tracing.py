@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..._torch import buffers_of, parameters_of
-from ..._transformers import quiet
+from ...base._torch import buffers_of, parameters_of
+from ...base._transformers import quiet
+from ...knobs.meaning import FORMATS
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.batches import ForwardPass, each_tensor, make_batch
 from ...models.skeleton import skeleton
-from ...results.meaning import FORMATS
 from .device_operators import function_mode, unpacked_sequences
 from .recorder import Recorder, Split
 from .stand_ins import StandIns
@@ -65,7 +65,7 @@ def trace_step(
     """
     import torch
 
-    from ..._torch import FakeTensorMode
+    from ...base._torch import FakeTensorMode
 
     config = _traced_config(workload, precision, attention)
     batch = make_batch(workload, samples, 0)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from .standard import StandardSchedule
 from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 

@@ -6,9 +6,9 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ScheduleError
-from ...orders import Placement
-from ...results.meaning import recomputed, stage_sizes
+from ...base.errors import ScheduleError
+from ...knobs.meaning import recomputed, stage_sizes
+from ...knobs.pipeline import Placement
 from ..alike import shorten
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from .standard import StandardSchedule, even_ends
 from .tensor_parallel import Regions, column_parallel, row_parallel, sequence, vocabulary
 

@@ -9,8 +9,8 @@ Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._torch import children_of, parameters_of
-from ...errors import ScheduleError
+from ...base._torch import children_of, parameters_of
+from ...base.errors import ScheduleError
 from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
 from .tensor_parallel import Regions, column_parallel, is_adapted, row_parallel, sequence, vocabulary
 

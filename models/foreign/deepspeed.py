@@ -8,7 +8,7 @@ and stays.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .documents import section
 from .draft import Draft, identifiers
 from .format import Format

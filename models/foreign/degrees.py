@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .draft import Draft
 from .ranges import MOST_LISTED, divisors
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError
-from ...reading import LARGEST_DOCUMENT, Refused, parse_json, parse_yaml, read_named
+from ...base.errors import UsageError
+from ...base.reading import LARGEST_DOCUMENT, Refused, parse_json, parse_yaml, read_named
 
 
 def read_document(path: Path) -> Any:

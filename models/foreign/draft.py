@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import SpaceError, UsageError
-from ...reading import with_power
+from ...base.errors import SpaceError, UsageError
+from ...base.reading import with_power
 from ...space import Space
 from ...space.grammar import check_name
 from ...space.values import Value, kind_of_all, python_scalar

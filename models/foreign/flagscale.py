@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .degrees import declare_degrees, declare_micro_batch, listed, share, whole_numbers
 from .documents import read_document, section
 from .draft import Draft

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from ...errors import SpaceError, UsageError
+from ...base.errors import SpaceError, UsageError
 from ...space import Space
 from ...space.expression import Expression
 from .draft import ForeignSpace

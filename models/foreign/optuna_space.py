@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .draft import Draft
 from .format import Format
 from .ranges import MOST_LISTED, integers, reals, tried

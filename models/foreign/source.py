@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError
-from ...reading import path_of
+from ...base.errors import UsageError
+from ...base.reading import path_of
 from ..source import FileSource
 from . import deepspeed, flagscale, optuna_space, paddle, ray_space, sweep
 from .documents import read_document

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ...errors import SpaceError
+from ...base.errors import SpaceError
 from .draft import Draft, identifiers, plain
 from .format import Format
 from .ranges import integers, normal, reals, rounded, stepped, tried

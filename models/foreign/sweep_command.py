@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 
 _DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
 _VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import WorkloadError
-from ...reading import Refused, parse_json, read_named
+from ...base.errors import WorkloadError
+from ...base.reading import Refused, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture, Lora
 from .fit import differences, unlike

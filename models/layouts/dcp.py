@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import WorkloadError
-from ...reading import path_of
+from ...base.errors import WorkloadError
+from ...base.reading import path_of
 from .lazy import Box, LazyTensor, LazyTensors, Stored
 from .weights import LazyWeights
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from ...errors import WorkloadError
-from ...reading import path_of
+from ...base.errors import WorkloadError
+from ...base.reading import path_of
 from ..architecture import Architecture, without_memory
 from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters, write_peft
 from .dcp import METADATA, dcp_tensors

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._transformers import may_be_left, may_be_missing, tied
-from ...errors import WorkloadError
+from ...base._transformers import may_be_left, may_be_missing, tied
+from ...base.errors import WorkloadError
 from .lazy import LazyTensors, narrow
 from .weights import LazyWeights
 

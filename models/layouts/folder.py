@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...errors import UsageError
-from ...reading import path_of
+from ...base.errors import UsageError
+from ...base.reading import path_of
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from dataclasses import fields
 from pathlib import Path
 
-from ..._transformers import as_loaded, quiet
-from ...errors import WorkloadError
-from ...reading import Refused, parse_json, path_of, read_named
+from ...base._transformers import as_loaded, quiet
+from ...base.errors import WorkloadError
+from ...base.reading import Refused, parse_json, path_of, read_named
 from ..architecture import Architecture, one_line, without_memory
 from .adapters import with_adapters
 from .fit import fit

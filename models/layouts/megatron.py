@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...errors import WorkloadError
-from ...reading import Refused, parse_json, path_of, read_named
+from ...base.errors import WorkloadError
+from ...base.reading import Refused, parse_json, path_of, read_named
 from ..architecture import Architecture
 from .adapters import with_adapters
 from .dcp import dcp_tensors, write_dcp

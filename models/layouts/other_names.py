@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ...errors import WorkloadError, unknown
+from ...base.errors import WorkloadError, unknown
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
 from .adapters import is_adapter

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import WorkloadError
-from ...reading import Refused, parse_json, read_named
+from ...base.errors import WorkloadError
+from ...base.reading import Refused, parse_json, read_named
 from .lazy import Box, LazyTensor, Stored
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._transformers import as_saved, quiet
-from ...errors import UsageError, WorkloadError
+from ...base._transformers import as_saved, quiet
+from ...base.errors import UsageError, WorkloadError
 from ..architecture import Architecture, one_line, without_memory
 from .adapters import is_adapter
 from .fit import fit

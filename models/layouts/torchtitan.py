@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...errors import WorkloadError
-from ...reading import path_of
+from ...base.errors import WorkloadError
+from ...base.reading import path_of
 from ..architecture import Architecture
 from .adapters import with_adapters
 from .dcp import METADATA, dcp_tensors, write_dcp

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 from .. import summary
 from ..columns import fold
 from ..measurement import Trial

@@ -5,8 +5,8 @@ import re
 import shlex
 from typing import Any
 
-from ...errors import UsageError
-from ...writing import as_data
+from ...base.errors import UsageError
+from ...base.writing import as_data
 from .setup import Setup, words
 from .target import Target, hashed, sourced
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order
 from .setup import Setup, words
 from .target import Target

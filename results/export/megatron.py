@@ -1,6 +1,6 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
-from ..meaning import recomputed
+from ...knobs.meaning import recomputed
 from .common import note_order
 from .megatron_model import model_flags
 from .setup import Setup, words

@@ -2,8 +2,8 @@
 
 import pprint
 
-from ...errors import UsageError
-from ...writing import as_data
+from ...base.errors import UsageError
+from ...base.writing import as_data
 from .common import ADAMW
 from .setup import Setup
 from .target import Target, hashed

@@ -4,12 +4,12 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
+from ...knobs.lossy import LOSSY, lossy_values
+from ...knobs.meaning import Exchange, Formats, exchange_of, formats_of, order_of
+from ...knobs.standard import MOST_DEVICES, STANDARD, is_whole
 from ..columns import fold
-from ..lossy import LOSSY, lossy_values
-from ..meaning import Exchange, Formats, exchange_of, formats_of, order_of
 from ..measurement import Trial
-from ..standard import MOST_DEVICES, STANDARD, is_whole
 from .hosts import Hosts
 
 SEQUENCES = ("sp", "cp")

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 
-from ...orders import ORDERS, Order
+from ...knobs.pipeline import ORDERS, Order
 from .common import note_lora, note_partial_checkpointing, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..meaning import recomputed
+from ...knobs.meaning import recomputed
 from .common import (
     adamw,
     no_fsdp_on_a_cpu,

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
+from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
 from ...models.foreign import find_source
 from ...models.request import Asked, either
-from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
 from .launchers import LAUNCHERS
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import MissingDependency, UsageError
+from ...base.errors import MissingDependency, UsageError
 from .reading import Told, renamed
 
 _IN_NAME = "tfevents"

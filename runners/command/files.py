@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError
-from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
+from ...base.errors import UsageError
+from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
+from ...base.writing import as_data
 from ...space.expression import Expression
-from ...writing import as_data
 from .template import Template, is_expression
 
 PLACED = re.compile(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...models.foreign import ForeignSpace
 from .command import Command
 from .files import PLACED

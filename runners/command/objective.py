@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import SpaceError, UsageError, unknown
+from ...base.errors import SpaceError, UsageError, unknown
 from ...space.expression import Expression
 from ...space.grammar import parse
 from ...space.knob import Knob

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ...errors import UsageError
-from ...reporting import TIME
+from ...base.errors import UsageError
+from ...base.reporting import TIME
 from .objective import BESIDE, PREFERRED
 
 LONGEST_LINE = 64 * 1024

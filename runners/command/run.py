@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from ...reporting import FILE
+from ...base.reporting import FILE
 from .. import failure
 from ..load import Watch, family_s, foreign_cores
 from ..memory import GpuMemory

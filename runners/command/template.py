@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import SpaceError, UsageError, unknown
+from ...base.errors import SpaceError, UsageError, unknown
 from ...space.expression import Expression
 from ...space.grammar import CONSTANTS, parse
 from ...space.values import FLAG

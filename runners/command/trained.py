@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
 from ...models.architecture import Architecture
 from ...models.presets import PRESETS
-from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
 from .command import Command
 from .files import PLACED
-from .launchers.launcher import find_launcher
+from .launchers.registry import find_launcher
 
 MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
 """What options are called that name a model; the first that is given counts."""

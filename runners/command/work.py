@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
@@ -20,7 +20,8 @@ from .command import Command
 from .comparison import Comparison
 from .events import check_installed, of_events
 from .files import read_files
-from .launchers.launcher import Launcher, find_launcher
+from .launchers.launcher import Launcher
+from .launchers.registry import find_launcher
 from .objective import PREFERRED, Requirement, objective_of
 from .reading import lines_for
 from .run import RunTerms

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import parameters_of
-from ...errors import MissingDependency, ScheduleError, not_installed
-from ...reading import LARGEST_DOCUMENT, Refused, parse_json, read_named
+from ...base._torch import parameters_of
+from ...base.errors import MissingDependency, ScheduleError, not_installed
+from ...base.reading import LARGEST_DOCUMENT, Refused, parse_json, read_named
 from ..parallel.collectives import axis_of
 from ..parallel.pipeline import Pipeline
 from ..parallel.sharding import shards_of

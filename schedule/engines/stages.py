@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import parameters_of, tree_flatten, tree_unflatten
-from ...errors import ScheduleError
+from ...base._torch import parameters_of, tree_flatten, tree_unflatten
+from ...base.errors import ScheduleError
 from ..parallel.pipeline import Pipeline, Stage
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

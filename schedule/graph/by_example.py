@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from ..._torch import tree_flatten, tree_unflatten
-from ...errors import TraceError
+from ...base._torch import tree_flatten, tree_unflatten
+from ...base.errors import TraceError
 from ..parallel.partition import meta_copy
 from ..quiet import rates_of
 from ..tree import join
@@ -236,7 +236,7 @@ class _ByExample(Tracer):
     @contextlib.contextmanager
     def makers(self) -> Iterator[None]:
         """Within it what makes tensors of sizes takes symbols, too."""
-        from ..._torch import dynamo
+        from ...base._torch import dynamo
 
         # Its tables of torch's functions are made when it is imported, which must not be in between.
         assert dynamo is not None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..forward import layers_of
 from ..tree import ScheduledModule
 from .operations import SubgraphCall

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 
 COMPILERS = ("inductor", "none")
 """The compilers that are known by name."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..._torch import children_of
-from ...errors import ScheduleError
+from ...base._torch import children_of
+from ...base.errors import ScheduleError
 from ..tree import ScheduledModule
 from .handover import Handover, hand_over, prune
 from .operations import Call, SubgraphCall, SyncCall, TensorCall

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import tree_map
+from ...base._torch import tree_map
 from ..parallel.partition import meta_copy
 from ..quiet import quiet
 from ..tree import ScheduledModule

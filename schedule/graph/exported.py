@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..._torch import TreeSpec, has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
-from ...errors import TraceError
+from ...base._torch import TreeSpec, has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
+from ...base.errors import TraceError
 from ..quiet import rates_of
 from ..tree import join
 from .by_example import call_of_form, form_of

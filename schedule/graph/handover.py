@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..._torch import (
+from ...base._torch import (
     buffers_of,
     children_of,
     forward_hooks_of,
@@ -16,7 +16,7 @@ from ..._torch import (
     parameters_of,
     take_forward_hook,
 )
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..forward import layers_of
 from ..parallel import collectives
 from ..parallel.exchange import Exchange, InputSync, OutputSync, ParameterSync, syncs_of

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ..._torch import OpOverload, schema_of, tree_flatten, tree_unflatten
-from ...errors import ScheduleError, TraceError
+from ...base._torch import OpOverload, schema_of, tree_flatten, tree_unflatten
+from ...base.errors import ScheduleError, TraceError
 
 
 def check(value: Any, expected: Any, where: str) -> None:

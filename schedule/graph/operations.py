@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..._torch import TreeSpec, tree_unflatten
+from ...base._torch import TreeSpec, tree_unflatten
 from ..parallel.exchange import InputSync, OutputSync
 from .compiled import compiled
 from .trace import function_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..._torch import OpOverload, parameters_of
-from ...errors import TraceError
+from ...base._torch import OpOverload, parameters_of
+from ...base.errors import TraceError
 from ..forward import layers_of
 from ..parallel.partial import WithoutBias
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..._torch import is_erased
-from ...errors import ScheduleError
+from ...base._torch import is_erased
+from ...base.errors import ScheduleError
 from ..calls import as_plain
 from ..forward import layers_of
 from ..tree import ScheduledModule, join

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..._torch import TreeSpec, tree_flatten
-from ...errors import ScheduleError
+from ...base._torch import TreeSpec, tree_flatten
+from ...base.errors import ScheduleError
 from ..forward import Layer
 
 ITSELF = "_the_traced_module_itself"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..._torch import has_backward_hooks, has_forward_hooks
-from ...errors import TraceError
+from ...base._torch import has_backward_hooks, has_forward_hooks
+from ...base.errors import TraceError
 from .trace import Traced, tidy
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import buffers_of, call_of, parameters_of, set_call, tree_leaves
-from ...errors import ScheduleError
+from ...base._torch import buffers_of, call_of, parameters_of, set_call, tree_leaves
+from ...base.errors import ScheduleError
 from .checksums import NOTHING, Checksum, checksum
 from .collectives import Axis, axis_of
 from .planned import PlannedMesh

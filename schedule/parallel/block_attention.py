@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..._torch import (
+from ...base._torch import (
     flash_attention,
     flash_attention_backward,
     flash_attention_on_cpu,

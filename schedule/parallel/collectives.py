@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..._torch import functional_collectives, resolve_process_group, timeout_of
+from ...base._torch import functional_collectives, resolve_process_group, timeout_of
 
 
 @dataclass(frozen=True, slots=True)

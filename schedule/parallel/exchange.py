@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch import forward_hooks_of, parameters_of, tree_flatten, tree_unflatten
+from ...base._torch import forward_hooks_of, parameters_of, tree_flatten, tree_unflatten
 from . import collectives
 from .collectives import Axis
 from .sharding import shards_of

@@ -1,7 +1,7 @@
 """What the order of a pipeline's micro-batches asks of a scheduled model."""
 
-from ...errors import ScheduleError
-from ...orders import ORDERS
+from ...base.errors import ScheduleError
+from ...knobs.pipeline import ORDERS
 from ..tree import Tree
 
 _WHOLE = "a compiled backward computes both in one go"

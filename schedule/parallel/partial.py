@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import parameters_of
+from ...base._torch import parameters_of
 from ..forward import Layer, layers_of
 from .collectives import Axis, through
 

@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import TorchDispatchMode, TreeSpec, buffers_of, call_of, parameters_of, tree_flatten, tree_unflatten
-from ..._transformers import experts_by_shapes_alone
-from ...errors import ScheduleError
-from ...orders import Placement
+from ...base._torch import (
+    TorchDispatchMode,
+    TreeSpec,
+    buffers_of,
+    call_of,
+    parameters_of,
+    tree_flatten,
+    tree_unflatten,
+)
+from ...base._transformers import experts_by_shapes_alone
+from ...base.errors import ScheduleError
+from ...knobs.pipeline import Placement
 from .. import held
 from ..caches import without_cache
 from ..forward import layers_of

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import parameters_of, set_call, tree_flatten, tree_map
-from ...errors import ScheduleError
-from ...orders import ORDERS, Placement
+from ...base._torch import parameters_of, set_call, tree_flatten, tree_map
+from ...base.errors import ScheduleError
+from ...knobs.pipeline import ORDERS, Placement
 from ..tree import Tree
 from .collectives import Axis
 from .order_check import check_order

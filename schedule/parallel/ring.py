@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from .block_attention import How, Queries, attention, gradients
 from .collectives import Axis, PassedOn
 from .ring_mask import Block, Kind, RingMask, make_mask

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from .collectives import Axis
 
 MOST_PAIRS = 1 << 24

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..._transformers import attends_by_name, change_attention
-from ...errors import ScheduleError
-from ...pieces import Sharing, pieces_obstacle
+from ...base._transformers import attends_by_name, change_attention
+from ...base.errors import ScheduleError
+from ...knobs.sequence import Sharing, pieces_obstacle
 from ..forward import Layer, add_layer
 from . import ring, ulysses
 from .collectives import Axis

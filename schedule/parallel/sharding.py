@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import buffers_of, children_of, parameters_of
+from ...base._torch import buffers_of, children_of, parameters_of
 from ..deferred import noted
 from .checksums import NOTHING, Checksum
 from .collectives import Axis, all_gather

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from .collectives import Axis, all_gather, all_reduce, scatter, through
 
 

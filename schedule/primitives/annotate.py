@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from ..._torch import buffers_of, parameters_of
-from ...errors import ScheduleError, unknown
+from ...base._torch import buffers_of, parameters_of
+from ...base.errors import ScheduleError, unknown
 from ..primitive import primitive
 from ..tree import ScheduledModule
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
-from ...errors import ScheduleError
+from ...base._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
+from ...base.errors import ScheduleError
 from ..forward import Layer, add_layer
 from ..graph.called import check_called
 from ..primitive import primitive

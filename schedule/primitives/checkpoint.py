@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
 
-from ..._torch import OpOverload
-from ...errors import ScheduleError
+from ...base._torch import OpOverload
+from ...base.errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
 from ..graph.called import check_called

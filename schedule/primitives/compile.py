@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..graph.called import check_called
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -37,7 +37,7 @@ def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None
     """Has `began` called whenever torch.compile starts to compile in this process, be it a forward or a backward
     pass, and `ended` when it is through, also by an error. A compilation within another is part of that one.
     """
-    from ..._torch import dynamo
+    from ...base._torch import dynamo
 
     dynamo.on_compile_start(lambda args: began())
     dynamo.on_compile_end(lambda args: ended())
@@ -46,7 +46,7 @@ def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None
 def refusals() -> int:
     """How often torch.compile has given up on a function in this process, which then runs as it was written: for one
     reason, because it has met more shapes than `torch.compiler.config.recompile_limit`."""
-    from ..._torch import dynamo
+    from ...base._torch import dynamo
 
     frames = dynamo.utils.counters["frames"]
     return frames["total"] - frames["ok"]
@@ -58,7 +58,7 @@ def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
 
     import torch
 
-    from ...errors import unknown
+    from ...base.errors import unknown
 
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     for name in options:
@@ -66,7 +66,7 @@ def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
             raise ScheduleError(f"compile on '{sch.name}': {unknown('option', name, known)}")
     backend = options.get("backend", "inductor")
     if isinstance(backend, str):
-        from ..._torch import dynamo
+        from ...base._torch import dynamo
 
         names = dynamo.list_backends(exclude_tags=())
         if backend not in names:

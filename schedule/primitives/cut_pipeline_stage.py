@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..parallel.collectives import axis_of
 from ..parallel.partition import check_divided
 from ..primitive import primitive

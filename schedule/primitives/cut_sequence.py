@@ -2,8 +2,8 @@
 
 from math import prod
 
-from ...errors import ScheduleError
-from ...pieces import Sharing
+from ...base.errors import ScheduleError
+from ...knobs.sequence import Sharing
 from ..forward import layers_of
 from ..parallel.collectives import Axis, axis_of, divided
 from ..parallel.planned import PlannedMesh

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..._torch import has_forward_hooks
-from ...errors import ScheduleError, unknown
+from ...base._torch import has_forward_hooks
+from ...base.errors import ScheduleError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.pattern import operation
 from ..graph.trace import Traced

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError, not_installed, unknown
+from ...base.errors import ScheduleError, not_installed, unknown
 from ..graph.called import check_read
 from ..primitive import primitive
 from ..tree import ScheduledModule

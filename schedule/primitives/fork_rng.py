@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..forward import Layer, add_layer
 from ..graph.called import check_called
 from ..parallel.collectives import Axis

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ScheduleError, unknown
+from ...base.errors import ScheduleError, unknown
 from ..forward import Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..graph.compiled import COMPILERS, compiled

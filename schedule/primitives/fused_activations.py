@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ...errors import ScheduleError, unknown
+from ...base.errors import ScheduleError, unknown
 from ..graph.compiled import COMPILERS, compiled
 from ..graph.editing import replace_subgraph
 from ..graph.pattern import match, operation, trace_pattern

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..graph.editing import replace_subgraph
 from ..graph.pattern import Attribute, operation
 from ..graph.subgraph import Subgraph, traced_below

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..parallel.exchange import syncs_of

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import ScheduleError, unknown
+from ...base.errors import ScheduleError, unknown
 from ..graph.called import check_called
 from ..primitive import primitive
 from ..tree import ScheduledModule

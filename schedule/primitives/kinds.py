@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..._torch import ConvNd
+from ...base._torch import ConvNd
 from ..forward import Layer
 from ..parallel.collectives import Axis
 from ..parallel.partial import BiasOnce, PartialEmbedding

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError, unknown
+from ...base.errors import ScheduleError, unknown
 from ..forward import Layer, add_layer
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer

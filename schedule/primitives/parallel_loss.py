@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..graph.called import check_called
 from ..parallel.sharding import shards_of
 from ..parallel.vocabulary import SplitLogits

@@ -1,7 +1,7 @@
 """pipeline: how the micro-batches of a batch run through the stages."""
 
-from ...errors import ScheduleError, unknown
-from ...orders import ORDERS
+from ...base.errors import ScheduleError, unknown
+from ...knobs.pipeline import ORDERS
 from ..primitive import primitive
 from ..tree import ScheduledModule
 

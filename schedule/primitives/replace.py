@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import children_of
-from ...errors import ScheduleError
+from ...base._torch import children_of
+from ...base.errors import ScheduleError
 from ..deferred import noted
 from ..forward import layers_of
 from ..graph.called import check_called

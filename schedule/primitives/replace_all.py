@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ...errors import ScheduleError, unknown
+from ...base.errors import ScheduleError, unknown
 from ..primitive import primitive
 from ..tree import ScheduledModule
 from .replace import make, put

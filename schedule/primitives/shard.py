@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..._torch import buffers_of, parameters_of
-from ...errors import ScheduleError
+from ...base._torch import buffers_of, parameters_of
+from ...base.errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
 from ..graph.trace import Traced
 from ..parallel.checksums import checksum

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ScheduleError
+from ...base.errors import ScheduleError
 from ..parallel.collectives import Axis, axis_of, divided
 from ..parallel.replicas import Replicas
 from ..primitive import primitive

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..._torch import parameters_of
-from ...errors import ScheduleError, unknown
+from ...base._torch import parameters_of
+from ...base.errors import ScheduleError, unknown
 from .. import collectives as differentiable
 from ..graph.called import check_called, used
 from ..parallel import collectives

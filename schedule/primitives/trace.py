@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ScheduleError, TraceError, unknown
+from ...base.errors import ScheduleError, TraceError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.by_example import trace_by_example
 from ..graph.called import check_called, scheduled_below

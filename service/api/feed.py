@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ...errors import ServiceError
+from ...base.errors import ServiceError
 from ..records import Event
 from ..store import Store
 from .problems import Problem

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 from ..request import LARGEST_FILE, TARGETS, digest
 
 MOST_DEVICES = 1 << 20

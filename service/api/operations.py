@@ -6,7 +6,7 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ... import __version__
-from ...errors import ServiceError
+from ...base.errors import ServiceError
 from ..records import Role, Search, SearchState
 from .access import Reader
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer

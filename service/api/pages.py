@@ -10,10 +10,10 @@ from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from ...results.dashboard import Library
-from ...results.dashboard.app import make_app as make_dashboard, own as of_dashboard
-from ...results.dashboard.guard import HEADERS
-from ...results.report.page import asset, bundle
+from ...views.dashboard import Library
+from ...views.dashboard.app import make_app as make_dashboard, own as of_dashboard
+from ...views.dashboard.guard import HEADERS
+from ...views.report.page import asset, bundle
 from .access import CSRF, cookie_name, csrf_of, user_of
 from .parts import Parts
 from .problems import Problem

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from ...errors import (
+from ...base.errors import (
     AttemptOver,
     KeyTaken,
     LeaseOver,

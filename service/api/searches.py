@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from ...errors import Refused, UsageError
+from ...base.errors import Refused, UsageError
 from ...results.export import export_targets
 from ..logs import read_log
 from ..placing import obstacle

@@ -9,7 +9,7 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Body, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from ...errors import LeaseOver, NotFound, UsageError
+from ...base.errors import LeaseOver, NotFound, UsageError
 from ..logs import MOST_AT_ONCE, write_log
 from ..records import Assignment, DryRun, Role, User, Worker
 from .access import Reader, Submitter

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, StatementError, TimeoutError as NoConnection
 
-from ...errors import MissingDependency, StorageUnavailable, UsageError, unknown
+from ...base.errors import MissingDependency, StorageUnavailable, UsageError, unknown
 from ...results.storage import without_password
 
 BUSY_S = 5.0

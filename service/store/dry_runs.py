@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, select, update
 
-from ...errors import AttemptOver, LeaseOver, NotFound, Refused
+from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, SearchState
 from ..scheduling import matches
 from ..tables import dry_runs, searches, workers

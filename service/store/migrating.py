@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, text
 
-from ...errors import StorageAhead, StorageUnavailable
+from ...base.errors import StorageAhead, StorageUnavailable
 from ..tables import VERSIONS
 from .connection import Database
 

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Row, Select, Table, insert, select, text
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ..records import Event
 from ..tables import events
 from .connection import Database

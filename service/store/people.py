@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
-from ...errors import KeyTaken, NotFound, UsageError, unknown
+from ...base.errors import KeyTaken, NotFound, UsageError, unknown
 from ..records import Audited, Role, Token, User
 from ..tables import audit, tokens, users
 from .part import Part, add, as_count, as_text, one, reads, writes

@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, and_, insert, or_, select, update
 
-from ...errors import AttemptOver, KeyTaken, NotFound, UsageError
+from ...base.errors import AttemptOver, KeyTaken, NotFound, UsageError
 from ..records import DryRunState, Search, SearchState, User
 from ..tables import dry_runs, searches, users
 from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes

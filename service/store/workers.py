@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, insert, or_, select, update
 
-from ...errors import NotFound
+from ...base.errors import NotFound
 from ..records import DryRunState, User, Worker
 from ..tables import dry_runs, users, workers
 from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes

@@ -66,7 +66,7 @@ def tab(context):
 
 @contextlib.contextmanager
 def _serving():
-    from redline.results.dashboard import serve
+    from redline.views.dashboard import serve
 
     servers, threads = [], []
 

@@ -8,14 +8,14 @@ import socket
 import urllib.parse
 
 import pytest
-from redline.errors import StudyError, UsageError
+from redline.base.errors import StudyError, UsageError
+from redline.cli import main
 from redline.results import RunFolder, Status, summary
-from redline.results.dashboard import Library, serve
-from redline.results.dashboard.discover import runs_under
-from redline.results.dashboard.guard import COOKIE, HEADERS
-from redline.results.dashboard.library import NoSuchRun
-from redline.results.dashboard.serve import is_local, listen
-from redline.tuner.cli import main
+from redline.views.dashboard import Library, serve
+from redline.views.dashboard.discover import runs_under
+from redline.views.dashboard.guard import COOKIE, HEADERS
+from redline.views.dashboard.library import NoSuchRun
+from redline.views.dashboard.serve import is_local, listen
 
 
 def get(address, target, method="GET", **headers):
@@ -95,7 +95,7 @@ def test_the_sparkline_ends_at_the_best_also_where_something_faster_did_not_hold
 
 
 def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr("redline.results.dashboard.discover.DISCOVERY_SECONDS", 1e9)
+    monkeypatch.setattr("redline.views.dashboard.discover.DISCOVERY_SECONDS", 1e9)
     for name in ("gone", "kept"):
         disk.write_run(tmp_path / name, 2)
     library = Library(tmp_path)
@@ -153,7 +153,7 @@ def test_asking_for_what_is_held_already_reads_nothing_however_many_runs_are_wat
         disk.write_run(tmp_path / f"run-{number}", 3, seed=number)
     library = Library(tmp_path)
     held = {run: library.changes(run)["version"] for run in library.ids()}
-    monkeypatch.setattr("redline.results.dashboard.library.Source.read", None)
+    monkeypatch.setattr("redline.views.dashboard.library.Source.read", None)
     assert [library.changes(run, version) for run, version in held.items()] == [None] * 12
 
 
@@ -419,7 +419,7 @@ def test_it_ends_when_interrupted(tmp_path, disk):
 
     disk.write_run(tmp_path / "a", 1)
     process = subprocess.Popen(
-        [sys.executable, "-m", "redline.tuner.cli", "dashboard", str(tmp_path), "--port", "0"],
+        [sys.executable, "-m", "redline.cli", "dashboard", str(tmp_path), "--port", "0"],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:

@@ -4,9 +4,9 @@ import re
 from importlib.resources import files
 
 import pytest
-from redline.results.dashboard.app import PAGES, own
-from redline.results.report import write_report
-from redline.results.report.page import DRAWING, SCRIPTS, asset
+from redline.views.dashboard.app import PAGES, own
+from redline.views.report import write_report
+from redline.views.report.page import DRAWING, SCRIPTS, asset
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_nothing_but_the_drawing_layer_makes_svg_or_asks_a_canvas():
 
 
 def test_every_script_of_the_package_is_in_a_page():
-    root = files("redline.results.report") / "assets" / "js"
+    root = files("redline.views.report") / "assets" / "js"
     there = {path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.js")}
     assert there == {*SCRIPTS, "report"}
 

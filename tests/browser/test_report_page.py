@@ -7,8 +7,8 @@ import re
 
 import pytest
 from redline.results import Status, summary
-from redline.results.report import Source, document, write_report
-from redline.results.report.page import asset
+from redline.views.report import Source, document, write_report
+from redline.views.report.page import asset
 
 SECTIONS = [
     "headline",

@@ -14,10 +14,10 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
-from redline.lock import FolderLock
-from redline.results.dashboard.discover import found_under
+from redline.base.lock import FolderLock
 from redline.results.history import STRETCHES
 from redline.results.trained import DOCUMENT, LOG
+from redline.views.dashboard.discover import found_under
 
 WAIT = 90_000
 """For what takes a training as long as it takes, ms."""
@@ -318,7 +318,7 @@ def number_in(place):
 @contextlib.contextmanager
 def started(arguments):
     """`redline train` with these arguments, ended however the test ends."""
-    command = [sys.executable, "-m", "redline.tuner.cli", "train", *map(str, arguments)]
+    command = [sys.executable, "-m", "redline.cli", "train", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     try:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.estimator import Constants, Estimator, ModelFacts, TrainingSetup
 from redline.estimator.hardware import DEVICES
 from redline.models.parallel import PIPELINES

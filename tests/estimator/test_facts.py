@@ -7,11 +7,11 @@ import threading
 import pytest
 import redline as rl
 import torch
+from redline.cli.tune import end_in_order
 from redline.estimator import ModelFacts
 from redline.estimator.facts import concurrent, disk_cache
 from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
 from redline.models import flops_of
-from redline.tuner.cli.tune import end_in_order
 from torch import nn
 
 SHAPES = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import yaml
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.estimator import Estimator, Hardware, find_hardware
 from redline.estimator.hardware import DEVICES, MOST_COMMON
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from redline.errors import SpaceError, UsageError
+from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.layerwise import _Choice, knapsack

@@ -1,7 +1,7 @@
 """What adapters save is measured: frozen weights cost neither optimizer state nor gradients."""
 
 import pytest
-from redline.device import detect
+from redline.base.device import detect
 from redline.models.architecture import Architecture
 from redline.models.huggingface import language_model
 from redline.models.lora import Lora, with_lora

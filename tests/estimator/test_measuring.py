@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import redline as rl
-from redline.device import Device
+from redline.base.device import Device
 from redline.estimator import Hardware, find_hardware, measuring
 from redline.estimator.hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS
 from redline.estimator.measuring import Measured, measure, table_entry, this_machine

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.estimator import Estimator, Hardware, Link, ModelFacts, TrainingSetup
 from redline.estimator.constants import Constants
 from redline.estimator.knob_arrays import knob_arrays

@@ -7,7 +7,7 @@ import pytest
 from damage import ASKED, copied, damage, make_run, read_everything, serve_everything
 from redline.results import View
 from redline.results.export import export_targets, render
-from redline.results.report import Source, document
+from redline.views.report import Source, document
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 from damage import ASKED, KNOBS, copied, make_run
-from redline.errors import StudyError
+from redline.base.errors import StudyError
 from redline.results import RunFolder, View
-from redline.results.report import Source, write_report
 from redline.tuner.earlier import read_runs
+from redline.views.report import Source, write_report
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def read_all_ways(run):
 
 
 def redline(*arguments, cwd):
-    code = "import sys; from redline.tuner.cli import main; main(sys.argv[1:])"
+    code = "import sys; from redline.cli import main; main(sys.argv[1:])"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
     )
@@ -160,7 +160,7 @@ def test_links_in_out_are_not_followed_when_writing(whole, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000 + "a", "a\0b"], ids=["long", "deep", "nul"])
 def test_paths_that_cannot_be_are_refused_in_words(whole, tmp_path, name):
-    from redline.errors import UsageError
+    from redline.base.errors import UsageError
     from redline.space import Space
 
     path = Path(name) if "\0" in name else tmp_path / name

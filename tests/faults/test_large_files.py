@@ -19,9 +19,9 @@ from pathlib import Path
 import optuna, rich.console, rich.table  # what reading imports is no part of reading
 from redline.errors import RedlineError
 from redline.results import View, read_table
-from redline.results.dashboard.library import Library
-from redline.results.report import Source
-from redline.results.compare import compare
+from redline.views.dashboard.library import Library
+from redline.views.report import Source
+from redline.views.compare import compare
 from redline.results.export import render
 
 def spent():

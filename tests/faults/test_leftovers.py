@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 from processes import running
-from redline import scratch
-from redline.scratch import OWNER, YOUNG_S, Scratch, sweep
+from redline.base import scratch
+from redline.base.scratch import OWNER, YOUNG_S, Scratch, sweep
 
 STARTS = """
 import sys, time

@@ -9,7 +9,7 @@ import time
 import cloudpickle
 import pytest
 from processes import left_of
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.results import Status
 from redline.runners import host
 from redline.runners.host import HostAgent

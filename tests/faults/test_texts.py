@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from damage import copied, make_run
+from redline.cli.progress import LineListener, TerminalListener, trial_line
 from redline.results import Measurement, Status, Trial, View, listing, read_table
 from redline.results.columns import header, line, row
-from redline.results.dashboard.guard import Guard
-from redline.results.show import render
 from redline.results.table import parse
-from redline.tuner.cli.progress import LineListener, TerminalListener, trial_line
+from redline.views.dashboard.guard import Guard
+from redline.views.show import render
 from rich.console import Console
 
 WILD = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00\r\nnext"
@@ -81,8 +81,8 @@ def test_negative_numbers_stay_numbers():
 
 def test_a_table_that_is_downloaded_has_no_formulas(tmp_path):
     fastapi = pytest.importorskip("fastapi.testclient")
-    from redline.results.dashboard.app import make_app
-    from redline.results.dashboard.library import Library
+    from redline.views.dashboard.app import make_app
+    from redline.views.dashboard.library import Library
 
     run = copied(make_run(tmp_path / "made"), tmp_path / "runs" / "run")
     text = (run / "trials.csv").read_text()

@@ -3,8 +3,8 @@ import sysconfig
 from math import prod
 
 import pytest
-from redline import device as devices
-from redline.errors import SpaceError
+from redline.base import device as devices
+from redline.base.errors import SpaceError
 from redline.models import Workload, make_space, parallel, workload
 from redline.models.spaces import (
     default_space,

@@ -2,10 +2,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
+from redline.knobs.meaning import recomputed
 from redline.models import workload
 from redline.models.families import StandardSchedule, generic_schedule, schedule_of
-from redline.results.meaning import recomputed
 from redline.schedule import create_schedule
 from torch import nn
 

@@ -6,7 +6,7 @@ import optuna
 import pytest
 from foreign import left, read, values
 from ray import tune
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 
 # -- Optuna --------------------------------------------------------------------------------------------------
 

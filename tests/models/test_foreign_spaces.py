@@ -8,7 +8,7 @@ import pytest
 import yaml
 from foreign import left, read, values
 from hypothesis import given, settings, strategies as st
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.models.foreign import find_source
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import given, strategies as st
-from redline.device import Device
+from redline.base.device import Device
 from redline.models import Workload, list_presets, workload
 from redline.models.global_batch import shareable, shared
 from redline.models.spaces import default_space

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import workload
 from redline.models.spaces import default_space
 

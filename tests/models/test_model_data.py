@@ -1,6 +1,6 @@
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import workload
 from redline.models.data import BYTE_OFFSET, MAX_TEXT_BYTES, TokenBatches, read_text
 

@@ -8,7 +8,7 @@ from itertools import count
 import numeric
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import Workload, flops_of, make_space, reduction, workload
 from redline.space import Space
 from redline.training import Training

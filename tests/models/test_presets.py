@@ -1,6 +1,6 @@
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import flops_of, list_presets, workload
 from redline.models.presets import PRESETS
 from redline.schedule import create_schedule

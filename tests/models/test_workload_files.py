@@ -7,7 +7,7 @@ import cloudpickle
 import numeric
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import flops_of, make_space, workload
 from redline.runners.job import Job, Rendezvous
 from redline.schedule.rounding import allowance, loss_allowance

@@ -6,10 +6,10 @@ import random
 import statistics
 
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial, View
 from redline.results.again import judged
-from redline.results.compare import compare, probability, relative_error
+from redline.views.compare import compare, probability, relative_error
 
 
 def measurement(throughput, spread=1.0, **more):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redline
 import yaml
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.export import chosen_trial, export_targets, form_of, render
 

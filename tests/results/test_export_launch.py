@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.export import export_targets, render
 from redline.results.export.hosts import Hosts

@@ -208,7 +208,7 @@ def test_another_training_is_told_from_it(model, dry_run, two):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_a_dry_run_tells_the_loss_that_exports_are_held_to(model, dry_run):
-    from redline.device import detect
+    from redline.base.device import detect
     from redline.runners.local import LocalRunner
     from redline.runners.runner import TrialRequest
     from redline.runners.timing import TimingPlan

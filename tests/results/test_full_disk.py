@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from redline import writing
-from redline.errors import StudyError
+from redline.base import writing
+from redline.base.errors import StudyError
 from redline.results import Ledger, Measurement, Status, read_table
 
 MIB = 1024 * 1024

@@ -8,7 +8,7 @@ import time
 
 import optuna
 import pytest
-from redline.errors import StudyError
+from redline.base.errors import StudyError
 from redline.results import Ledger
 from redline.results.journal import RENAME_FILE_SUFFIX, Journal, repair
 

@@ -7,7 +7,7 @@ import threading
 
 import optuna
 import pytest
-from redline.errors import StudyError
+from redline.base.errors import StudyError
 from redline.results import Ledger, Measurement, RankReport, Status
 from redline.results.again import measured_again
 from redline.results.probe import Computed, Probe

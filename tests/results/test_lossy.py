@@ -7,14 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from redline.knobs.lossy import exactness, lossy_in, lossy_of
 from redline.results import Measurement, Status, Trial, View, listing, summary
-from redline.results.compare import compare
 from redline.results.export import export_targets, render
-from redline.results.lossy import exactness, lossy_in, lossy_of
-from redline.results.notebook import html
-from redline.results.report.document import document
-from redline.results.report.source import Source
-from redline.results.show import render as show
+from redline.views.compare import compare
+from redline.views.notebook import html
+from redline.views.report.document import document
+from redline.views.report.source import Source
+from redline.views.show import render as show
 from rich.console import Console
 
 

@@ -6,18 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from redline.errors import UsageError, WorkloadError
+from redline.base.errors import UsageError, WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.hardware import find_hardware
 from redline.estimator.stages import stage_blocks
-from redline.models.architecture import Architecture
-from redline.models.huggingface import hugging_face_workload
-from redline.models.shape import shape_of
-from redline.models.skeleton import skeleton
-from redline.orders import ORDERS
-from redline.results import Measurement, Status, Trial
-from redline.results.export import render
-from redline.results.meaning import (
+from redline.knobs.meaning import (
     BUCKET_MIB,
     EXCHANGES,
     FORMATS,
@@ -28,6 +21,13 @@ from redline.results.meaning import (
     recomputed,
     stage_sizes,
 )
+from redline.knobs.pipeline import ORDERS
+from redline.models.architecture import Architecture
+from redline.models.huggingface import hugging_face_workload
+from redline.models.shape import shape_of
+from redline.models.skeleton import skeleton
+from redline.results import Measurement, Status, Trial
+from redline.results.export import render
 from redline.schedule import create_schedule
 from redline.schedule.parallel.planned import PlannedMesh
 from redline.schedule.parallel.replicas import BUCKET_BYTES

@@ -8,13 +8,13 @@ import re
 
 import pytest
 import yaml
-from redline.errors import StudyError
-from redline.reading import Outside, open_inside, read_inside, tail_inside
+from redline.base.errors import StudyError
+from redline.base.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
-from redline.results.report import Source, document, page, write_report
-from redline.results.report.analysis import cost, frontier, lanes, predictions
-from redline.results.report.effects import effects
-from redline.results.report.failures import failures
+from redline.views.report import Source, document, page, write_report
+from redline.views.report.analysis import cost, frontier, lanes, predictions
+from redline.views.report.effects import effects
+from redline.views.report.failures import failures
 
 
 def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", predicted=(None, None), **more):

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import redline
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, environment
 
 
 def test_importing_results_loads_nothing_heavy():
     code = (
-        "import sys, redline.results, redline.results.show\n"
+        "import sys, redline.results, redline.views.show\n"
         "heavy = {'torch', 'pandas', 'numpy', 'optuna', 'transformers', 'ray', 'redline.space'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -10,8 +10,8 @@ import time
 import pytest
 import yaml
 from probes import probe
-from redline.errors import StudyError
-from redline.lock import FolderLock
+from redline.base.errors import StudyError
+from redline.base.lock import FolderLock
 from redline.results import Measurement, RunFolder, Status, View, environment, read_table, request
 from redline.space import Space
 
@@ -312,7 +312,7 @@ def test_a_second_process_is_refused_and_told_by_whom(tmp_path, open_run, in_chi
 
 def test_a_process_that_starts_from_a_shell_is_refused_too(tmp_path):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom redline.lock import FolderLock\n"
+        "import sys, time\nfrom pathlib import Path\nfrom redline.base.lock import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

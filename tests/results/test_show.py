@@ -5,9 +5,9 @@ import io
 import json
 
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, View, listing
-from redline.results.show import render
+from redline.views.show import render
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text

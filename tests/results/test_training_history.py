@@ -5,8 +5,8 @@ import random
 import time
 
 import pytest
-from redline.errors import StudyError
-from redline.reading import LARGEST_DOCUMENT
+from redline.base.errors import StudyError
+from redline.base.reading import LARGEST_DOCUMENT
 from redline.results.history import STRETCHES, Curve, History
 from redline.results.trained import DOCUMENT, LOG, LONGEST_LINE, LogReader, highest_step, read_document, step_before
 

@@ -8,7 +8,7 @@ import numpy
 import pandas
 import pytest
 from hypothesis import given, settings, strategies as st
-from redline.errors import StudyError
+from redline.base.errors import StudyError
 from redline.results import Measurement, Status, Trial, read_table, table_frame
 from redline.results.columns import MAX_TEXT, cell, fold, number, row, speed, unquoted
 from redline.results.table import Table, trials

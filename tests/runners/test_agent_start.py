@@ -13,7 +13,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.results import Status
 from redline.runners.host import STARTS, HostAgent
 from redline.runners.job import Job

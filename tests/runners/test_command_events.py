@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from redline.device import detect
-from redline.errors import MissingDependency, UsageError
+from redline.base.device import detect
+from redline.base.errors import MissingDependency, UsageError
 from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.command.command import Command

@@ -1,7 +1,7 @@
 """What another tool's file has a command told: in the place of what it says, and never of a template of its own."""
 
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.models.foreign import ForeignSpace
 from redline.runners.command.command import Command
 from redline.runners.command.foreign import completed

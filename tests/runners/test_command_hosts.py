@@ -15,7 +15,7 @@ import os, sys, time
 from pathlib import Path
 import psutil
 from ray.cluster_utils import Cluster
-from redline.device import detect
+from redline.base.device import detect
 from redline.runners import RayRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands

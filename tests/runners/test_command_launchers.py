@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import redline
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.runners.command.command import Command
 from redline.runners.command.launchers import LAUNCHERS
-from redline.runners.command.launchers.launcher import find_launcher
+from redline.runners.command.launchers.registry import find_launcher
 from redline.runners.command.work import Commands
 from redline.space import Space
 from without_triton import WITHOUT_TRITON

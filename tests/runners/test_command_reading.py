@@ -5,7 +5,7 @@ import math
 import os
 
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.runners.command.objective import Objective, Requirement, objective_of
 from redline.runners.command.reading import Appended, StepNumbers, lines_for, near_misses, number
 

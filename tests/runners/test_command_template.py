@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.runners.command.files import read_files
 from redline.runners.command.template import Template, read_command
 from redline.space import Space

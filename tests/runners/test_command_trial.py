@@ -10,8 +10,8 @@ import cloudpickle
 import psutil
 import pytest
 from processes import left_of
-from redline.device import Device, detect
-from redline.errors import UsageError
+from redline.base.device import Device, detect
+from redline.base.errors import UsageError
 from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.command import run as run_module

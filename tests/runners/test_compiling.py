@@ -6,7 +6,7 @@ import time
 import cloudpickle
 import pytest
 from probes import part
-from redline.device import Device
+from redline.base.device import Device
 from redline.models import Workload
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms

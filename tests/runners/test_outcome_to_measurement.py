@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from probes import part
-from redline.device import Device
+from redline.base.device import Device
 from redline.estimator.hardware import recognise
 from redline.models import Workload
 from redline.results import Status

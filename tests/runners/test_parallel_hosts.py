@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.results import Status
 from redline.runners import gang
 from redline.runners.gang import Layout, lay_out, merge
@@ -17,7 +17,7 @@ import cloudpickle, psutil, torch
 from torch import nn
 from ray.cluster_utils import Cluster
 import redline as rl
-from redline.device import detect
+from redline.base.device import detect
 from redline.training import Training
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.results import Status

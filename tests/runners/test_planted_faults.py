@@ -9,7 +9,7 @@ import pytest
 import redline
 import torch
 import torch.distributed as dist
-from redline.device import Device
+from redline.base.device import Device
 from redline.models import make_space
 from redline.runners import Reference
 from redline.runners.truth import together, why_wrong

@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import nn
 import redline as rl
-from redline.device import detect
+from redline.base.device import detect
 from redline.runners import RayRunner, TrialRequest, TrialTerms
 
 space = rl.Space()

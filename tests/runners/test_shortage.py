@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from redline.host_memory import MIB, memory_groups
+from redline.base.host_memory import MIB, memory_groups
 from redline.results import Status
 from redline.runners.job import Begun, Job
 from redline.runners.shortage import KernelLog, Shortage

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import redline
 from processes import left_of
-from redline.device import Device, detect, usable_cores
-from redline.errors import MissingDependency, UsageError
+from redline.base.device import Device, detect, usable_cores
+from redline.base.errors import MissingDependency, UsageError
 from redline.results import Status
 from redline.runners import SlurmRunner, TrialTerms, slurm as slurm_runner
 from redline.runners.command.command import Command
@@ -132,7 +132,7 @@ SHORT = ("--devices", 2, "--out", "r")
 
 
 def tune(*arguments):
-    return ["salloc", "--quiet", "-N2", sys.executable, "-m", "redline.tuner.cli", "tune", *map(str, arguments)]
+    return ["salloc", "--quiet", "-N2", sys.executable, "-m", "redline.cli", "tune", *map(str, arguments)]
 
 
 def words_of_processes():
@@ -174,7 +174,7 @@ def test_nothing_is_left_of_a_search_that_is_killed(slurm, checkout):
     while not [words for words in words_of_processes() if "train.py" in words] and time.monotonic() < end:
         time.sleep(0.2)
     family = psutil.Process(search.pid).children(recursive=True)
-    (redline_itself,) = (each for each in family if each.cmdline()[1:4] == ["-m", "redline.tuner.cli", "tune"])
+    (redline_itself,) = (each for each in family if each.cmdline()[1:4] == ["-m", "redline.cli", "tune"])
     redline_itself.send_signal(signal.SIGKILL)
     search.wait(60)
     assert left_of(family, timeout=30) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import redline
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.models import make_space
 from redline.results import Measurement, Status
 from redline.space import Space
@@ -138,7 +138,7 @@ def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():
 
 
 def test_dry_runs_that_were_kept_are_compared_again_without_trying_any(tmp_path, capsys, monkeypatch):
-    from redline.device import detect
+    from redline.base.device import detect
     from redline.results import Trial
 
     dry_runs = bench("dry_runs")

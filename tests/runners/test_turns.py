@@ -13,7 +13,7 @@ import cloudpickle
 import psutil
 import pytest
 import redline
-from redline.device import Device, detect
+from redline.base.device import Device, detect
 from redline.results import Measurement, Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.job import Job, Outcome, Rendezvous

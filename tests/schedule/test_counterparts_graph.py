@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.models.wide_resnet import WideResNet
 from redline.schedule import build, call_module, create_schedule, verify
 from redline.schedule.forward import layers_of

@@ -9,7 +9,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, full_state_dict, verify
 from redline.schedule.parallel.sharding import shards_of
 from redline.schedule.rounding import allowance

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, verify
 from redline.schedule.parallel.checksums import checksum
 from torch import nn

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
 from torch import nn
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from redline.errors import ScheduleError, TraceError
+from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.graph.called import check_read

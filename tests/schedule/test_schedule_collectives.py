@@ -4,7 +4,7 @@ import pytest
 import redline as rl
 import torch
 import torch.distributed as dist
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
 from torch import nn
 

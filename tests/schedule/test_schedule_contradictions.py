@@ -3,7 +3,7 @@
 import numeric
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import unit_roundoff
 from torch import nn

@@ -4,7 +4,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import allowance

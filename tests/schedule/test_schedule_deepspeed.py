@@ -8,7 +8,7 @@ import pytest
 import redline as rl
 import torch
 import torch.distributed as dist
-from redline.errors import MissingDependency, ScheduleError
+from redline.base.errors import MissingDependency, ScheduleError
 from redline.models.families import schedule_of
 from redline.results import Measurement, Status, Trial
 from redline.results.export import render

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import yaml
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import apply_recipe, build, create_schedule, verify
 from redline.schedule.primitives.fused_activations import Activation
 from redline.schedule.primitives.fused_attention import Attention

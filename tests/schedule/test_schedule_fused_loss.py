@@ -7,7 +7,7 @@ import redline as rl
 import torch
 from live import Live
 from numeric import caught, gradients, same, within
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import rounding, unformed
 from redline.schedule.primitives.fused_loss import formed_for
 from redline.schedule.unformed import UnformedLogits

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, verify
 from redline.schedule.graph.pattern import Attribute
 from torch import nn

@@ -4,9 +4,9 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
+from redline.knobs.pipeline import ORDERS, Placement
 from redline.models.families import schedule_of
-from redline.orders import ORDERS, Placement
 from redline.schedule import build, create_schedule, full_state_dict, verify
 from redline.schedule.parallel import split
 from redline.schedule.rounding import allowance, loss_allowance

@@ -5,7 +5,7 @@ import copy
 import numeric
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
 from redline.schedule.rounding import allowance, loss_allowance
 from torch import nn

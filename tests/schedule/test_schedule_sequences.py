@@ -6,8 +6,8 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from redline.errors import ScheduleError
-from redline.pieces import Sharing
+from redline.base.errors import ScheduleError
+from redline.knobs.sequence import Sharing
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, ulysses
 from redline.schedule.parallel.planned import PlannedMesh

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from redline.errors import ScheduleError, TraceError
+from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.primitives.checkpoint import Checkpointed

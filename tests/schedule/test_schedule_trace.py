@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import yaml
-from redline.errors import ScheduleError, TraceError
+from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.graph.trace import Traced

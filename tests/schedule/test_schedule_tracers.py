@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from redline.errors import ScheduleError, TraceError
+from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
 from tiers import tiered
 from tiny_families import FAMILIES, batch, made, same, trained

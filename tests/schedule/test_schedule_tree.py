@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import Schedule, create_schedule, list_primitives, primitives, register_primitive
 from torch import nn
 

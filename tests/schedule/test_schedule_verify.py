@@ -7,7 +7,7 @@ import numeric
 import pytest
 import torch
 import yaml
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import apply_recipe, build, create_schedule, verify
 from torch import nn
 

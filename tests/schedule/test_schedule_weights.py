@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, replay, verify
 from redline.schedule.deferred import stray
 from redline.schedule.materialise import materialise

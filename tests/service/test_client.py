@@ -9,10 +9,10 @@ import time
 import pytest
 import redline as rl
 from click.testing import CliRunner
-from redline.errors import KeyTaken, NotFound, Refused, UsageError
+from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
+from redline.cli.main import redline as command_line
 from redline.service.request import arguments, digest, travelling
 from redline.service.transport import Away
-from redline.tuner.cli.main import redline as command_line
 from served import SPACE, served
 
 
@@ -154,7 +154,7 @@ def test_a_study_is_asked_and_told(service, client, sampler):
 def test_an_estimate_is_that_of_the_command_and_comes_from_memory_the_second_time(client):
     asked = {"hardware": "h100-80gb", "devices": 8, "global_batch": 64, "top": 1}
     found = client.estimate("gpt2-tiny", **asked)
-    command = [sys.executable, "-m", "redline.tuner.cli", "estimate", "gpt2-tiny", "--hardware", "h100-80gb"]
+    command = [sys.executable, "-m", "redline.cli", "estimate", "gpt2-tiny", "--hardware", "h100-80gb"]
     command += ["--devices", "8", "--global-batch", "64", "--top", "1", "--json"]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found["best"] == said["best"] and found["best"]
@@ -284,7 +284,7 @@ def test_what_a_command_measured_is_not_asked_for_again(service):
 
 
 def test_a_space_too_large_to_be_listed_is_told_of_too():
-    from redline.service.cli.submit import told
+    from redline.cli.submit import told
 
     plan = {"valid": None, "sampler": "bayes", "done": 0}
     assert told("plan", plan) == "very many valid configurations, bayes, 0 trials done"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from other_user import NOBODY, closed, only_root, open_python
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.results import Measurement
 from redline.runners.unix_user import UnixUser, unix_user
 from redline.service.logs import read_log
@@ -21,7 +21,7 @@ from redline.service.request import digest
 from redline.service.worker import Worker
 from served import served
 
-TOOL = [sys.executable, "-m", "redline.tuner.cli"]
+TOOL = [sys.executable, "-m", "redline.cli"]
 LONG_S = 300.0
 LOOK = """
 import json, os, pathlib

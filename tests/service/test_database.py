@@ -13,7 +13,7 @@ import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from redline.errors import StorageAhead, StorageUnavailable, UsageError
+from redline.base.errors import StorageAhead, StorageUnavailable, UsageError
 from redline.service.store import Store
 from redline.service.store.connection import Database
 from redline.service.tables import METADATA, VERSIONS

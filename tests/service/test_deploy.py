@@ -15,7 +15,7 @@ import pytest
 import yaml
 from house import ROOT
 from jsonschema import ValidationError
-from redline.tuner.cli.main import redline as command_line
+from redline.cli.main import redline as command_line
 
 DEPLOY = ROOT / "deploy"
 

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from redline.errors import StorageUnavailable
+from redline.base.errors import StorageUnavailable
 from redline.service.dispatcher import Dispatcher
 from redline.service.records import DryRunState
 from redline.service.store import Store

@@ -137,7 +137,7 @@ def test_of_a_pool_with_two_versions_nothing_is_kept_and_nothing_is_answered(sto
 
 def test_a_trial_that_was_answered_says_so_wherever_it_is_shown(store, tmp_path):
     import pandas as pd
-    from redline.results.report import write_report
+    from redline.views.report import write_report
 
     with Hands(store, store.ann) as hands:
         first = store.submit(store.ann, {"target": "f"}, devices=1)[0].id

@@ -1,7 +1,7 @@
 """Leases of dry runs: the latest alone counts, an outcome is written once, and nothing that was done is lost."""
 
 import pytest
-from redline.errors import AttemptOver, LeaseOver, NotFound, Refused, UsageError
+from redline.base.errors import AttemptOver, LeaseOver, NotFound, Refused, UsageError
 from redline.service.records import DryRunState
 from redline.service.store.dry_runs import FORGIVEN, MOST_ATTEMPTS
 

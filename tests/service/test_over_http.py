@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from redline.errors import LeaseOver, NotFound, Refused
+from redline.base.errors import LeaseOver, NotFound, Refused
 from redline.service.over_http import ServerPool
 from redline.service.transport import Away
 from served import SEARCH, served

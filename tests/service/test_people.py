@@ -1,7 +1,7 @@
 """Users and tokens: a token's text is nowhere kept, and what is forged, expired or revoked is nobody's."""
 
 import pytest
-from redline.errors import KeyTaken, NotFound, UsageError
+from redline.base.errors import KeyTaken, NotFound, UsageError
 from redline.service.records import Role
 from redline.service.store import Store
 from sqlalchemy import text

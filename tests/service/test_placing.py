@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from pools import DEVICE, GPU, a_store
-from redline.device import Device
+from redline.base.device import Device
 from redline.estimator import Hardware
 from redline.service.placing import Placed, described, obstacle, place
 

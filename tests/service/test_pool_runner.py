@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from pools import Hands, Killed, a_runner, a_store, a_whole_search, speed
-from redline.errors import RunnerError, UsageError
+from redline.base.errors import RunnerError, UsageError
 from redline.results import Measurement, Status
 from redline.results.probe import Computed, Probe
 from redline.runners import TrialRequest

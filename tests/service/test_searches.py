@@ -1,7 +1,7 @@
 """Searches: what is submitted is kept, a key stands for one search, and pages and events miss nothing."""
 
 import pytest
-from redline.errors import KeyTaken, NotFound, UsageError
+from redline.base.errors import KeyTaken, NotFound, UsageError
 
 REQUEST = {"model": "gpt2-tiny", "trials": 16}
 

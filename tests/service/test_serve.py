@@ -7,7 +7,7 @@ import time
 
 import pytest
 import redline as rl
-from redline.results.dashboard.serve import listen
+from redline.views.dashboard.serve import listen
 from server_process import Server
 
 

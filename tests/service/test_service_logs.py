@@ -1,7 +1,7 @@
 """Logs of dry runs on the server: no text of a worker's becomes a path."""
 
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.service.logs import MOST_AT_ONCE, folder_of, read_log, write_log
 
 SEARCH = "0123456789ab"

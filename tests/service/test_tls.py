@@ -10,8 +10,8 @@ import httpx
 import pytest
 import redline as rl
 from certificates import authority
-from redline.errors import UsageError
-from redline.service.cli.worker import worker as worker_command
+from redline.base.errors import UsageError
+from redline.cli.worker import worker as worker_command
 from redline.service.over_http import ServerPool
 from redline.service.server import ServeOptions, _check
 from redline.service.transport import Away
@@ -128,7 +128,7 @@ def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_pat
             while not client.workers() and time.monotonic() < until:
                 time.sleep(0.2)
             assert [each.devices for each in client.workers()] == [1]
-        command = [sys.executable, "-m", "redline.tuner.cli", "queue", "--server", named]
+        command = [sys.executable, "-m", "redline.cli", "queue", "--server", named]
         environment = {**os.environ, "REDLINE_TOKEN": token}
         asked = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert asked.returncode == 2 and "is not trusted" in asked.stderr and "Traceback" not in asked.stderr

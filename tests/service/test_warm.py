@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.runners import Runner
 from redline.service.records import Assignment
 from redline.service.warm import WarmRunners

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from pools import PLACED, a_store, measured
-from redline.errors import RunnerError, StorageUnavailable, UsageError
+from redline.base.errors import RunnerError, StorageUnavailable, UsageError
 from redline.results import Measurement, Status
 from redline.runners import Runner
 from redline.service import worker as work

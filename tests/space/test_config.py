@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from redline.errors import SpaceError
+from redline.base.errors import SpaceError
 from redline.space import Config, Space
 
 

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from redline.errors import SpaceError
+from redline.base.errors import SpaceError
 from redline.space import Expression, Space, maximum, minimum, parse
 
 

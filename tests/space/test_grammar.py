@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from redline.errors import SpaceError
+from redline.base.errors import SpaceError
 from redline.space import GrammarError, Space, parse
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import redline as rl
 import redline.space.space
-from redline.errors import SpaceError
+from redline.base.errors import SpaceError
 from redline.space import Space, maximum
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
-from redline.errors import SpaceError
+from redline.base.errors import SpaceError
 from redline.space import Config, Expression, Space, enumeration, maximum, minimum, parse
 
 NOTHING = object()  # the oracle's "no value"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from redline.errors import SpaceError
+from redline.base.errors import SpaceError
 from redline.space import Config, Space, enumeration
 
 

@@ -5,7 +5,7 @@ import re
 import textwrap
 
 import pytest
-from redline.errors import SpaceError, UsageError
+from redline.base.errors import SpaceError, UsageError
 from redline.space import Space
 
 TP = "knobs:\n- {name: tp, values: [1, 2]}\n"

@@ -1,7 +1,7 @@
 """Tiny models with random weights in every tensor, and folders of them."""
 
 import torch
-from redline._transformers import quiet
+from redline.base._transformers import quiet
 from redline.models.architecture import Architecture
 from redline.models.layouts.lazy import Stored
 from redline.models.layouts.weights import LazyWeights

@@ -8,15 +8,15 @@ import shutil
 from pathlib import Path
 
 import yaml
-from redline.errors import RedlineError
+from redline.base.errors import RedlineError
 from redline.results import Measurement, RankReport, RunFolder, Status, View, listing
-from redline.results.compare import compare
-from redline.results.dashboard.library import Library
 from redline.results.export import export_targets, render
 from redline.results.probe import Computed, Probe
-from redline.results.report import Source, document, page
-from redline.results.report.exports import exports
-from redline.results.show import render as show
+from redline.views.compare import compare
+from redline.views.dashboard.library import Library
+from redline.views.report import Source, document, page
+from redline.views.report.exports import exports
+from redline.views.show import render as show
 from rich.console import Console
 
 KNOBS = {

@@ -1,6 +1,7 @@
 """The package's files, and what each imports."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,22 @@ def imports(name, path, known):
                 found = f"{target}.{each.name}" if f"{target}.{each.name}" in known else target
                 if found in known:
                     yield found
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from by_string(node, package, known)
+
+
+def by_string(call, package, known):
+    """Modules of the package that `import_module("...")` or `import_module(f".{name}", __package__)` may import."""
+    given = call.args[0]
+    parts = given.values if isinstance(given, ast.JoinedStr) else [given]
+    first = parts[0].value if isinstance(parts[0], ast.Constant) else ""
+    level = len(first) - len(first.lstrip("."))
+    if not level and first.split(".")[0] != "redline":
+        return
+    base = ".".join([*package[: len(package) - level + 1], ""]) if level else ""
+    rest = [re.escape(part.value) if isinstance(part, ast.Constant) else r"[a-z][^.]*" for part in parts[1:]]
+    pattern = re.escape(base + first[level:]) + "".join(rest)
+    yield from (name for name in known if re.fullmatch(pattern, name))
 
 
 def named(path):

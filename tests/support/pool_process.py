@@ -9,7 +9,7 @@ import random
 import sys
 import time
 
-from redline.errors import LeaseOver, Refused
+from redline.base.errors import LeaseOver, Refused
 from redline.service.store import Store
 
 LEASE_S = 0.15

@@ -4,8 +4,8 @@ import threading
 import time
 from collections import Counter
 
-from redline.device import Device
-from redline.errors import LeaseOver
+from redline.base.device import Device
+from redline.base.errors import LeaseOver
 from redline.results import Measurement, Status
 from redline.results.names import holds_run
 from redline.runners import TrialRequest

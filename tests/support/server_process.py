@@ -11,7 +11,7 @@ class Server:
 
     def __init__(self, folder, *options):
         self.said = folder / f"said-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "redline.tuner.cli", "serve", "--data", str(folder / "data"), *options]
+        command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / "data"), *options]
         with open(self.said, "w") as said:
             self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
 

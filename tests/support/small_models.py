@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from redline.device import Device
+from redline.base.device import Device
 from redline.models.architecture import Architecture
 from redline.models.huggingface import language_model
 

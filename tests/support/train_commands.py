@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from redline.tuner.cli import main
+from redline.cli import main
 from texts import TOPICS
 
 LLAMA = {
@@ -138,7 +138,7 @@ class Command:
     """A command that runs beside the test."""
 
     def __init__(self, arguments, cwd, launcher=()):
-        program = launcher or [sys.executable, "-m", "redline.tuner.cli"]
+        program = launcher or [sys.executable, "-m", "redline.cli"]
         self.process = subprocess.Popen(
             [str(each) for each in (*program, *arguments)],
             cwd=cwd,

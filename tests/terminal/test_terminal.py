@@ -12,11 +12,11 @@ import pytest
 import yaml
 from processes import left_of
 from pseudo_terminal import Terminal
-from redline.tuner.cli.main import redline as command_line
+from redline.cli.main import redline as command_line
 
 ROOT = Path(__file__).parents[2]
 RECORDINGS = ROOT / "build" / "recordings"
-REDLINE = [sys.executable, "-m", "redline.tuner.cli"]
+REDLINE = [sys.executable, "-m", "redline.cli"]
 WORKLOAD = """
 import time
 
@@ -312,7 +312,7 @@ def test_the_dashboard_serves_until_ctrl_c(runs):
 
 HELPS = """
 import contextlib, sys
-from redline.tuner.cli import main
+from redline.cli import main
 for command in sys.argv[1:]:
     print("\\x1e")
     with contextlib.suppress(SystemExit):

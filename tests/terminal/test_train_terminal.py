@@ -8,7 +8,7 @@ from processes import left_of
 from pseudo_terminal import Terminal
 from train_commands import curve, here, lines_of, processes_of, trained  # noqa: F401
 
-REDLINE = [sys.executable, "-m", "redline.tuner.cli"]
+REDLINE = [sys.executable, "-m", "redline.cli"]
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

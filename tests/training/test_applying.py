@@ -3,7 +3,7 @@
 import pytest
 import redline as rl
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 
 
 def gpt2(layers=4):

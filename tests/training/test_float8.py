@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from numeric import caught, within
-from redline.errors import ScheduleError, WorkloadError
+from redline.base.errors import ScheduleError, WorkloadError
+from redline.knobs.meaning import FLOAT8
 from redline.models import workload
 from redline.models.spaces import default_space, lossy_of_space, without_float8
-from redline.results.meaning import FLOAT8
 from redline.runners import Reference
 from redline.runners.truth import together, why_incomparable, why_wrong
 from redline.schedule import build, create_schedule, verify
@@ -36,7 +36,7 @@ def installed(monkeypatch):
 
     def there(is_there=True):
         said = "" if is_there else "torchao is not installed: pip install 'redline[fp8]'"
-        monkeypatch.setattr("redline.device.not_installed", lambda package, extra: said)
+        monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra: said)
 
     there()
     return there

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import redline as rl
 import torch
-from redline.errors import SpaceError, WorkloadError
+from redline.base.errors import SpaceError, WorkloadError
 from redline.models import workload
 from redline.models.families.standard import head_of
 from redline.models.kernels import kernels_obstacle

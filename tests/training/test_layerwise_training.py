@@ -3,7 +3,7 @@
 import numeric
 import pytest
 import torch
-from redline.errors import ScheduleError
+from redline.base.errors import ScheduleError
 from redline.models.families import indices_of
 from redline.training import Training
 

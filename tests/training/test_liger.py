@@ -12,7 +12,7 @@ import redline
 import torch
 import torch.distributed as dist
 from numeric import caught, within
-from redline.device import liger_obstacle
+from redline.base.device import liger_obstacle
 from redline.models.spaces import default_space
 from redline.runners import Reference
 from redline.runners.truth import together, why_wrong
@@ -195,7 +195,7 @@ def test_what_is_replaced_is_cut_over_ranks_as_what_it_replaced(two, small):
 def test_the_space_of_a_gpu_says_what_kernels_are_there(cuda, monkeypatch):
     made = redline.workload("llama-tiny")
     for why, there in (("", True), ("liger_kernel is not installed: pip install 'redline[kernels]'", False)):
-        monkeypatch.setattr("redline.device.not_installed", lambda package, extra, why=why: why)
+        monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra, why=why: why)
         assert liger_obstacle("cuda") == why
         space = default_space(made, cuda())
         assert ("Liger-Kernel" in space["kernels"].help) is there and space["kernels"].values == (False, True)

@@ -9,7 +9,7 @@ from itertools import chain
 
 import pytest
 import torch
-from redline.errors import Diverged, UsageError
+from redline.base.errors import Diverged, UsageError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.runners.train import _told_to_stop
 from redline.training.checkpoint.folder import CheckpointFolder

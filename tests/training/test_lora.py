@@ -5,7 +5,7 @@ import sys
 import numeric
 import pytest
 import torch
-from redline.errors import MissingDependency, WorkloadError
+from redline.base.errors import MissingDependency, WorkloadError
 from redline.models import Workload, flops_of, workload
 from redline.models.lora import Lora, with_lora
 from redline.models.spaces import default_space

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numeric
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.training import Training
 from tiers import diagonal, tiered
 

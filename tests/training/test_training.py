@@ -6,7 +6,7 @@ from itertools import pairwise
 import numeric
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import flops_of
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.training import Training

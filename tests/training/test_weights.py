@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from redline._transformers import quiet
+from redline.base._transformers import quiet
 from redline.models import Workload, workload
 from redline.models.presets import PRESETS
 from redline.schedule import build, create_schedule, deferred, full_state_dict

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.training.world import World
 
 

@@ -18,7 +18,7 @@ from own_loops import (
     own_loss,
     plain,
 )
-from redline.errors import StudyError, WorkloadError
+from redline.base.errors import StudyError, WorkloadError
 from tiers import tiered
 from torch import nn
 

@@ -10,7 +10,7 @@ import redline
 import torch
 import yaml
 from own_loops import Net, cross_entropy, make_data, make_llama, make_points, own_loss, plain
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from torch import nn
 
 # --- which configuration ---------------------------------------------------------------------------------------------

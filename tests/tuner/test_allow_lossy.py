@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 import redline as rl
 import yaml
+from redline.cli import main
+from redline.cli.outcome import print_result
+from redline.cli.progress import trial_line
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
@@ -13,9 +16,6 @@ from redline.estimator.request import estimate_request
 from redline.models.request import TrainingRequest
 from redline.results import Measurement, Status, Trial
 from redline.space import Config
-from redline.tuner.cli import main
-from redline.tuner.cli.outcome import print_result
-from redline.tuner.cli.progress import trial_line
 from redline.tuner.confirm import Confirmation
 from redline.tuner.result import make_result
 from redline.tuner.task import resolve_task
@@ -85,7 +85,7 @@ def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypa
     assert "without fp8: a CPU does not multiply numbers of 8 bits" in out and "the loss alone" not in out
     described = resolve_task(TrainingRequest("llama-tiny"), simulated=H100).device
     lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
-    monkeypatch.setattr("redline.device.not_installed", lacking)
+    monkeypatch.setattr("redline.base.device.not_installed", lacking)
     present = replace(described, features=frozenset())
     left_out = "left out: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
     alone = "kernels are the loss alone, not modules: no liger_kernel, kernels"

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from redline.cli import main
+from redline.cli.estimate_text import render
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
 from redline.models.request import TrainingRequest
-from redline.tuner.cli import main
-from redline.tuner.cli.estimate_text import render
 from redline.tuner.task import resolve_task
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import redline as rl
-from redline.tuner.cli import main
-from redline.tuner.cli.main import redline
+from redline.cli import main
+from redline.cli.main import redline
 
 
 def run(capsys, *arguments):
@@ -28,7 +28,7 @@ def test_every_command_has_help_with_examples(capsys, command):
 
 
 def test_help_names_every_command_and_loads_no_framework():
-    code = "import sys\nfrom redline.tuner.cli import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
+    code = "import sys\nfrom redline.cli import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'transformers', 'ray', 'optuna', 'pandas'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(f"\n  {command} " in out for command in redline.list_commands(None))
@@ -156,7 +156,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
     import shlex
 
     import yaml
-    from redline.tuner.cli.main import redline as group
+    from redline.cli.main import redline as group
 
     asked = {"override": {"micro_batch": [4, 48], "precision": ["fp32"]}, "fix": {"attention": "eager"}}
     result = rl.tune(
@@ -174,7 +174,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
 
 
 def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
-    from redline.device import Device
+    from redline.base.device import Device
 
     monkeypatch.chdir(tmp_path)
     there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))
@@ -198,7 +198,7 @@ def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
 
 def test_debug_shows_the_traceback():
     done = subprocess.run(
-        [sys.executable, "-m", "redline.tuner.cli", "tune", "gpt2-tinny", "--debug"], capture_output=True, text=True
+        [sys.executable, "-m", "redline.cli", "tune", "gpt2-tinny", "--debug"], capture_output=True, text=True
     )
     assert done.returncode != 0
     assert "Traceback" in done.stderr
@@ -282,11 +282,11 @@ def test_an_interrupt_in_the_midst_of_an_import_still_exits_130(tmp_path):
     # Code made of text, as dataclasses make it, is where CPython would turn the exit into a death by SIGINT.
     code = """
 import sys
-from redline.tuner.cli import main
+from redline.cli import main
 class Interrupted:
     def main(self, *given, **options):
         exec("raise KeyboardInterrupt")
-sys.modules["redline.tuner.cli.main"].redline = Interrupted()
+sys.modules["redline.cli.main"].redline = Interrupted()
 main(["tune", "gpt2-tiny"])
 """
     (tmp_path / "cut.py").write_text(code)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.results import Measurement, Status, Trial, summary
 from redline.results.again import judged
 from redline.runners import Runner

@@ -112,7 +112,7 @@ def test_what_compiles_is_imported_where_something_may_compile(options, compiles
 
 def test_an_interrupt_while_it_imports_leaves_no_process(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "redline.tuner.cli", "tune", "gpt2-tiny", "--runner", "local", "--out", "run"],
+        [sys.executable, "-m", "redline.cli", "tune", "gpt2-tiny", "--runner", "local", "--out", "run"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     driver = psutil.Process(process.pid)

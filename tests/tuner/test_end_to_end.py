@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 from processes import left_of
-from redline.tuner.cli import main
+from redline.cli import main
 
 WORKLOAD = '''
 import os
@@ -123,7 +123,7 @@ def folder(tmp_path):
 
 def command(name, *arguments):
     return [
-        sys.executable, "-m", "redline.tuner.cli", "tune", "--workload", f"work.py:{name}",
+        sys.executable, "-m", "redline.cli", "tune", "--workload", f"work.py:{name}",
         "--runner", "local", "--sampler", "random", "--out", "run", "--measure-time", "100ms",
         "--patience", "0", *map(str, arguments),
     ]  # fmt: skip

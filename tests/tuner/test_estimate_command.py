@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from redline.errors import UsageError
+from redline.base.errors import UsageError
+from redline.cli import main
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.request import estimate_request
-from redline.tuner.cli import main
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
 
@@ -155,7 +155,7 @@ def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypa
 
 
 def test_blocks_by_name_may_hold_commas_within_a_configuration():
-    from redline.tuner.cli.estimate import config_of
+    from redline.cli.estimate import config_of
 
     assert config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2,gathered_blocks=none") == {
         "micro_batch": 8, "tp": 2, "checkpoint_blocks": "0-3,7", "gathered_blocks": "none",

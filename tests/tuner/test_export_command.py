@@ -10,11 +10,11 @@ import pytest
 import redline as rl
 import torch
 import yaml
+from redline.cli import main
 from redline.results import Measurement, RunFolder, Status, Trial
 from redline.results.export import export_targets, render
-from redline.results.report.exports import exports
-from redline.results.report.source import Source
-from redline.tuner.cli import main
+from redline.views.report.exports import exports
+from redline.views.report.source import Source
 
 TEXT = "Full throughput, no out of memory. " * 400
 

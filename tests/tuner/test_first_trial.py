@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import redline as rl
 import yaml
+from redline.cli import main
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
-from redline.tuner.cli import main
 from redline.tuner.first_trial import first_trial, ladder
 from redline.tuner.search import Search
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import redline as rl
-from redline.errors import MissingDependency, UsageError
+from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener
 from redline.tuner.loggers import Listeners, logger_names, logging_to

@@ -5,7 +5,7 @@ import csv
 import pytest
 import redline as rl
 import yaml
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.results import Measurement, Status
 from redline.runners import Runner
 from redline.tuner import tuning

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 import redline as rl
-from redline.errors import MissingDependency
+from redline.base.errors import MissingDependency
 from redline.results import Measurement, Status, Trial
-from redline.results.notebook import COLOURS, html
 from redline.tuner.result import make_result
+from redline.views.notebook import COLOURS, html
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import redline
 import torch
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.models.families.standard import BLOCK_KNOBS
 from redline.tuner.own_loop import decision
 from redline.tuner.own_loop.decision import KNOBS, Wanted, decide
@@ -169,7 +169,7 @@ def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, said):
 
 
 def test_number_formats_that_the_devices_lack_are_refused_with_those_that_there_are(monkeypatch):
-    from redline.device import Device
+    from redline.base.device import Device
 
     plain = Device(type="cpu", name="a CPU without bfloat16", count=1, memory_mib=8000)
     monkeypatch.setattr(decision, "detect", lambda: plain)
@@ -183,7 +183,7 @@ def test_number_formats_that_the_devices_lack_are_refused_with_those_that_there_
 
 
 def test_every_standard_knob_is_known():
-    from redline.device import Device
+    from redline.base.device import Device
     from redline.models.spaces import default_space
 
     device = Device(type="cuda", name="H100", count=8, memory_mib=80_000, capability=(9, 0))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import redline as rl
-from redline.errors import NothingFound, SpaceError
+from redline.base.errors import NothingFound, SpaceError
 from redline.estimator import Estimator, TrainingSetup
 from redline.space import Config
 from redline.tuner import planning
@@ -156,8 +156,8 @@ def test_that_no_number_of_devices_is_enough_is_said(tiny):
 
 def test_the_command_line_ends_with_3_where_nothing_fits(tmp_path):
     program = (
-        "import click\nfrom redline.errors import NothingFound\nfrom redline.tuner.cli import main as cli\n"
-        "from redline.tuner.cli.main import redline\n"
+        "import click\nfrom redline.errors import NothingFound\nfrom redline.cli import main as cli\n"
+        "from redline.cli.main import redline\n"
         "def fails(*args, **options):\n    raise NothingFound('none fits')\n"
         "redline.main = fails\ncli(['train'])\n"
     )

@@ -4,7 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from redline.errors import RunnerError
+from redline.base.errors import RunnerError
 from redline.tuner import ranks
 from redline.tuner.ranks import own_part
 

@@ -31,7 +31,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def tune(*arguments, timeout=900):
-    command = [sys.executable, "-m", "redline.tuner.cli", "tune", *map(str, arguments), "--out", "run"]
+    command = [sys.executable, "-m", "redline.cli", "tune", *map(str, arguments), "--out", "run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     rows = list(csv.DictReader(open("run/trials.csv"))) if Path("run/trials.csv").exists() else []
     return done, rows

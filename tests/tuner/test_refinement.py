@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import redline as rl
 import yaml
-from redline.errors import SpaceError, UsageError
+from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.models.families.standard import indices_of
 from redline.models.huggingface import hugging_face
@@ -188,8 +188,8 @@ def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
 
 
 def test_blocks_can_be_fixed_so_that_a_winner_can_be_measured_again():
+    from redline.cli.options import fixes_of
     from redline.models.request import TrainingRequest
-    from redline.tuner.cli.options import fixes_of
     from redline.tuner.task import resolve_task
 
     task = resolve_task(TrainingRequest("gpt2-tiny", fix=fixes_of(("micro_batch=8", "checkpoint_blocks=0-1,4"))))

@@ -6,14 +6,14 @@ from inspect import signature
 
 import pytest
 import redline as rl
-from redline.errors import UsageError
+from redline.base.errors import UsageError
+from redline.cli.main import redline
 from redline.models.foreign import FORMATS
 from redline.models.layouts.find import LAYOUTS
 from redline.results.export.launch import LAUNCHES
 from redline.runners.command.launchers import LAUNCHERS
 from redline.runners.places import PLACES
 from redline.training.hyperparameters import LR_SCHEDULES
-from redline.tuner.cli.main import redline
 from redline.tuner.loggers import logger_names
 from redline.tuner.request import RUNNERS, SECTIONS, Request
 from redline.tuner.samplers import sampler_names

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from redline.errors import MissingDependency, UsageError
+from redline.base.errors import MissingDependency, UsageError
 from redline.results import Status
 from redline.space import Space
 from redline.tuner.samplers import make_sampler, sampler_names

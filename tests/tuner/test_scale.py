@@ -8,8 +8,8 @@ from math import prod
 
 import pytest
 import redline as rl
+from redline.cli import main
 from redline.results.scaling import COLUMNS, ScalePoint, Scaling
-from redline.tuner.cli import main
 from redline.tuner.listener import SearchListener
 from redline.tuner.scaling import counts_of
 

@@ -5,8 +5,8 @@ import io
 import json
 
 import pytest
+from redline.cli import main
 from redline.results import Measurement, RunFolder, Status
-from redline.tuner.cli import main
 
 KNOBS = {"micro_batch": (1, 2, 4), "fusion": (False, True)}
 

@@ -8,9 +8,9 @@ import pytest
 import redline as rl
 import torch
 import yaml
+from redline.cli import main
 from redline.estimator import Hardware
 from redline.tuner import predicting
-from redline.tuner.cli import main
 from torch import nn
 
 NARROW = {
@@ -70,8 +70,8 @@ def test_it_is_marked_as_simulated_wherever_it_is_shown(finished, capsys, tmp_pa
     assert yaml.safe_load((out / "best.yaml").read_text())["simulated"] is True
     code, shown, _ = run(capsys, "show", out)
     assert code == 0 and "simulated, nothing was run: these are predictions for 256 x a100-40gb" in shown
-    from redline.results.report.document import document
-    from redline.results.report.source import Source
+    from redline.views.report.document import document
+    from redline.views.report.source import Source
 
     page = document(Source.read(out))
     assert page["simulated"] is True and page["problems"] == []

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import redline as rl
 import yaml
-from redline.device import Device
-from redline.errors import UsageError
+from redline.base.device import Device
+from redline.base.errors import UsageError
+from redline.cli import main
 from redline.results import Measurement, Status, Trial
 from redline.results.again import judged
 from redline.runners import Runner, TrialTerms
@@ -16,7 +17,6 @@ from redline.runners.dispatch import DryRuns
 from redline.runners.soak import SLACK, SoakPlan
 from redline.space import Config
 from redline.tuner.budget import Budget, Stopwatch
-from redline.tuner.cli import main
 from redline.tuner.search import Search
 
 WORKLOAD = '''

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from redline.errors import MissingDependency, UsageError
+from redline.base.errors import MissingDependency, UsageError
 from redline.results.trained import LOG
 from redline.space import Config
 from redline.tuner.loggers import logger_names, logging_training_to

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redline as rl
 import yaml
-from redline.errors import UsageError
-from redline.tuner.cli import main
+from redline.base.errors import UsageError
+from redline.cli import main
 
 TRAIN = """
 import json, sys

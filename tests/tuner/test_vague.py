@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import redline as rl
-from redline.device import Device
+from redline.base.device import Device
 from redline.estimator import Estimator, Shape, TrainingSetup, find_hardware
 from redline.results import Measurement, Status, Trial
 from redline.space import Space

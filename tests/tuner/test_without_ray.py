@@ -34,7 +34,7 @@ def tune(tmp_path):
 
     def run(*arguments):
         return subprocess.run(
-            [sys.executable, "-m", "redline.tuner.cli", "tune", "--workload", "train.py:workload", *arguments],
+            [sys.executable, "-m", "redline.cli", "tune", "--workload", "train.py:workload", *arguments],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True,
             timeout=570, check=False,
         )  # fmt: skip

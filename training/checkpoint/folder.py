@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...errors import StudyError
-from ...writing import write_atomic
+from ...base.errors import StudyError
+from ...base.writing import write_atomic
 
 MANIFEST = "manifest.json"
 FROZEN = "frozen"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...errors import StudyError
+from ...base.errors import StudyError
 from ...models.layouts.dcp import dcp_tensors
 from ...models.layouts.lazy import LazyTensors
 from .folder import Checkpoint, CheckpointFolder

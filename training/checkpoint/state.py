@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from ...models.layouts.fit import differences, unlike
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights, lazy_tensors

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...writing import cannot_write, make_folder
+from ...base.writing import cannot_write, make_folder
 
 ABOUT = "about.json"
 """In each such folder: what it was made of and what it holds, written last."""

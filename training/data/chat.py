@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._transformers import refusals
-from ...errors import WorkloadError
+from ...base._transformers import refusals
+from ...base.errors import WorkloadError
 from .documents import Conversation, Piece
 from .plan import TrainOn
 

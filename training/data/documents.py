@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import MissingDependency, WorkloadError, unknown
-from ...reading import Refused, parse_json
+from ...base.errors import MissingDependency, WorkloadError, unknown
+from ...base.reading import Refused, parse_json
 from .sources import GZIP, Source
 
 Conversation = list[dict[str, Any]]

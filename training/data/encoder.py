@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from ...models.data import BYTE_OFFSET, load_tokenizer
 from .chat import encode_conversations
 from .documents import Piece

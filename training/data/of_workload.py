@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from ...models.data import TokenBatches
 from ...models.workload import Workload
 from .from_workload import FromWorkload

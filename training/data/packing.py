@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from ...models.data import Task
 from .cache import made_once, read_about
 from .plan import DataPlan, Packing

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from ...errors import WorkloadError, unknown
+from ...base.errors import WorkloadError, unknown
 from ...models.request import Asked
 
 Packing = Literal["packed", "documents", "padded"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from ...models.data import Task, window
 from .cache import made_once
 from .documents import Piece, pieces_of

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...errors import WorkloadError, unknown
-from ...reading import path_of
+from ...base.errors import WorkloadError, unknown
+from ...base.reading import path_of
 
 Kind = Literal["text", "jsonl", "parquet", "datasets", "tokens", "indexed"]
 

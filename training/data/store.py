@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from .cache import read_about
 from .encoder import Encoded, Encoder
 from .token_files import TokenFile, chunks

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import WorkloadError
+from ...base.errors import WorkloadError
 from .sources import Source
 
 _MAGIC = b"MMIDIDX\x00\x00"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import StudyError
+from ...base.errors import StudyError
 from ..checkpoint.folder import Checkpoint, CheckpointFolder
 from ..checkpoint.restoring import latest, restore
 from ..checkpoint.saver import Saver

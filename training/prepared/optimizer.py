@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .steps import Steps
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...models.batches import batch_slice, entries, to_device
 from ...models.workload import Batch
 from .. import gradients

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 from ..listener import SearchListener
 from ..train.listener import TrainListener
 from .tracker import Tracker

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...errors import MissingDependency
+from ...base.errors import MissingDependency
 from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan

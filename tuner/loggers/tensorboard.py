@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import MissingDependency
+from ...base.errors import MissingDependency
 from ...results import Trial
 from ..listener import SearchPlan
 from ..result import Result

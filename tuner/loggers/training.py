@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...base.writing import write_atomic
 from ...results.trained import highest_step, step_before
-from ...writing import write_atomic
 from ..train.listener import Begun, TrainListener
 from .tracker import Tracker
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import MissingDependency
+from ...base.errors import MissingDependency
 from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...errors import UsageError, WorkloadError
+from ...base.errors import UsageError, WorkloadError
 from ..budget import parse_memory
 from ..ranks import Joined, decided, place
 from .decision import Decided, Wanted, decide

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...device import detect
-from ...errors import StudyError, UsageError, unknown
+from ...base.device import detect
+from ...base.errors import StudyError, UsageError, unknown
+from ...base.reading import path_of
+from ...knobs.standard import STANDARD
 from ...models import Workload
 from ...models.families.standard import BLOCK_KNOBS
 from ...models.spaces import make_space
-from ...reading import path_of
-from ...results.standard import STANDARD
 from ...space import Config, Knob
 from ..planning import plan
 from ..ranks import Place

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import UsageError, WorkloadError
+from ...base.errors import UsageError, WorkloadError
 from ...models import Workload
 from ...models.architecture import Architecture, from_configuration
 from ...models.batches import batch_slice, entries

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 
 NEUTRAL: Mapping[str, Any] = {
     "tp": 1,

@@ -4,7 +4,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
 from ...space import Space
 from .sampler import Sampler, StepwiseSampler
 

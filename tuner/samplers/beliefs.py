@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...results import Measurement, Status, Trial
 from ...space import Config, Space
 from .candidates import Candidates, remaining

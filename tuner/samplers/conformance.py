@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...results import Measurement, Status, Trial
 from ...space import Config, Space
 from .sampler import Sampler

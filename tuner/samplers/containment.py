@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...interrupts import late_interrupts
+from ...base.interrupts import late_interrupts
 
 _TURN = threading.Lock()  # two at once would put back each other's state
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...errors import SpaceError
+from ...base.errors import SpaceError
 from ...space import Config, Space
 
 MAX_LISTED = 200_000

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import gcd
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...results import Trial
 from ...space import Config, Space
 from .sampler import Sampler, check_count

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import MissingDependency, UsageError
+from ...base.errors import MissingDependency, UsageError
 from ...space import Config, Space
 from .candidates import Candidates
 from .containment import contained

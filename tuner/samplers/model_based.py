@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...results import Trial
 from ...space import Config, Space
 from .candidates import Candidates, remaining

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...space import Config
 from .candidates import Candidates
 from .encoding import Encoding

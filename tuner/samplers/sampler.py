@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from ...results import Trial
 from ...space import Config, Space
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...errors import StudyError, UsageError, unknown
+from ...base.errors import StudyError, UsageError, unknown
+from ...base.reading import path_of
 from ...models.architecture import Architecture
 from ...models.layouts.adapters import merged
 from ...models.layouts.find import LAYOUTS
@@ -12,7 +13,6 @@ from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import LazyWeights, Weights
 from ...models.lora import AdaptedArchitecture
 from ...models.request import Asked, either
-from ...reading import path_of
 from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
 from ...training.checkpoint.restoring import check, stored_in

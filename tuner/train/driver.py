@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...device import Device, detect, usable_cores
-from ...errors import RunnerError, StudyError, TrainingFailed, UsageError
+from ...base.device import Device, detect, usable_cores
+from ...base.errors import RunnerError, StudyError, TrainingFailed, UsageError
+from ...base.lock import FolderLock
+from ...base.writing import make_folder
 from ...estimator.hardware import recognise
-from ...lock import FolderLock
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.flops import flops_of
@@ -40,7 +41,6 @@ from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
-from ...writing import make_folder
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener

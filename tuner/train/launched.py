@@ -9,13 +9,13 @@ import json
 import os
 from dataclasses import replace
 
-from ...errors import UsageError
+from ...base.errors import UsageError
+from ...base.writing import write_atomic
 from ...results.trained import OUT_OF_MEMORY, LogReader, log_size
 from ...runners import failure
 from ...runners.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 from ...runners.rank import RankContext
 from ...runners.train import TrainRank
-from ...writing import write_atomic
 from ..ranks import Place, decided
 from .driver import Driver
 from .listener import TrainListener

@@ -6,9 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
+from ...base.reading import absolute
 from ...models.request import Asked, either
-from ...reading import absolute
 from ...runners.places import PLACES
 from ...training.data import DataPlan
 from ...training.hyperparameters import Hyperparameters

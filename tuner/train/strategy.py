@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from ...errors import NothingFound, StudyError
+from ...base.errors import NothingFound, StudyError
+from ...base.reading import path_of
 from ...models import Workload
 from ...models.resolve import workload as resolve_workload
-from ...reading import path_of
 from ...results import View, summary
 from ...results.names import BEST, holds_run
 from ...space import Config

@@ -1,4 +1,4 @@
-"""Launchers that are known, one a file; each is imported when it is asked for, by `launcher.find_launcher`."""
+"""Launchers that are known, one a file; each is imported when it is asked for, by `registry.find_launcher`."""
 
 LAUNCHERS = {
     "trainer": "trainer",

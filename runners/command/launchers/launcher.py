@@ -4,15 +4,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 
-from ....errors import UsageError, unknown
-from ....results.lossy import LOSSY
+from ....base.errors import UsageError
+from ....knobs.lossy import LOSSY
 from ..command import Command
 from ..files import PLACED
 from ..template import written
-from . import LAUNCHERS
 
 SAYABLE: Mapping[str, Sequence[Any]] = {
     "precision": ("fp32", "bf16", "fp16"),
@@ -135,17 +133,6 @@ class Launcher:
         if not found:
             raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, behind which its options go")
         return f"{before}{found}{added} {behind}"
-
-
-def find_launcher(name: str) -> Launcher:
-    """The launcher of a name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in LAUNCHERS:
-        raise UsageError(unknown("launcher", name, LAUNCHERS))
-    return import_module(f".{LAUNCHERS[name]}", __package__).LAUNCHER
 
 
 def _text(command: Command) -> str:

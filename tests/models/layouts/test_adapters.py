@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from checkpoints import architecture, differing, filled, saved, weights_of
-from redline._transformers import quiet
-from redline.errors import WorkloadError
+from redline.base._transformers import quiet
+from redline.base.errors import WorkloadError
 from redline.models.layouts.adapters import merged, write_peft
 from redline.models.layouts.find import find_weights
 from redline.models.layouts.hugging_face import plain

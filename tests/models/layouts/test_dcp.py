@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from checkpoints import architecture, differing, filled, lazy, weights_of
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models.layouts import dcp
 from redline.models.layouts.dcp import DcpWeights, dcp_tensors, write_dcp
 from redline.models.layouts.find import find_weights

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import architecture, differing, filled, lazy, saved, weights_of
-from redline._transformers import quiet
-from redline.errors import UsageError, WorkloadError
+from redline.base._transformers import quiet
+from redline.base.errors import UsageError, WorkloadError
 from redline.models.layouts.find import find_weights
 from redline.models.layouts.hugging_face import hugging_face
 from redline.models.layouts.safetensors_files import stored_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import architecture, differing, filled, lazy, saved, weights_of
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models.layouts.dcp import dcp_tensors, write_dcp
 from redline.models.layouts.find import find_weights
 from redline.models.layouts.hugging_face import hugging_face

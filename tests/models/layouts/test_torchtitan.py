@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checkpoints import architecture, differing, filled, weights_of
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.layouts.find import find_weights
 from redline.models.layouts.torchtitan import write_torchtitan

@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from redline.errors import StudyError, WorkloadError
+from redline.base.errors import StudyError, WorkloadError
 from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint.folder import MANIFEST, Checkpoint, CheckpointFolder
 from redline.training.checkpoint.restoring import latest

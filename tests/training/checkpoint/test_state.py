@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import lazy
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.layouts.weights import LazyWeights

@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
-from redline.errors import StudyError, WorkloadError
+from redline.base.errors import StudyError, WorkloadError
 from redline.training.data import DataPlan
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from redline.errors import StudyError, WorkloadError
+from redline.base.errors import StudyError, WorkloadError
 from redline.training.data import DataPlan, cache as caches, prepare, preparing, store
 from texts import TOPICS
 

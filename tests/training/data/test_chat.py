@@ -1,7 +1,7 @@
 """Conversations: written by the tokenizer's template, trained on what the assistant says."""
 
 import pytest
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from texts import CHATML, MARKED
 
 TALK = [

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from redline.errors import WorkloadError
+from redline.base.errors import WorkloadError
 from redline.training.data import DataPlan, check_packing, num_predicted
 from redline.training.numerics import FAMILIES, tiny
 

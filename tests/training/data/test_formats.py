@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from redline.errors import MissingDependency, WorkloadError
+from redline.base.errors import MissingDependency, WorkloadError
 from redline.models.data import BYTE_OFFSET
 from redline.training.data import documents, preparing
 from texts import TOPICS

@@ -5,7 +5,7 @@ import shlex
 import pytest
 import redline as rl
 import yaml
-from redline.errors import UsageError
+from redline.base.errors import UsageError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.tuner.train.driver import taken_up

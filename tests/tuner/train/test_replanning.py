@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import yaml
-from redline.errors import NothingFound
+from redline.base.errors import NothingFound
+from redline.cli import main
 from redline.results.trained import OUT_OF_MEMORY
-from redline.tuner.cli import main
 from redline.tuner.train.driver import Driver
 from redline.tuner.train.listener import TrainListener
 from redline.tuner.train.request import TrainRequest

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(900)
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-os.execv(sys.executable, [sys.executable, "-m", "redline.tuner.cli", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, "-m", "redline.cli", *sys.argv[1:]])
 """
 
 

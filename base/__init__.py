@@ -1,0 +1,1 @@
+"""Ground floor: errors, devices, files, locks, processes, and private names of torch, transformers and Optuna."""

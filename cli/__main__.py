@@ -1,0 +1,5 @@
+"""`python -m redline.cli`, the same as `redline`."""
+
+from . import main
+
+main()

@@ -1,0 +1,23 @@
+"""`redline cancel`: end searches on a server."""
+
+import click
+
+from .server_options import client_of, reached
+
+
+@click.command(
+    short_help="End searches on a server.",
+    epilog="""\b
+Examples:
+  redline cancel 3f2a9c01d4e7
+""",
+)
+@click.argument("searches", metavar="ID...", nargs=-1, required=True)
+@reached
+def cancel(server: str, token: str | None, trust: str | None, searches: tuple[str, ...]) -> None:
+    """End the searches ID: nothing of them starts any more; what was found so far is kept."""
+    with client_of(server, token, trust) as client:
+        for each in searches:
+            run = client.search(each)
+            run.cancel()
+            click.echo(f"{each} {run.state}")

@@ -1,0 +1,32 @@
+"""`redline convert`: a training's checkpoint for other tools."""
+
+from typing import Any
+
+import click
+
+from ..tuner.train.convert import ConvertRequest
+from .options import options_for
+
+EXAMPLES = """\b
+Examples:
+  redline convert train/llama out/llama --to hf
+  redline convert train/llama out/llama --to hf --dtype bfloat16 --average
+  redline convert train/llama-lora out/adapters --to peft
+  redline convert train/llama out/megatron --to megatron
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Write a training's checkpoint for other tools.")
+@click.argument("folder")
+@click.argument("out")
+@options_for(ConvertRequest)
+def convert(folder: str, out: str, **options: Any) -> None:
+    """Write the latest checkpoint of the training in FOLDER to OUT, for other tools.
+
+    `hf` is a folder that transformers' from_pretrained loads; `peft` the adapters alone; `megatron` and `torchtitan` are
+    what these go on from.
+    """
+    from ..tuner.train.convert import convert as write
+
+    found = write(folder, out, ConvertRequest(**options))
+    click.echo(f"wrote {out}: step {found.step} of {folder}, for {options['to']}")

@@ -1,0 +1,36 @@
+"""`redline dashboard`: a web page over all runs in a folder."""
+
+import click
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  redline dashboard runs
+  redline dashboard runs --port 9000
+  redline dashboard runs --host 0.0.0.0       prints an address with a token
+""",
+    short_help="Serve a page over all runs in a folder.",
+)
+@click.argument("folder", metavar="DIR")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen on; any but this machine's own needs a token.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8420,
+    show_default=True,
+    metavar="N",
+    help="Port; if it is in use, the next free one.",
+)
+@click.option("--token", metavar="TEXT", help="What visitors must bring.  [default: made up where one is needed]")
+def dashboard(folder: str, host: str, port: int, token: str | None) -> None:
+    """Serve a web page over every run found under DIR, running or finished, live until Ctrl-C."""
+    from ..views.dashboard import serve
+
+    serve(folder, host=host, port=port, token=token, say=lambda text: click.echo(text))

@@ -1,0 +1,174 @@
+"""`redline doctor`: versions, devices, memory, what is missing and what that disables."""
+
+import importlib.util
+import json
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..base.errors import UsageError
+
+EXAMPLES = """\b
+Examples:
+  redline doctor
+  redline doctor --json
+  redline doctor --measure --ranks 2 --out this-machine.yaml
+"""
+
+_NEEDED = (
+    "torch",
+    "transformers",
+    "optuna",
+    "ray",
+    "pandas",
+    "numpy",
+    "scipy",
+    "click",
+    "rich",
+    "psutil",
+    "PyYAML",
+)
+_HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
+
+
+@click.command(
+    epilog=EXAMPLES,
+    short_help="Check versions, devices and memory, and what is missing.",
+)
+@click.option("--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]")
+@click.option("--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> None:
+    """Check what redline finds on this machine: versions, devices, memory, what is missing and what that disables.
+
+    With --measure: also the rate of matrix products, the bandwidth of a copy and, among ranks, of all-reduce and
+    point-to-point, written to a file that `redline estimate --hardware` takes.
+    """
+    if not measure and (ranks is not None or out is not None):
+        raise UsageError(f"{'--ranks' if ranks is not None else '--out'} belongs to --measure")
+    path = _fresh(Path(out or "hardware.yaml")) if measure else None
+    facts = examine()
+    if path is not None:
+        facts["measured"] = _measured(ranks, path, facts["device"]["count"], facts["device"]["type"])
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo("versions")
+    for name, version in facts["versions"].items():
+        click.echo(f"  {name:<14} {version}")
+    device = facts["device"]
+    click.echo("devices")
+    click.echo(f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each")
+    click.echo(f"  host memory that is free: {facts['free_host_memory_mib']:,} MiB")
+    if facts["missing"]:
+        click.echo("missing")
+        for each in facts["missing"]:
+            click.echo(f"  {each['what']}: {each['disables']}. {each['do']}")
+    else:
+        click.echo("nothing is missing")
+    if path is not None:
+        for line in _measured_lines(facts["measured"], path):
+            click.echo(line)
+
+
+def _fresh(path: Path) -> Path:
+    """A path that can be written, said before seconds are spent on what would be written there."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--out: a hardware file ends in .yaml, but got '{path}'")
+    if not path.parent.is_dir():
+        raise UsageError(f"--out: the folder '{path.parent}' does not exist")
+    return path
+
+
+def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ..estimator.measuring import measure
+
+    if kind == "cuda" and ranks is not None and ranks > count:
+        raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and a rank needs one of its own")
+    found = measure(ranks=ranks)
+    hardware = found.to_hardware()
+    try:
+        hardware.to_yaml(path)
+    except OSError as error:
+        raise UsageError(f"--out: '{path}' cannot be written: {error.strerror}") from error
+    return {
+        "tflops": {name: {str(size): rate for size, rate in rates.items()} for name, rates in found.tflops.items()},
+        "memory_gb_per_s": found.memory_gb_per_s,
+        "host_gb_per_s": found.host_gb_per_s,
+        "links": {name: dict(numbers) for name, numbers in found.links.items()},
+        "ranks": found.ranks,
+        "file": str(path),
+        "hardware": asdict(hardware),
+    }
+
+
+def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
+    lines = ["measured"]
+    for name, rates in measured["tflops"].items():
+        sides = ", ".join(f"{1e3 * rate:,.0f} at {side}" for side, rate in rates.items())
+        lines.append(f"  matrix products in {name}: GFLOP/s {sides}")
+    lines.append(f"  copy: {measured['memory_gb_per_s']:,.1f} GB/s read and written")
+    if measured["host_gb_per_s"] is not None:
+        lines.append(f"  host to device: {measured['host_gb_per_s']:,.1f} GB/s")
+    for name, numbers in measured["links"].items():
+        lines.append(
+            f"  {name} among {measured['ranks']} ranks: {numbers['gb_per_s']:,.2f} GB/s, "
+            f"{numbers['latency_us']:,.0f} us a message"
+        )
+    if not measured["links"]:
+        lines.append("  links: not measured with one rank; the file holds an assumption (--ranks N measures them)")
+    if measured["hardware"]["note"]:
+        lines.append(f"  {measured['hardware']['note']}")
+    return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]
+
+
+def examine() -> dict[str, Any]:
+    """What is there and what is not, as a mapping."""
+    from .. import __version__
+    from ..base.device import available_memory_mib, detect
+
+    device = detect()
+    versions = {"redline": __version__, "python": platform.python_version()}
+    missing = []
+    for name in _NEEDED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            disables = "`--runner ray`; `--runner local` works" if name == "ray" else "redline"
+            missing.append({"what": name, "disables": f"disables {disables}", "do": f"Install it: pip install {name}"})
+    if importlib.util.find_spec("hebo") is None:
+        missing.append({"what": "HEBO", "disables": "disables `--sampler hebo`", "do": f"Install it: {_HEBO}"})
+    else:
+        versions["HEBO"] = metadata.version("HEBO")
+    if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        missing.append(
+            {
+                "what": "a C++ compiler",
+                "disables": "disables the knob `fusion` on a CPU",
+                "do": "Install g++",
+            }
+        )
+    if device.type == "cuda" and "+cpu" in versions.get("torch", ""):
+        missing.append(
+            {
+                "what": "torch with CUDA",
+                "disables": f"the installed build ({versions['torch']}) cannot use the {device.name}",
+                "do": "Install a CUDA build of torch",
+            }
+        )
+    if sys.platform != "linux":
+        missing.append({"what": "Linux", "disables": "dry runs need its process control", "do": "Use Linux"})
+    return {
+        "versions": versions,
+        "device": device.to_dict(),
+        "free_host_memory_mib": available_memory_mib(),
+        "missing": missing,
+    }

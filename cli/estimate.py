@@ -1,0 +1,148 @@
+"""`redline estimate`: the best configurations, predicted without a device."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..base.errors import UsageError
+from ..models.request import ModelRequest, SpaceRequest
+from .options import options_of, request_of, values_of
+
+if TYPE_CHECKING:
+    from ..results import Trial
+
+EXAMPLES = """\b
+Examples:
+  redline estimate llama2-7b --hardware h100 --devices 64 --global-batch 1024
+  redline estimate llama3-8b --hardware a100-80gb --devices 32 --global-batch 256 --fix tp=8 --explain
+  redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
+  redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
+                   --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
+  redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by what a run measured
+"""
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "positions")
+"""Options that are shape numbers."""
+NOTHING_FITS = 3
+"""Exit code where no configuration is predicted to fit."""
+
+
+def _shape_options(command: Any) -> Any:
+    helps = {
+        "layers": "Shape numbers instead of MODEL: repeated blocks.",
+        "hidden": "Elements of the residual stream.",
+        "heads": "Query heads.",
+        "kv_heads": "Key and value heads.  [default: --heads]",
+        "head_dim": "Elements of a head.  [default: hidden / heads]",
+        "intermediate": "Inner size of the feed-forward network.  [default: 4 * hidden]",
+        "vocabulary": "Rows of the embedding.",
+        "positions": "Learned positions.  [default: 0, rotary]",
+    }
+    for name in reversed(SHAPE):
+        command = click.option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=helps[name])(command)
+    return command
+
+
+@click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
+@options_of(ModelRequest, SpaceRequest)
+@click.option("--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]")
+@_shape_options
+@click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
+@click.option("--tied", is_flag=True, help="With shape numbers: the head is the embedding's matrix.")
+@click.option("--config", "config", metavar="K=V,...", help="Predict this configuration only.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many to show.")
+@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
+@click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
+@click.option("--layerwise", is_flag=True, help="Refine the winner: checkpointing chosen block by block.")
+@click.option("--explain", is_flag=True, help="What memory and time are made of.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def estimate(
+    hardware: str | None,
+    config: str | None,
+    top: int,
+    memory_limit: str | None,
+    trials_from: str | None,
+    layerwise: bool,
+    explain: bool,
+    as_json: bool,
+    gated: bool,
+    tied: bool,
+    **options: Any,
+) -> int:
+    """Predict which configurations of MODEL fit and are fastest on hardware that need not be here.
+
+    Nothing is run: the model is traced without memory or arithmetic, and memory and time follow from what it does and
+    from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
+    """
+    from ..estimator.document import estimate_document
+    from ..estimator.request import estimate_request
+    from ..tuner.budget import parse_memory
+    from . import estimate_text
+
+    sizes = {name: options.pop(name) for name in SHAPE}
+    shape = _shape(options, sizes, gated, tied)
+    given = request_of(options, shape)
+    request = estimate_request(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
+    document = estimate_document(
+        request,
+        config=config_of(config) if config else None,
+        top=top,
+        trials=None if trials_from is None else _trials_of(trials_from),
+        layerwise=layerwise,
+    )
+    if as_json:
+        click.echo(json.dumps(document.to_dict(), allow_nan=False))
+    else:
+        click.echo(estimate_text.render(document, explain=explain))
+    return 0 if document.ranked else NOTHING_FITS
+
+
+def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
+    """The shape that is given in place of a model; None where a model is."""
+    given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    if not given:
+        return None
+    if model := options["target"] or options["workload"]:
+        raise UsageError(f"give either a model or shape numbers, but got '{model}' and --{next(iter(given))}")
+    missing = [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in given]
+    if missing:
+        raise UsageError(f"shape numbers need --{', --'.join(missing)} as well")
+    from ..estimator import Shape
+
+    name = f"{given['layers']} x {given['hidden']}"
+    return Shape(name=name, gated=gated, tied=tied, **given)
+
+
+def config_of(text: str) -> dict[str, Any]:
+    """`k=v,...` as a mapping. What a knob that names blocks has, may hold commas itself.
+
+    >>> config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2")
+    {'micro_batch': 8, 'checkpoint_blocks': '0-3,7', 'tp': 2}
+
+    Raises:
+        UsageError: it is malformed.
+    """
+    from ..models.families.standard import BLOCK_KNOBS
+
+    pairs: list[str] = []
+    for part in (each.strip() for each in text.split(",")):
+        if "=" not in part and pairs and pairs[-1].partition("=")[0] in BLOCK_KNOBS:
+            pairs[-1] += f",{part}"
+        else:
+            pairs.append(part)
+    return {name: many[0] for name, many in values_of(tuple(pairs), "--config").items()}
+
+
+def _trials_of(run: str) -> "list[Trial]":
+    """The trials of a run to learn from.
+
+    Raises:
+        UsageError: none of them is finished.
+    """
+    from ..results import View
+    from ..space import Config
+
+    trials = View(run, make_config=Config).trials()
+    if all(trial.pending for trial in trials):
+        raise UsageError(f"--trials-from {run}: no trial there is finished, so there is nothing to learn from")
+    return trials

@@ -1,0 +1,83 @@
+"""`redline export`: a run's winner, or any trial, in the words of the framework people train with."""
+
+import click
+
+from ..models.request import either
+from ..results.export.launch import LAUNCHES
+
+EXAMPLES = """\b
+Examples:
+  redline export runs/gpt2 --to accelerate -o accelerate.yaml
+  redline export runs/gpt2 --to trainer -o args.json
+  redline export runs/gpt2 --to python -o train.py
+  redline export runs/gpt2 --to env --trial 3
+  redline export runs/gpt2 --to torchtitan --launch slurm -o job.sh
+"""
+
+
+def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    from ..results.export import export_targets
+
+    for target in export_targets().values():
+        click.echo(f"{target.name:<12}{target.about}")
+    ctx.exit()
+
+
+@click.command(epilog=EXAMPLES, short_help="Write the winner for the framework you train with.")
+@click.argument("run")
+@click.option("--to", "target", required=True, metavar="TARGET", help="The framework; --list names them.")
+@click.option("-o", "--output", metavar="FILE", help="Where to write.  [default: standard output]")
+@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="A single trial.  [default: the winner]")
+@click.option("--force", is_flag=True, help="With --trial: also one that did not run to its end.")
+@click.option(
+    "--launch",
+    metavar="HOW",
+    help=f"In place of the target's file what starts a training with it: {either(LAUNCHES)}.",
+)
+@click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets.")
+def export(
+    run: str,
+    target: str,
+    output: str | None,
+    trial: int | None,
+    force: bool,
+    launch: str | None,
+    storage: str | None,
+) -> None:
+    """Write the winner of the run in folder RUN as a file of another framework.
+
+    What the framework cannot do is stated in the file's comments, as is that a run was simulated; where the
+    file has no comments, on standard error.
+    """
+    from ..base.errors import UsageError
+    from ..base.reading import path_of
+    from ..base.writing import write_atomic
+    from ..results import View
+    from ..results.columns import fold
+    from ..results.export import chosen_trial, form_of, render
+
+    if force and trial is None:
+        raise UsageError("--force is for a single trial: give --trial N too")
+    view = View(run, storage=storage)
+    chosen = chosen_trial(view.trials(), trial, force=force)
+    form = form_of(target, output) if output else None
+    made = render(target, chosen, view.document, form=form, launch=launch, file=output)
+    if output is None:
+        click.echo(made.text, nl=False)
+    else:
+        path = path_of(output)
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write '{output}': there is no folder '{path.parent}'")
+        try:
+            write_atomic(path, made.text.encode(), durable=False)
+        except OSError as error:
+            raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
+        click.echo("\n".join((f"wrote {output}", *made.use)), err=True)
+    for problem in view.problems:
+        click.echo(f"note: {fold(problem)}", err=True)
+    if not made.comments_inside:
+        for note in (*made.notes, *(made.use if output is None else ())):
+            click.echo(f"note: {note}", err=True)

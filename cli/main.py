@@ -1,0 +1,118 @@
+"""The command group: commands found lazily, errors worded for people, exit codes."""
+
+import errno
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from .. import __version__
+from ..base.errors import NothingFound, RedlineError, UsageError, unknown
+from . import exit_codes
+
+_COMMANDS = {
+    "tune": "Find the fastest configuration of a model on the devices at hand.",
+    "scale": "Tune a model for more and more devices, and show how it grows.",
+    "train": "Train with a run's winner on real data.",
+    "convert": "Write a training's checkpoint for other tools.",
+    "models": "List the models that have a name.",
+    "space": "Show what may vary for a model on the devices at hand.",
+    "estimate": "Predict the best configurations of a model on any hardware.",
+    "show": "Show a run: its winner and its trials.",
+    "compare": "Compare the winners of runs of one space.",
+    "export": "Write a run's winner for the framework you train with.",
+    "report": "Make one HTML page of a run.",
+    "dashboard": "Serve a page over all runs in a folder.",
+    "doctor": "Check versions, devices and memory, and what is missing.",
+}
+_SERVICE = {
+    "serve": "Serve searches for a team on shared devices.",
+    "submit": "Submit a search to a server.",
+    "queue": "Show what runs and what waits on a server.",
+    "logs": "Show what happens in a search on a server, or what a trial printed.",
+    "cancel": "End searches on a server.",
+    "results": "Show what came of a search on a server.",
+    "worker": "Join this host's devices to a server's pool.",
+    "token": "Add users and tokens of a server, and revoke them.",
+}
+"""Commands of `redline serve` and its clients."""
+
+
+class _Commands(click.Group):
+    """Imports a command when it is called, so that help comes at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_COMMANDS, *_SERVICE]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in (*_COMMANDS, *_SERVICE):
+            return None
+        return getattr(import_module(f".{name}", __package__), name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+        with formatter.section("Searches for a team"):
+            formatter.write_dl(list(_SERVICE.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in (*_COMMANDS, *_SERVICE):
+            raise UsageError(unknown("command", args[0], (*_COMMANDS, *_SERVICE)))
+        return super().resolve_command(ctx, args)
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`redline COMMAND -h` shows a command's options, with examples.",
+)
+@click.version_option(__version__, prog_name="redline")
+def redline() -> None:
+    """Finds the fastest way to train a model on the hardware you have."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command line and exits with its code. `--debug` anywhere shows the traceback of an error."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [each for each in given if each != "--debug"]
+    try:
+        code = redline.main(given, prog_name="redline", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(exit_codes.FOUND)
+    except click.ClickException as error:
+        if debug:
+            raise
+        error.show()
+        sys.exit(exit_codes.USAGE)
+    except RedlineError as error:
+        if debug:
+            raise
+        from ..results.columns import printable
+
+        click.echo(f"redline: {printable(str(error))}", err=True)
+        if isinstance(error, NothingFound):
+            sys.exit(exit_codes.NOTHING_FEASIBLE)
+        sys.exit(exit_codes.USAGE if isinstance(error, (UsageError, ImportError)) else exit_codes.FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        if debug:
+            raise
+        click.echo("redline: interrupted", err=True)
+        code = exit_codes.INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        sys.stderr.close()
+        sys.exit(exit_codes.FOUND)
+    except OSError as error:
+        if debug or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        click.echo(f"redline: cannot use the path {str(error.filename)[:80]!r}: {error.strerror}", err=True)
+        sys.exit(exit_codes.USAGE)
+    if code == exit_codes.INTERRUPTED:
+        # CPython notes that an interrupt passed through code made of text, such as a dataclass in the making, and
+        # would kill itself by SIGINT at its exit, although the interrupt was caught; this takes the note back.
+        exec("")
+    sys.exit(code if isinstance(code, int) else exit_codes.FOUND)

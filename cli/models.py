@@ -1,0 +1,48 @@
+"""`redline models`: the models that have a name."""
+
+import json
+
+import click
+
+
+@click.command(
+    epilog="\b\nExamples:\n  redline models\n  redline models --json\n",
+    short_help="List the models that have a name.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def models(as_json: bool) -> None:
+    """List the models that have a name, with their sizes.
+
+    Any Hugging Face model works by its folder, its config.json or its hub id too.
+    """
+    from ..models.presets import list_presets
+
+    rows = list_presets()
+    if as_json:
+        click.echo(json.dumps({row["name"]: row for row in rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "family", "params", "layers", "hidden", "heads", "vocab", "seq len", "batch"):
+        table.add_column(name, justify="left" if name in ("model", "family") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["family"],
+            _count(row["parameters"]),
+            *(
+                f"{row[key]:,}" if row[key] else "-"
+                for key in ("layers", "hidden", "heads", "vocabulary", "seq_len", "global_batch")
+            ),
+        )
+    console = Console(highlight=False)
+    # Where it does not fit, lines run on: a name cut short cannot be given to `redline tune`.
+    needed = console.measure(table, options=console.options.update(max_width=10**4)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"

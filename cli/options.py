@@ -1,0 +1,177 @@
+"""Options that several commands share, and how their values are read."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
+
+import click
+
+from ..base.errors import UsageError
+from ..base.reading import with_power
+from ..models.request import Asked
+from ..runners.command.command import Command
+from ..tuner.request import Request
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
+    """MODEL, and an option for each field of these sections of a request but some; `request_of` reads what they give."""
+    named: list[Decorator] = [
+        click.argument("target", metavar="[MODEL]", required=False),
+        click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
+    ]
+    return options_for(*sections, before=named, without=without)
+
+
+def options_for(*sections: type, before: Sequence[Decorator] = (), without: Collection[str] = ()) -> Decorator:
+    """An option for each field of these sections that says how it is asked for, but some, behind others."""
+    made = list(before)
+    for section in sections:
+        types = get_type_hints(section, include_extras=True)
+        for each in (field for field in fields(section) if field.name not in without):
+            made += [_option(each, told) for told in getattr(types[each.name], "__metadata__", ())]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(made):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _option(field: Field[Any], told: Asked) -> Decorator:
+    flag = f"--{(told.flag or field.name).replace('_', '-')}"
+    if field.default is False:
+        return click.option(flag, field.name, is_flag=True, help=told.help)
+    if field.default is True:
+        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=told.help)
+    shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
+    if told.many:
+        return click.option(flag, field.name, multiple=True, **shared)
+    if field.default not in (None, MISSING):
+        shared |= {"default": field.default, "show_default": True}
+    kind = click.IntRange(min=told.type.start) if isinstance(told.type, range) else told.type
+    return click.option(flag, field.name, type=kind, **shared)
+
+
+def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
+    """What `options_of` gave, as the fields of a request; those of nothing else are left in `given`.
+
+    Args:
+        given: by the names of fields, `target` being MODEL, and `workload`.
+        target: in place of these two.
+
+    Raises:
+        UsageError: neither or both of MODEL and `--workload` are given, or a knob's values are malformed.
+    """
+    named = given.pop("target"), given.pop("workload")
+    if target is not None and any(named):
+        raise UsageError(f"give one thing to tune, but got '{named[0] or named[1]}' beside it")
+    out = {"target": target if target is not None else target_of(*named)}
+    out["override"] = values_of(given.pop("override"), "--set")
+    out["fix"] = fixes_of(given.pop("fix"))
+    known = {each.name for each in fields(Request)}
+    out |= {name: given.pop(name) for name in list(given) if name in known}
+    return out
+
+
+def target_of(model: str | None, workload: str | None) -> str:
+    """What to tune, from MODEL or `--workload`.
+
+    Raises:
+        UsageError: neither or both are given, or the workload has no name.
+    """
+    if model is not None and workload is None:
+        return model
+    if model is not None or workload is None:
+        raise UsageError("give either MODEL or --workload FILE:NAME; `redline models` lists the models with a name")
+    if ":" not in workload:
+        raise UsageError(f"--workload must be FILE:NAME, such as train.py:workload, but got '{workload}'")
+    return workload
+
+
+def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
+    """`knob=a,b,c` pairs as lists of values, each read as YAML reads a scalar.
+
+    Raises:
+        UsageError: a pair is malformed, or a knob is given twice.
+    """
+    import yaml
+
+    from ..models.families.standard import BLOCK_KNOBS
+
+    values: dict[str, list[Any]] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        name = name.strip()
+        # The commas of a knob that names blocks are its own.
+        parts = [text.strip()] if name in BLOCK_KNOBS else [part.strip() for part in text.split(",")]
+        if not equals or not name or not all(parts):
+            example = "micro_batch=4,8" if option == "--set" else "micro_batch=8"
+            raise UsageError(f"{option} must look like {example}, but got '{pair}'")
+        if name in values:
+            raise UsageError(f"{option} names the knob '{name}' twice")
+        try:
+            values[name] = parts if name in BLOCK_KNOBS else [_scalar(part) for part in parts]
+        except yaml.YAMLError:
+            raise UsageError(f"{option} {pair}: the values must be numbers, true, false or words") from None
+    return values
+
+
+def _scalar(text: str) -> Any:
+    """A value as YAML reads it, but for `no`, `off` and their like, which are words, and `1e-4`, which is a number."""
+    import yaml
+
+    value = with_power(yaml.safe_load(text))
+    return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
+
+
+def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """`knob=v` pairs as a mapping.
+
+    Raises:
+        UsageError: a pair is malformed or has several values.
+    """
+    values = values_of(pairs, "--fix")
+    for name, many in values.items():
+        if len(many) != 1:
+            raise UsageError(f"--fix {name} takes one value, but got {len(many)}; use --set for several")
+    return {name: many[0] for name, many in values.items()}
+
+
+def names_of(text: str | None, option: str) -> tuple[str, ...]:
+    """`a,b,c` as names; nothing where the option was not given.
+
+    Raises:
+        UsageError: a name is missing.
+    """
+    if text is None:
+        return ()
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise UsageError(f"{option} must look like a,b,c, but got '{text}'")
+    return names
+
+
+def command_of(options: dict[str, Any], file: str | None) -> Command | None:
+    """The command that is asked for, or stated by another tool's file, whose options are taken out; None where it is a
+    model.
+
+    Raises:
+        UsageError: its options are given without it, or beside a file that states it.
+    """
+    given = {each.name: options.pop(each.name) for each in fields(Command)}
+    if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
+        if options["taken_from"] is not None:
+            return Command.stated_by(options["taken_from"], **given)
+    stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
+    if file is not None:
+        if stray is not None:
+            raise UsageError(f"--command-file states what is tuned; write what {stray} says into it")
+        return Command.from_yaml(file)
+    if given["command"] is not None:
+        return Command(**given)
+    if stray is not None:
+        raise UsageError(f"{stray} belongs to a command; give it with --command or --command-file")
+    return None

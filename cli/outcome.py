@@ -1,0 +1,130 @@
+"""The final word of a search: the winner beside the default configuration, and what to do with it."""
+
+import shlex
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..results import summary
+from ..results.columns import fold, speed
+from ..tuner.result import Candidate, Result
+from . import words
+
+
+def print_result(result: Result, *, exports: bool = True) -> None:
+    """Prints what came of a search, as wide as the terminal.
+
+    Args:
+        result: of the search.
+        exports: whether the winner is one that trainers' files can be written of.
+    """
+    console = Console(highlight=False)
+    console.print()
+    if result.interrupted:
+        console.print(Text("Interrupted; what was found so far is kept.", style="yellow"))
+    elif result.ended:
+        console.print(Text(f"Done: {result.ended}.", style="dim"))
+    if result.best is None:
+        console.print(Text(fold(f"Nothing feasible: {result.why}"), style="bold red"))
+    else:
+        _winner(result, result.best, console)
+    if result.folder is not None:
+        names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
+        there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
+        console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
+        for line in _next(result, exports):
+            console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _winner(result: Result, best: Candidate, console: Console) -> None:
+    default = result.default
+    kind = " (predicted: nothing was run)" if result.simulated else ""
+    console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style="bold green"))
+    if default is None:
+        console.print(Text(f"default  {_default_failed(result)}"))
+    else:
+        console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
+        same = " (the default configuration is the winner)" if default.trial.number == best.trial.number else ""
+        if result.gain is not None:
+            console.print(Text(f"gain     {result.gain:.2f}x{same}", style="bold"))
+    exact = result.best_exact if best.trial.lossy else None
+    if best.trial.lossy:
+        told = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
+        console.print(Text(f"{summary.exactness(result.all_trials)}  {told}"))
+    if tied := summary.tied(result.all_trials):
+        many = "s" if len(tied) > 1 else ""
+        told = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)
+        console.print(
+            Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler")
+        )
+    console.print()
+    sides = {"winner": best}
+    for name, each in ((summary.exactness(result.all_trials), exact), ("default", default)):
+        if each is not None and all(each.trial.number != other.trial.number for other in sides.values()):
+            sides[name] = each
+    console.print(_side_by_side(sides))
+    console.print()
+
+
+def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
+    """Numbers and knobs of the winner, which comes first, beside those of the others, each under its name."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=len(sides) > 1)
+    table.add_column("")
+    for name in sides:
+        table.add_column(Text(name, style="dim"), overflow="fold")
+    for name, cells in _numbers(list(sides.values())):
+        if any(cells):
+            table.add_row(Text(name, style="dim"), *cells)
+    winner, *_ = sides.values()
+    for name in winner.config:
+        cells = [
+            words.knob(name, each.config[name], each.trial.lossy) if name in each.config else "-"
+            for each in sides.values()
+        ]
+        style = "bold" if len(set(cells)) > 1 else ""
+        table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
+    return table
+
+
+def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
+    measured = [each.measurement for each in sides]
+    again = any(each.trial.remeasured for each in sides)
+    precisions = [str(each.config.get("precision", "")) for each in sides]
+    return [
+        ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
+        ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
+        (
+            "MFU",
+            [
+                f"{100 * each.mfu:.2g} % of {precision + ' ' if precision else ''}peak" if each.mfu else ""
+                for each, precision in zip(measured, precisions)
+            ],
+        ),
+        ("told at first" if again else "told", [fold(each.told) for each in measured]),
+        ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
+    ]
+
+
+def _speed(candidate: Candidate) -> str:
+    measured = candidate.measurement
+    doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
+    return f"{speed(candidate.throughput, measured.unit)}{doubt}"
+
+
+def _default_failed(result: Result) -> str:
+    trial = next((each for each in result.all_trials if each.sampler == "default"), None)
+    if trial is None or trial.pending:
+        return "not measured"
+    return f"{trial.measured.status} ({fold(trial.measured.reason)})"
+
+
+def _next(result: Result, exports: bool) -> list[str]:
+    folder = shlex.quote(str(result.folder))
+    if result.interrupted:
+        return [f"next     the same command with --out {folder} --resume goes on"]
+    if result.best is None:
+        return [f"next     redline show {folder}"]
+    export = [f"         redline export {folder} --to accelerate   (or --list)"] if exports else []
+    return [f"next     redline report {folder}", *export]

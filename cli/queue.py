@@ -1,0 +1,82 @@
+"""`redline queue`: what runs and what waits on a server."""
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from .server_options import client_of, reached
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..service.api.models import SearchAnswer, WorkerAnswer
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  redline queue
+  redline queue --all --json
+""",
+    short_help="Show what runs and what waits on a server.",
+)
+@click.option("--all", "everything", is_flag=True, help="Searches that have ended, too.")
+@click.option("--workers", is_flag=True, help="The pool, in place of searches.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reached
+def queue(server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool) -> None:
+    """Show the searches that run and those that wait, and why they do."""
+    from rich.console import Console
+    from rich.text import Text
+
+    with client_of(server, token, trust) as client:
+        pool = client.workers() if workers else []
+        found = client.queue()
+        searches = client.searches() if everything else found.searches
+    if as_json:
+        listed = [each.model_dump() for each in (pool if workers else searches)]
+        click.echo(json.dumps(listed if workers or everything else found.model_dump()))
+        return
+    console = Console(highlight=False)
+    if workers:
+        names = ["worker", "user", "host", "device", "busy", "heard of"]
+        console.print(_table(names, [_worker(each) for each in pool]))
+        return
+    said = f"{found.running} dry runs on {found.busy} of {found.devices} devices, {found.waiting} waiting"
+    console.print(Text(said, style="dim"))
+    names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
+    console.print(_table(names, [_search(each) for each in searches]))
+
+
+def _worker(each: "WorkerAnswer") -> list[str]:
+    device = str(each.device.get("name", ""))
+    return [each.id, each.user, each.host, device, f"{each.busy} of {each.devices}", _ago(each.seen)]
+
+
+def _search(each: "SearchAnswer") -> list[str]:
+    counts = [str(each.priority), str(each.devices), str(each.trials)]
+    return [each.id, each.name, each.user, each.state, *counts, each.reason]
+
+
+def _table(names: list[str], rows: list[list[str]]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..results.columns import fold
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, overflow="fold", min_width={"id": 12, "worker": 12, "state": 9}.get(name, len(name)))
+    for row in rows:
+        table.add_row(*(Text(fold(each)) for each in row))
+    return table
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"

@@ -1,0 +1,72 @@
+"""`redline results`: what came of a search on a server."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from . import exit_codes
+from .server_options import client_of, reached
+
+if TYPE_CHECKING:
+    from ..service.client import SearchRun
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  redline results 3f2a9c01d4e7
+  redline results 3f2a9c01d4e7 --csv trials.csv
+  redline results 3f2a9c01d4e7 --to accelerate
+""",
+    short_help="Show what came of a search on a server.",
+)
+@click.argument("search", metavar="ID")
+@click.option(
+    "--csv", "table", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write trials.csv."
+)
+@click.option("--to", "target", metavar="TARGET", help="Print the winner for a framework, as `redline export` does.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@reached
+def results(
+    server: str,
+    token: str | None,
+    trust: str | None,
+    search: str,
+    table: Path | None,
+    target: str | None,
+    as_json: bool,
+) -> int:
+    """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 nothing feasible."""
+    with client_of(server, token, trust) as client:
+        run = client.search(search)
+        if table is not None:
+            table.write_bytes(run.table())
+            click.echo(f"wrote {table}")
+            return 0
+        if target is not None:
+            click.echo(run.export(target), nl=False)
+            return 0
+        if as_json:
+            click.echo(json.dumps({**run.look().model_dump(), **run.summary()}))
+            return 0
+        return summed_up(run)
+
+
+def summed_up(run: "SearchRun") -> int:
+    """Prints what came of a search so far; the exit code that says the same."""
+    from ..results.columns import fold, speed
+    from . import words
+
+    found, best = run.look(), run.best
+    click.echo(f"{found.id}  {fold(found.name)}  {found.state}{f': {fold(found.reason)}' if found.reason else ''}")
+    if best is None:
+        click.echo(fold(f"nothing feasible so far: {run.why}" if found.state != "failed" else "it failed"))
+        return exit_codes.FAILED if found.state == "failed" else exit_codes.NOTHING_FEASIBLE
+    click.echo(f"winner   trial {best.trial.number}: {speed(best.throughput, best.measurement.unit)}")
+    gain = run.summary()["gain"]
+    if gain is not None:
+        click.echo(f"gain     {gain:.2f}x of the default configuration")
+    click.echo(fold(f"         {words.configuration(best.config)}"))
+    return exit_codes.FAILED if found.state == "failed" else 0

@@ -1,0 +1,122 @@
+"""`redline scale`: how the winner does as devices grow."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..base.errors import UsageError
+from ..results.columns import fold, speed
+from ..results.scaling import ScalePoint, Scaling
+from ..tuner.request import SECTIONS
+from . import exit_codes, words
+from .options import options_of, request_of
+from .tune import end_in_order, fresh_folder
+
+EXAMPLES = """\b
+Examples:
+  redline scale gpt2-tiny --devices 1,2
+  redline scale llama-tiny --devices 1,2,4 --weak --global-batch 8
+  redline scale llama2-7b --devices pow2 --global-batch "8*n"
+  redline scale llama2-7b --runner simulate --hardware h100-80gb --devices pow2:64 --global-batch 512
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Tune a model for more and more devices.")
+@options_of(*SECTIONS, without=("devices", "global_batch"))
+@click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
+@click.option("--global-batch", metavar="B", help="Samples of a step, also as an expression such as 8*n.")
+@click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it stays]")
+@click.option("--strong", is_flag=True, help="The global batch stays the same, as by default.")
+@click.option("--predict-to", type=click.IntRange(min=1), metavar="N", help="Predict up to N devices.  [default: 1024]")
+@click.option("--stop-on-error", is_flag=True, help="End at the first count at which nothing is found.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def scale(
+    devices: str,
+    global_batch: str | None,
+    weak: bool,
+    strong: bool,
+    predict_to: int | None,
+    stop_on_error: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Tune MODEL for one number of devices after the other, and show speed-up, efficiency and memory.
+
+    Each count's default configuration stands beside its winner, and what is predicted beside both, corrected by what was
+    measured, and on to 1,024 devices. Exit codes: as of `redline tune`.
+    """
+    from ..tuner.scaling import scale as scaled
+    from .progress import ProgressListener, listener_for
+
+    if weak and strong:
+        raise UsageError("--weak has the global batch grow, and --strong has it stay; give one of them")
+    given = request_of(options)
+    given["out"] = given["out"] or fresh_folder(f"scale-{Path(given['target']).name}")
+    stream = sys.stderr if as_json else sys.stdout
+
+    def listening(count: int) -> ProgressListener:
+        if not as_json:
+            Console(highlight=False).print(Text(f"\n{count} device{'s' if count > 1 else ''}", style="bold"))
+        return listener_for(stream, silent=as_json)
+
+    end_in_order()
+    found = scaled(
+        **given,
+        devices=devices,
+        global_batch=global_batch,
+        weak=weak,
+        predict_to=predict_to,
+        stop_on_error=stop_on_error,
+        listening=listening,
+    )
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        show(found, Path(given["out"]))
+    if found.interrupted:
+        return exit_codes.INTERRUPTED
+    return exit_codes.FOUND if found.measured else exit_codes.NOTHING_FEASIBLE
+
+
+def show(scaling: Scaling, folder: Path) -> None:
+    """Prints a line a number of devices, as wide as the terminal, and where the files are."""
+    console = Console(highlight=False)
+    unit = next((each.unit for each in scaling.points if each.unit), "throughput")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("devices", "batch", unit, "gain", "efficiency", "memory", "default", "predicted (80 %)"):
+        table.add_column(name, justify="right")
+    for point in scaling.points:
+        table.add_row(*map(fold, _cells(scaling, point)))
+    console.print()
+    console.print(table)
+    for point in scaling.points:
+        if point.why:
+            many = "s" if point.devices > 1 else ""
+            console.print(Text(fold(f"{point.devices} device{many}: {point.why}"), style="yellow"), soft_wrap=True)
+    for note in scaling.notes:
+        console.print(Text(fold(f"note: {note}"), style="dim"), soft_wrap=True)
+    console.print()
+    console.print(Text(f"wrote    {folder}: scale.csv, scale.svg, and a run for each count"), soft_wrap=True)
+
+
+def _cells(scaling: Scaling, point: ScalePoint) -> Iterator[str]:
+    yield f"{point.devices:,}"
+    yield "" if point.global_batch is None else f"{point.global_batch:,}"
+    yield "" if point.throughput is None else speed(point.throughput, "")
+    yield "" if (gain := scaling.speed_up(point)) is None else f"{gain:.2f}x"
+    yield "" if (share := scaling.efficiency(point)) is None else f"{100 * share:.0f} %"
+    yield "" if point.peak_memory_mib is None else words.memory(point.peak_memory_mib)
+    yield "" if point.default_throughput is None else speed(point.default_throughput, "")
+    low, high = point.predicted_low, point.predicted_high
+    if point.predicted_throughput is None or low is None or high is None:
+        yield ""
+    else:
+        yield f"{speed(point.predicted_throughput, '')} \N{PLUS-MINUS SIGN} {100 * (math.sqrt(high / low) - 1):.0f} %"

@@ -1,0 +1,78 @@
+"""`redline serve`: searches for a team."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  redline serve
+  redline serve --data /srv/redline --devices 8 --port 8700
+  redline serve --storage postgresql://redline@db/redline --no-worker --host 0.0.0.0 --certificate tls.pem
+  redline serve --ray-address auto
+""",
+    short_help="Serve searches for a team on shared devices.",
+)
+@click.option(
+    "--data",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("redline-service"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for searches and logs.",
+)
+@click.option("--storage", metavar="URL", help="sqlite:///FILE or postgresql://...  [default: redline.db in --data]")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8700,
+    show_default=True,
+    metavar="N",
+    help="Port; if it is in use, the next free one.",
+)
+@click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="Of TLS, in PEM.")
+@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Of the certificate, where it is apart.")
+@click.option(
+    "--proxy",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Of a proxy in front; its X-Forwarded-* count.",
+)
+@click.option("--worker/--no-worker", default=True, help="Whether this host's devices join the pool.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many of them.  [default: all]")
+@click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster whose devices join, in place of this host's.")
+@click.option("--allow-code/--no-code", default=True, help="Whether users who may submit code can.")
+@click.option(
+    "--searches", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Searches at once."
+)
+@click.option(
+    "--rate", type=click.FloatRange(min=1), default=50, show_default=True, metavar="N", help="Requests a second a user."
+)
+@click.option(
+    "--keep-events",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    metavar="DAYS",
+    help="Events of a search that ended are kept so long.",
+)
+@click.option(
+    "--code-user", metavar="NAME", help="Unix user as whom code runs on this host.  [default: who starts this]"
+)
+@click.option("--json-logs", is_flag=True, help="Log every request, as lines of JSON.")
+def serve(data: Path, **given: Any) -> None:
+    """Serve searches for a team: a queue in a database, workers that join and leave, an API, pages.
+
+    All of it may be killed at any moment and started again with the same --data: everything goes on by itself. The first
+    start prints the token of the user 'admin'; `redline token` makes others.
+    """
+    from ..service.server import ServeOptions, exposed, serve as run
+
+    if words := exposed(given["host"], given["certificate"]):
+        click.echo(f"note: {words}", err=True)
+    run(ServeOptions(data=data, **given), say=click.echo)

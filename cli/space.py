@@ -1,0 +1,74 @@
+"""`redline space`: what may vary."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
+from .options import options_of, request_of
+
+if TYPE_CHECKING:
+    from ..models import Workload
+    from ..tuner.task import Task
+
+EXAMPLES = """\b
+Examples:
+  redline space gpt2-tiny
+  redline space gpt2 --devices 8 --global-batch 64 --fix precision=bf16
+  redline space gpt2-tiny -o space.yaml      then edit it, and: redline tune gpt2-tiny --space space.yaml
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Show what may vary for a model on the devices at hand.")
+@options_of(ModelRequest, SpaceRequest)
+@click.option("-o", "--output", metavar="FILE", help="Write the space as YAML, for --space.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def space(output: str | None, as_json: bool, **options: Any) -> None:
+    """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
+    from ..tuner.task import resolve_task
+
+    task = resolve_task(TrainingRequest(**request_of(options)))
+    if output:
+        task.space.to_yaml(output)
+    if as_json:
+        described = task.space.to_dict(describe_callables=True)
+        valid = len(task.space) if task.space.enumerable else None
+        default = task.space.default().to_dict()
+        click.echo(json.dumps({**described, "valid": valid, "default": default, "notes": list(task.notes)}))
+        return
+    click.echo(task.space.describe())
+    click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
+    if task.workload is not None:
+        for line in _left_out(task, task.workload):
+            click.echo(f"\n{line}")
+    for note in task.notes:
+        click.echo(f"note: {note}")
+    if output:
+        click.echo(f"wrote {output}")
+
+
+def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
+    """What the space has not, each with the reason."""
+    from ..base.device import DESCRIBED, liger_obstacle
+    from ..models.kernels import kernels_obstacle
+    from ..models.parallel import no_hsdp
+    from ..models.spaces import lossy_beyond, without_float8
+
+    knobs = task.space.by_name
+    if left := lossy_beyond(task.space):
+        yield f"lossy, and so left out: {', '.join(left)} (see --allow lossy)"
+    if "kernels" in knobs and task.device.type == "cuda" and DESCRIBED not in task.device.features:
+        if why := liger_obstacle("cuda"):
+            yield f"kernels are the loss alone, not modules: {why}"
+    if workload.space is not None:  # its author's choice
+        return
+    precision = knobs.get("precision")
+    if precision is not None and "fp8" not in (*precision.values, *(precision.others or ())):
+        if why := without_float8(workload, task.device):
+            yield f"without fp8: {why}"
+    if "kernels" not in knobs:
+        yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
+    if "zero" in knobs and "hsdp" not in knobs:
+        yield f"without hsdp: {no_hsdp(task.devices, task.device)}"

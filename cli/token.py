@@ -1,0 +1,116 @@
+"""`redline token`: users and their tokens."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..base.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from ..service.store import Store
+
+
+@click.group(
+    short_help="Add users and tokens of a server, and revoke them.",
+    epilog="""\b
+Examples:
+  redline token new ann --role submitter --running 8 --device-hours 200
+  redline token --data /srv/redline new ann --for laptop --expires 90d
+  redline token list
+  redline token revoke redline_5c1e
+""",
+)
+@click.option(
+    "--data",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("redline-service"),
+    show_default=True,
+    metavar="DIR",
+    help="The server's folder.",
+)
+@click.option("--storage", metavar="URL", help="The server's database.  [default: redline.db in --data]")
+@click.pass_context
+def token(context: click.Context, data: Path, storage: str | None) -> None:
+    """Add users and tokens, and revoke them: on the server's host, in its database, while it runs or not."""
+    context.obj = storage or f"sqlite:///{(data / 'redline.db').absolute()}"
+
+
+@token.command()
+@click.argument("user")
+@click.option(
+    "--role", type=click.Choice(["reader", "submitter", "admin"]), help="Of a new user.  [default: submitter]"
+)
+@click.option("--for", "name", default="", metavar="TEXT", help="What the token is for.")
+@click.option("--expires", metavar="TIME", help="From when it is not taken any more, such as 30d or 12h.")
+@click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="H", help="Quota of a new user.")
+@click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
+@click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
+@click.pass_obj
+def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:
+    """Make a token for USER, who is added where there is none of that name. It is shown this once."""
+    with _store(url) as store:
+        try:
+            found = store.user(user)
+        except NotFound:
+            found = store.add_user(user, role or "submitter", **more)
+        else:
+            if (role is not None and role != found.role) or any(more.values()):
+                raise UsageError(
+                    f"{user} is there already, as {found.role}; what a user may do is said when they are added"
+                )
+        made = store.new_token(found, name, _later(expires))
+        store.audit("", "token", user, {"for": name, "expires": expires})
+    click.echo(made)
+
+
+@token.command()
+@click.argument("begins", metavar="TOKEN")
+@click.pass_obj
+def revoke(url: str, begins: str) -> None:
+    """Have a token be taken no more, by its text, its id, or how that begins."""
+    with _store(url) as store:
+        gone = store.revoke(begins)
+        store.audit("", "revoke", gone.id)
+    click.echo(f"revoked {gone.id}")
+
+
+@token.command("list")
+@click.pass_obj
+def listed(url: str) -> None:
+    """List users and tokens."""
+    from ..results.listing import write_rows
+
+    with _store(url) as store:
+        users = {each.id: each for each in store.users()}
+        rows = [
+            [users[each.user].name, str(users[each.user].role), each.id, each.name, _day(each.created), _state(each)]
+            for each in store.tokens()
+        ]
+    click.echo(write_rows(["user", "role", "token", "for", "made", "state"], rows, "markdown"))
+
+
+def _store(url: str) -> "Store":
+    from ..service.store import Store
+
+    return Store.open(url)
+
+
+def _later(expires: str | None) -> float | None:
+    from ..tuner.budget import parse_duration
+
+    seconds = parse_duration(expires, "--expires")
+    return None if seconds is None else time.time() + seconds
+
+
+def _day(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
+
+
+def _state(found: Any) -> str:
+    if found.revoked is not None:
+        return f"revoked {_day(found.revoked)}"
+    if found.expires is None:
+        return "good"
+    return f"{'good until' if found.expires > time.time() else 'expired'} {_day(found.expires)}"

@@ -1,0 +1,91 @@
+"""`redline train`: train with a run's winner on real data."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ..tuner.train.request import SECTIONS, TrainRequest
+from . import exit_codes
+from .options import fixes_of, options_for
+
+EXAMPLES = """\b
+Examples:
+  redline train runs/gpt2 --data corpus.txt --tokenizer path/to/tokenizer --steps 1000
+  redline train runs/llama --data corpus.jsonl --from path/to/hf-checkpoint --lora r=16
+  redline train llama-tiny --devices 2 --data corpus.txt --out train/llama
+  redline train train/llama --resume --devices 4
+  redline train runs/gpt2 --data tokens.bin --held-out 0.01 --eval-every 100 --lr 3e-4 --warmup 100
+  redline train runs/gpt2 --data corpus.txt --log-to tensorboard
+  torchrun --nproc-per-node 8 -m redline.train runs/llama/best.yaml --data corpus.jsonl
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Train with a run's winner on real data.")
+@click.argument("source")
+@options_for(*SECTIONS)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def train(as_json: bool, **options: Any) -> int:
+    """Train with the winner of the run in SOURCE, on real data, from the first step or from a checkpoint on.
+
+    SOURCE is a run's folder, its best.yaml, a model's name (a configuration is planned then), or with --resume the folder
+    of a training. The order of samples, the learning rate and the loss follow from the seed and the step alone: a
+    training that is taken up on other devices, in another configuration, goes on as if nothing had happened.
+
+    Exit codes: 0 trained, 1 the ranks failed, 2 bad usage or input, 3 nothing fits, 130 ended early, with a checkpoint.
+    """
+    from .tune import end_in_order
+
+    context = click.get_current_context()
+    stated = tuple(each for each in options if context.get_parameter_source(each) is ParameterSource.COMMANDLINE)
+    options["fix"] = fixes_of(options["fix"]) or None
+    request = TrainRequest(**options, stated=stated)
+    from ..tuner.ranks import Place
+    from ..tuner.train.driver import train as start
+    from ..tuner.train.launched import train_rank
+    from .train_progress import listening
+
+    end_in_order()
+    if place := Place.of(os.environ):
+        with listening(sys.stdout, silent=place.rank > 0) as listener:
+            return exit_codes.INTERRUPTED if train_rank(request, place, listener) else exit_codes.FOUND
+    with listening(sys.stderr if as_json else sys.stdout, silent=as_json) as listener:
+        trained = start(request, listener)
+    measured = trained.measurement
+    if as_json:
+        found = {
+            "folder": str(trained.folder),
+            "step": trained.step,
+            "stopped": trained.stopped,
+            "strategies": [each.to_dict() for each in trained.strategies],
+            "measurement": None if measured is None else measured.to_dict(),
+            "predicted": trained.predicted,
+        }
+        click.echo(json.dumps(found, allow_nan=False))
+    else:
+        _print(trained)
+    return exit_codes.INTERRUPTED if trained.stopped else exit_codes.FOUND
+
+
+def _print(trained: Any) -> None:
+    """How it ended, and what can be done with it."""
+    from ..results.columns import speed
+
+    measured = trained.measurement
+    how = "ended early" if trained.stopped else "trained"
+    click.echo(
+        f"{how}: {trained.step} step{'s'[: trained.step != 1]}, the latest checkpoint in {trained.folder / 'checkpoints'}"
+    )
+    if measured is not None and measured.throughput is not None:
+        than = ""
+        if trained.predicted:
+            percent = 100 * measured.throughput / trained.predicted - 100
+            than = f", {abs(percent):.1f} % {'above' if percent > 0 else 'below'} what the dry run measured"
+        click.echo(f"{speed(measured.throughput, measured.unit)}{than}")
+    if trained.stopped:
+        click.echo(f"go on    redline train {trained.folder} --resume")
+    elif trained.exports_to is not None:
+        click.echo(f"export   redline convert {trained.folder} OUT --to {trained.exports_to}")

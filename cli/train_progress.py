@@ -1,0 +1,187 @@
+"""What a person sees while a training runs: a live line on a terminal, plain lines elsewhere."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from ..results.columns import fold, speed
+from ..tuner.train.listener import Begun, TrainListener
+from . import words
+from .progress import Terminal
+
+READING_S = 30.0
+"""How often a log is told how far reading the data is, s."""
+
+
+@contextlib.contextmanager
+def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener]:
+    """The listener that suits the stream."""
+    if silent:
+        yield TrainListener()
+        return
+    live = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    listener = _Live(cast(TextIO, Terminal(stream))) if live else _Lines(stream)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def headline(begun: Begun) -> list[str]:
+    """What a training sets out to do."""
+    done = f", {begun.step} of them done" if begun.step else ""
+    lines = [
+        f"training {begun.name} on {begun.where}: {begun.steps} steps{done}, in {begun.folder}",
+        f"configuration: {begun.strategy.why}",
+        f"  {words.configuration(begun.strategy.config)}",
+    ]
+    return [*lines, f"data: {_data_in_words(begun.data)}"]
+
+
+def _data_in_words(data: Mapping[str, Any]) -> str:
+    """What samples are made of, in a line."""
+    if not data.get("paths"):
+        return "made-up tokens" if data.get("made_up") else f"what {data.get('name', 'the workload')} makes by itself"
+    counts = [f"{data[name]:,} {name}" for name in ("documents", "tokens", "samples") if data.get(name) is not None]
+    held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
+    tokenizer = f"tokenizer {data.get('tokenizer')}"
+    return f"{' '.join(data['paths'])}: {', '.join(filter(None, (*counts, held, tokenizer)))}"
+
+
+def _reading_in_words(share: float) -> str:
+    return f"reading the data: {100 * share:.0f} %"
+
+
+def told(line: Mapping[str, Any], unit: str) -> str:
+    """A line of the log for people; empty for what is told otherwise."""
+    kind, step = line.get("kind"), line.get("step")
+    if kind == "step":
+        return f"step {step}  " + "  ".join(numbers(line, unit))
+    if kind == "evaluation":
+        return f"step {step}  held-out loss {line['loss']:.4f}"
+    if kind == "checkpoint":
+        if line.get("failure"):
+            return f"THE CHECKPOINT OF STEP {step} WAS NOT SAVED: {line['failure']}"
+        return f"step {step}  checkpoint saved in {line['seconds']:.1f} s, of which training stood still {line['stalled']:.2f} s"
+    if kind == "resumed":
+        return f"going on from {line['checkpoint']}"
+    return str(line.get("text", "")) if kind == "note" else ""
+
+
+def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
+    """The numbers of a step, as they are shown."""
+    out = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}"]
+    if line.get("grad_norm") is not None:
+        out.append(f"norm {line['grad_norm']:.3g}")
+    rate = line["tokens_per_second"] if unit == "tokens/s" else line["samples_per_second"]
+    out.append(speed(rate, unit))
+    if line.get("mfu") is not None:
+        out.append(f"MFU {100 * line['mfu']:.0f} %")
+    if line.get("memory_mib") is not None:
+        out.append(f"{line['memory_mib']:,.0f} MiB")
+    return out
+
+
+class _Lines(TrainListener):
+    """One plain line an event, for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._unit = stream, "tokens/s"
+        self._said_at = time.monotonic()
+
+    def began(self, training: Begun) -> None:
+        self._unit = training.unit or self._unit
+        for line in headline(training):
+            self._print(line)
+
+    def waiting(self, what: str) -> None:
+        self._print(f"{what} ...")
+
+    def reading(self, share: float) -> None:
+        if time.monotonic() - self._said_at >= READING_S:
+            self._print(_reading_in_words(share))
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if text := told(line, self._unit):
+            self._print(text)
+
+    def said(self, message: str) -> None:
+        self._print(f"note: {message}")
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def _print(self, line: str) -> None:
+        self._said_at = time.monotonic()
+        print(fold(line), file=self._stream, flush=True)
+
+
+class _Live(TrainListener):
+    """What happened, and below it how far the training is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._unit = "tokens/s"
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[numbers]}"),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._task: Any = None
+        self._status: Any = None
+
+    def began(self, training: Begun) -> None:
+        self._unit = training.unit or self._unit
+        self._rest()
+        for line in headline(training):
+            self._print(line)
+        if self._task is None:
+            self._task = self._progress.add_task("step", total=training.steps, numbers="starting")
+            self._progress.start()
+        self._progress.update(self._task, completed=training.step)
+
+    def waiting(self, what: str) -> None:
+        self._rest()
+        if self._task is None:
+            self._status = self._console.status(f"{what} ...")
+            self._status.start()
+        else:
+            self._progress.update(self._task, numbers=what)
+
+    def reading(self, share: float) -> None:
+        if self._status is not None:
+            self._status.update(_reading_in_words(share))
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if line.get("kind") == "step" and self._task is not None:
+            left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
+            shown = "  ".join([*numbers(line, self._unit), *left])
+            self._progress.update(self._task, completed=line["step"], numbers=shown)
+        elif text := told(line, self._unit):
+            self._print(text, "bold red" if line.get("failure") else "")
+
+    def said(self, message: str) -> None:
+        self._print(f"note: {message}", "yellow")
+
+    def close(self) -> None:
+        """Leaves the last state of the line."""
+        self._rest()
+        if self._task is not None:
+            self._progress.stop()
+
+    def _rest(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._console.print(Text(fold(line), style=style))

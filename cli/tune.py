@@ -1,0 +1,133 @@
+"""`redline tune`: find the fastest configuration."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from ..base.errors import UsageError
+from ..runners.command.command import Command
+from ..tuner.request import SECTIONS
+from . import exit_codes
+from .options import command_of, options_of, request_of
+
+EXAMPLES = """\b
+Examples:
+  redline tune gpt2-tiny
+  redline tune gpt2 --seq-len 1024 --global-batch 64 --trials 30 --out runs/gpt2
+  redline tune gpt2-tiny --memory-limit 1GiB --set micro_batch=4,8,16 --fix precision=fp32
+  redline tune llama-tiny --devices 2 --global-batch 16
+  redline tune llama2-7b --lora r=16 --seq-len 2048
+  redline tune path/to/config.json --time 30m --sampler hebo
+  redline tune --workload train.py:workload --runner local
+  redline tune gpt2 --out runs/gpt2 --resume
+  redline tune gpt2-tiny --log-to tensorboard
+  redline tune gpt2 --memory-limit 4GiB --layerwise
+  redline tune llama-tiny --soak
+  redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
+  redline tune --from sweep.yaml
+  redline tune llama2-7b --devices 8 --server https://redline.example.org
+  redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
+"""
+DRY_COMMANDS = 3
+"""How many commands `--dry` prints."""
+
+
+@click.command(epilog=EXAMPLES, short_help="Find the fastest configuration of a model.")
+@options_of(*SECTIONS, Command)
+@click.option("--command-file", metavar="FILE", help="A YAML file with what --command and its options say.")
+@click.option("--dry", is_flag=True, help="Print the commands of the first trials, and start none.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--server", metavar="URL", help="Search on a server's devices, instead of here; see `redline submit`.")
+@click.option("--token", envvar="REDLINE_TOKEN", metavar="TEXT", help="For --server.  [default: REDLINE_TOKEN]")
+def tune(
+    as_json: bool, dry: bool, command_file: str | None, server: str | None, token: str | None, **options: Any
+) -> int:
+    """Find the configuration that trains MODEL fastest on the devices at hand.
+
+    MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id.
+    Weights are not needed. Every candidate is built and trained for some steps in fresh processes.
+
+    In place of MODEL a command of yours is tuned as it is: `--command "python train.py --batch {micro_batch}" --space
+    knobs.yaml`.
+
+    Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (what was found is kept).
+    """
+    command = command_of(options, command_file)
+    given = request_of(options, command)
+    if server is not None:
+        if dry:
+            raise UsageError("--dry prints the commands of this machine; leave --server out")
+        from .submit import searched
+
+        return searched(given, server, token, as_json)
+    if dry:
+        _print_commands(command, given)
+        return 0
+    if given["resume"] and given["out"] is None:
+        raise UsageError("--resume needs --out, the folder of the run to go on with")
+    from ..tuner.tuning import tune as search
+    from .outcome import print_result
+    from .progress import listener_for
+
+    given["out"] = given["out"] or fresh_folder(command.name if command else given["target"])
+    listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
+    end_in_order()
+    with listener:
+        result = search(**given, listener=listener)
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), allow_nan=False))
+    else:
+        print_result(result, exports=command is None or command.launcher is not None)
+    if result.interrupted:
+        return exit_codes.INTERRUPTED
+    return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE
+
+
+def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
+    """The commands of the default configuration and of some others."""
+    from ..tuner.request import Request
+    from ..tuner.task import resolve_task
+
+    if command is None:
+        raise UsageError("--dry prints commands; give one with --command or --command-file")
+    request = Request(**given)
+    task = resolve_task(request)
+    assert task.command is not None, "a command was given"
+    for note in task.notes:
+        click.echo(f"note: {note}", err=True)
+    configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
+    for number, config in enumerate(configs):
+        folder = Path(given["out"] or fresh_folder(command.name), "trials", str(number))
+        click.echo(task.command.rendered(config, number, folder))
+
+
+def fresh_folder(target: str) -> str:
+    """A folder for a run of that which is not there yet."""
+    name = Path(target.split(":")[0]).stem if ".py:" in target else Path(target).name.removesuffix(".json")
+    path, number = Path("runs", name), 1
+    while path.exists():
+        number += 1
+        path = Path("runs", f"{name}-{number}")
+    return str(path)
+
+
+def end_in_order() -> None:
+    """Has a request to end and a terminal that went away end the search as Ctrl-C does, with what was found."""
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:  # what is printed from now on would fail
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in terminals:
+                os.dup2(nowhere, stream)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, interrupt)

@@ -1,5 +1,0 @@
-"""`python -m redline.tuner.cli`, the same as `redline`."""
-
-from . import main
-
-main()

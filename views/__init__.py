@@ -1,0 +1,1 @@
+"""What people look at: the report, the dashboard, notebooks, `show` and `compare`."""

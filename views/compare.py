@@ -1,0 +1,260 @@
+"""Runs side by side: their winners knob by knob and number by number, and whether the difference is real."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.errors import UsageError
+from ..results import request, summary
+from ..results.again import Z95
+from ..results.columns import knob_text, number
+from ..results.measurement import Status, Trial
+from ..results.view import View
+
+SIGNIFICANT = 0.05
+"""Probability below which a difference counts as real."""
+_NOTED = ("workload", "seq_len", "global_batch", "devices", "memory_limit_mib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One run of a comparison."""
+
+    name: str
+    """Its folder, as it was given."""
+    trials: tuple[Trial, ...]
+    """Its trials."""
+    document: Mapping[str, Any] | None
+    """Its run.yaml."""
+
+    @property
+    def best(self) -> Trial | None:
+        """Its winner."""
+        return summary.best(self.trials)
+
+    @property
+    def throughput(self) -> float | None:
+        """The winner's, as it is judged."""
+        return self.best.throughput if self.best else None
+
+    @property
+    def error(self) -> float | None:
+        """Relative standard error of the winner's throughput; None where nothing of its spread was recorded."""
+        return relative_error(self.best) if self.best else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How a run's winner compares with the first run's."""
+
+    ratio: float
+    """Throughput over the first run's."""
+    p: float | None
+    """Probability of a difference at least as large if both were equally fast; None without recorded spread."""
+
+    @property
+    def words(self) -> str:
+        """The verdict in words."""
+        change = f"{abs(self.ratio - 1):.1%} {'faster' if self.ratio >= 1 else 'slower'}"
+        if self.p is None:
+            return f"{change}; no spread was recorded, so it may be noise"
+        if self.p < SIGNIFICANT:
+            return f"{change} (p {_p(self.p)})"
+        return f"{change}, which is not significant (p {_p(self.p)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Runs side by side; the first one is what the others are compared with."""
+
+    sides: tuple[Side, ...]
+    """The runs."""
+    knobs: tuple[tuple[str, tuple[str, ...]], ...]
+    """Knob and its value in each winner, `-` where it has none."""
+    numbers: tuple[tuple[str, tuple[str, ...]], ...]
+    """Number and its value in each run, empty where it is not known."""
+    differences: tuple[Difference | None, ...]
+    """For each run but the first; None where one of the two has no winner."""
+    notes: tuple[str, ...]
+    """What else differs between the runs."""
+
+    def rows(self) -> list[list[str]]:
+        """Lines of a table: what, and a cell a run."""
+        return [[name, *cells] for name, cells in (*self.knobs, *self.numbers)]
+
+    def to_json(self) -> str:
+        """The comparison as JSON."""
+        return (
+            json.dumps(
+                {
+                    "runs": [side.name for side in self.sides],
+                    "knobs": {name: list(cells) for name, cells in self.knobs},
+                    "numbers": {name: list(cells) for name, cells in self.numbers},
+                    "differences": [
+                        None if each is None else {"ratio": each.ratio, "p": each.p, "words": each.words}
+                        for each in self.differences
+                    ],
+                    "notes": list(self.notes),
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+
+
+def compare(views: Sequence[View]) -> Comparison:
+    """Runs side by side.
+
+    Raises:
+        UsageError: fewer than two runs, or runs that have other knobs or count in other units.
+    """
+    if len(views) < 2:
+        raise UsageError(f"a comparison needs two runs or more, but got {len(views)}")
+    sides = tuple(Side(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views)
+    _check_same_knobs(sides)
+    return Comparison(
+        sides=sides,
+        knobs=tuple(_knobs(sides)),
+        numbers=tuple(_numbers(sides)),
+        differences=tuple(_difference(sides[0], side) for side in sides[1:]),
+        notes=tuple(_notes(sides)),
+    )
+
+
+def relative_error(trial: Trial) -> float | None:
+    """Relative standard error of a trial's throughput; None where nothing of its spread was recorded."""
+    spread = trial.measured.spread
+    return None if spread is None else spread / Z95
+
+
+def probability(ratio: float, error: float, other: float) -> float:
+    """Probability of a ratio of throughputs at least so far from 1 if there were no difference: a two-sided
+    z-test of the ratio's logarithm, whose standard error is that of both relative errors."""
+    spread = math.hypot(error, other)
+    if spread == 0:
+        return 1.0 if ratio == 1 else 0.0
+    return math.erfc(abs(math.log(ratio)) / spread / math.sqrt(2))
+
+
+def _difference(first: Side, other: Side) -> Difference | None:
+    if not first.throughput or not other.throughput:
+        return None
+    ratio = other.throughput / first.throughput
+    error, others = first.error, other.error
+    p = None if error is None or others is None or ratio <= 0 else probability(ratio, error, others)
+    return Difference(ratio=ratio, p=p)
+
+
+def _knob_sets(side: Side) -> set[str]:
+    """The knobs of a run's space; of its trials where run.yaml does not say, conditional ones perhaps missing."""
+    space = ((side.document or {}).get("asked") or {}).get("space") or {}
+    declared = space.get("knobs") if isinstance(space, Mapping) else None
+    names = {each["name"] for each in declared or () if isinstance(each, Mapping) and each.get("name")}
+    return names | {name for trial in side.trials for name in trial.config}
+
+
+def _check_same_knobs(sides: Sequence[Side]) -> None:
+    first = _knob_sets(sides[0])
+    for side in sides[1:]:
+        own = _knob_sets(side)
+        if first and own and first != own:
+            only = [
+                f"only '{which.name}' has {', '.join(sorted(names))}"
+                for which, names in ((sides[0], first - own), (side, own - first))
+                if names
+            ]
+            raise UsageError(f"these runs do not have the same space: {'; '.join(only)}")
+    units: dict[str, str] = {}
+    for side in sides:
+        for trial in side.trials:
+            if trial.ok:
+                units.setdefault(trial.measured.unit, side.name)
+    if len(units) > 1:
+        told = ", ".join(f"'{name}' in {unit or 'a number of its own'}" for unit, name in units.items())
+        raise UsageError(f"these runs do not count in the same unit: {told}")
+
+
+def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
+    winners = [side.best for side in sides]
+    names = dict.fromkeys(name for each in winners if each for name in each.config)
+    return [
+        (name, tuple(knob_text(each, name) if each and name in each.config else "-" for each in winners))
+        for name in names
+    ]
+
+
+def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
+    unit = next((side.best.measured.unit for side in sides if side.best), "")
+
+    def row(name: str, of: Any, digits: int = 5) -> tuple[str, tuple[str, ...]]:
+        found = [of(side) for side in sides]
+        return name, tuple("" if each is None else number(each, digits) for each in found)
+
+    def best(field: str) -> Any:
+        return lambda side: getattr(side.best.measurement, field) if side.best else None
+
+    def error(side: Side) -> float | None:
+        found = relative_error(side.best) if side.best else None
+        return None if found is None else 100 * Z95 * found
+
+    def spent(side: Side) -> float | None:
+        known = [
+            trial.measured.seconds_total * (trial.measured.devices or 1)
+            for trial in side.trials
+            if not trial.pending and trial.measured.seconds_total is not None
+        ]
+        return math.fsum(known) if known else None
+
+    def count(status: Status) -> Any:
+        return lambda side: summary.counts(side.trials)[status]
+
+    rows = [
+        row(unit or "throughput", lambda side: side.throughput),
+        row("95 % interval, +/- %", error, 3),
+        row("gain over the default", lambda side: summary.gain(side.trials), 4),
+        row("step ms", best("step_ms")),
+        row("peak MiB", best("peak_memory_mib")),
+        row("limit MiB", best("memory_limit_mib")),
+        row("TFLOPS per device", best("tflops_per_device"), 4),
+        row("MFU", best("mfu"), 3),
+        row("loss", best("loss"), 6),
+        row("devices", best("devices")),
+        row("winner is trial", lambda side: side.best.number if side.best else None),
+        row("trials", lambda side: sum(not trial.pending for trial in side.trials)),
+        *(row(str(status), count(status)) for status in Status),
+        row("device seconds", spent, 4),
+    ]
+    return [(name, cells) for name, cells in rows if any(each not in ("", "0") for each in cells)]
+
+
+def _notes(sides: Sequence[Side]) -> list[str]:
+    notes = []
+    first = (sides[0].document or {}).get("asked", {})
+    for side in sides:
+        if side.best is None:
+            notes.append(f"{side.name}: {summary.why_nothing(side.trials)}")
+    for side in sides[1:]:
+        asked = (side.document or {}).get("asked", {})
+        if not asked or not first:
+            notes.append(f"{side.name} or {sides[0].name} has no run.yaml: what was asked is not compared")
+            continue
+        for key in _NOTED:
+            if key == "workload" and asked.get("model") != first.get("model"):
+                notes.append(
+                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: that one is "
+                    "faster says nothing of its configuration"
+                )
+                continue
+            notes += [
+                f"{side.name} differs from {sides[0].name} in {each}"
+                for each in request.conflicts({key: first.get(key)}, {key: asked.get(key)})
+            ]
+        versions = [(each.document or {}).get("environment", {}).get("versions", {}) for each in (sides[0], side)]
+        notes += [f"{side.name} differs from {sides[0].name} in {each}" for each in request.version_changes(*versions)]
+    return notes
+
+
+def _p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"= {p:.2g}"

@@ -1,0 +1,140 @@
+"""What the dashboard answers."""
+
+import json
+from typing import Any
+
+from ...base.errors import StudyError
+from ...base.reading import Outside, open_inside, read_inside, tail_inside
+from ...results.names import TABLE
+from ...results.table import LARGEST_TABLE, safe_lines
+from ..report.exports import exports
+from ..report.page import SCRIPTS, asset, bundle
+from .library import Library
+from .trainings import PRINTED_BYTES
+
+LOG_BYTES = 256 * 1024
+"""The end of a log that is shown; the whole can be downloaded."""
+
+PAGES = ("api", "list", "watch", "curves", "training", "overlay", "main")
+"""The dashboard's own scripts, after those it shares with the report."""
+
+
+def make_app(library: Library) -> Any:
+    """The FastAPI application over a library's runs; without the guard (see `serve`)."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+    from starlette.middleware.gzip import GZipMiddleware
+
+    # No generated documentation: it would load its scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
+
+    def answer(content: Any) -> Response:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return Response(text.encode("utf-8", "replace"), media_type="application/json")
+
+    @app.exception_handler(StudyError)
+    def not_there(request: Request, error: StudyError) -> Response:
+        return PlainTextResponse(str(error), status_code=404)
+
+    @app.get("/")
+    def index() -> Response:
+        return Response(own("index.html"), media_type="text/html; charset=utf-8")
+
+    @app.get("/icon.svg")
+    def icon() -> Response:
+        return Response(own("icon.svg"), media_type="image/svg+xml")
+
+    @app.get("/redline.js")
+    def script() -> Response:
+        return Response(scripts(), media_type="text/javascript; charset=utf-8")
+
+    @app.get("/redline.css")
+    def style() -> Response:
+        return Response(asset("style.css") + own("dashboard.css"), media_type="text/css; charset=utf-8")
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return answer({"root": library.root.name, "runs": library.lines(), "trainings": library.trainings.lines()})
+
+    @app.get("/api/run")
+    def run(run: str, have: str = "") -> Response:
+        changes = library.changes(run, have)
+        return Response(status_code=204) if changes is None else answer(changes)
+
+    @app.get("/api/training")
+    def training(training: str, have: str = "") -> Response:
+        changes = library.trainings.changes(training, have)
+        return Response(status_code=204) if changes is None else answer(changes)
+
+    @app.get("/api/printed")
+    def printed(training: str) -> Response:
+        try:
+            name, text, size = library.trainings.printed(training)
+        except OSError as error:
+            return answer({"why": f"What the ranks printed cannot be shown: {error.strerror or error}."})
+        return answer({"name": name, "text": text, "size": size, "cut": size > PRINTED_BYTES})
+
+    @app.get("/api/exports")
+    def formats(run: str, trial: int) -> Response:
+        return answer(exports(library.source(run), library.trial(run, trial)))
+
+    @app.get("/api/log")
+    def log(run: str, trial: int) -> Response:
+        name = library.trial(run, trial).measured.log
+        if not name:
+            return answer({"why": "No log is named in the table."})
+        try:
+            text, size = tail_inside(library.folder(run), name, at_most=LOG_BYTES)
+        except OSError as error:
+            return answer({"why": f"The log cannot be shown: {error.strerror or error}."})
+        return answer({"text": text, "size": size, "cut": size > LOG_BYTES})
+
+    @app.get("/log")
+    def whole_log(run: str, trial: int) -> Response:
+        name = library.trial(run, trial).measured.log
+        opened = open_inside(library.folder(run), name)
+        try:
+            file = opened.__enter__()
+        except OSError as error:
+            return PlainTextResponse(f"The log cannot be read: {error.strerror or error}.", status_code=404)
+
+        def chunks() -> Any:
+            try:
+                while data := file.read(1 << 18):
+                    yield data
+            finally:
+                opened.__exit__(None, None, None)
+
+        return StreamingResponse(
+            chunks(), media_type="text/plain; charset=utf-8", headers=attachment(f"trial-{trial}.log")
+        )
+
+    @app.get("/table")
+    def table(run: str) -> Response:
+        folder = library.folder(run)
+        try:
+            data = safe_lines(read_inside(folder, TABLE, at_most=LARGEST_TABLE))
+        except (Outside, OSError) as error:
+            return PlainTextResponse(f"{TABLE} cannot be read: {error.strerror or error}.", status_code=404)
+        return Response(data, media_type="text/csv; charset=utf-8", headers=attachment(f"{folder.name}.csv"))
+
+    return app
+
+
+def own(name: str) -> str:
+    """A file of the dashboard's own, as text."""
+    from importlib.resources import files
+
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def scripts() -> str:
+    """All scripts as one: the report's that draw a run, then the dashboard's pages."""
+    return bundle(SCRIPTS, *(own(f"{name}.js") for name in PAGES))
+
+
+def attachment(name: str) -> dict[str, str]:
+    """The header that makes a browser save what it gets, under a plain name."""
+    plain = "".join(each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name)
+    return {"content-disposition": f'attachment; filename="{plain}"'}

@@ -1,0 +1,162 @@
+"""Serving the dashboard: the address, the port, the token."""
+
+import ipaddress
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from ...base.errors import MissingDependency, StudyError, UsageError
+from ..report import Source
+from .guard import Guard
+from .library import Library
+
+PORT = 8420
+TRIES = 100
+"""Ports that are tried from the one asked for on."""
+
+SHORTEST_TOKEN = 12
+
+
+def serve(
+    root: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    token: str | None = None,
+    say: Callable[[str], None] = print,
+    started: Callable[[Any], None] = lambda server: None,
+) -> None:
+    """Serves the dashboard of the runs under `root` until it is interrupted.
+
+    Args:
+        root: the folder.
+        host: address to listen on. Any but this machine's own (127.0.0.1, ::1, localhost) needs a token.
+        port: the first port to try; 0 for any.
+        token: what visitors must bring; None makes one up where one is needed.
+        say: told the address, and that another port was taken.
+        started: given the uvicorn server before it runs; its `should_exit` ends it.
+
+    Raises:
+        StudyError: there is no such folder, no run or training in it, or none of which anything can be read.
+        UsageError: the address or token cannot be used.
+        MissingDependency: FastAPI or uvicorn is not installed.
+    """
+    library = Library(root)
+    if not library.ids() and not library.trainings.ids():
+        raise StudyError(
+            f"'{root}' holds no run and no training, not in its folders either: no run.yaml, study.log, trials.csv or "
+            "train.yaml was found; give the folder above your runs' --out"
+        )
+    _readable(library)
+    try:
+        import uvicorn
+
+        from .app import make_app
+
+        app = make_app(library)
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"the dashboard needs {error.name}, which is not installed: pip install 'redline[dashboard]'"
+        ) from error
+    local = is_local(host)
+    if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{SHORTEST_TOKEN},}}", token):
+        raise UsageError(
+            f"--token must have at least {SHORTEST_TOKEN} characters out of letters, digits and -_.~; "
+            "leave it out to have one made up"
+        )
+    if not local and token is None:
+        token = secrets.token_urlsafe(24)
+    listening = listen(host, port)
+    chosen = listening.getsockname()[1]
+    if port not in (0, chosen):
+        say(f"port {port} is in use; serving on {chosen} instead")
+    # The address on a line of its own, which terminals let one click.
+    say(f"redline dashboard of {library.root}, {_counted(library)}:\n{address(host, chosen, token)}")
+    hosts = ("localhost", "127.0.0.1", "[::1]", host.lower()) if local and token is None else None
+    config = uvicorn.Config(
+        Guard(app, token=token, hosts=hosts), log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=2, ws="none",
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    started(server)
+    # What the first page shows is read while the browser is still being opened.
+    threading.Thread(target=library.lines, daemon=True).start()
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:  # the way to end it
+        say("stopped")
+    finally:
+        listening.close()
+
+
+def _readable(library: Library) -> None:
+    """Raises what is wrong with the first run if nothing can be read of any; else pages say what is wrong."""
+    if library.trainings.ids():
+        return
+    first: StudyError | None = None
+    for run in library.ids():
+        try:
+            Source.read(library.folder(run))
+        except StudyError as error:
+            first = first or error
+        else:
+            return
+    raise first or AssertionError("there is a run")
+
+
+def _counted(library: Library) -> str:
+    counts = {"run": len(library.ids()), "training": len(library.trainings.ids())}
+    return " and ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach what listens on that address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the first free port from `port` on.
+
+    Raises:
+        UsageError: the address is none of this machine's, or no port is free.
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"--host {host}: {error.strerror or error}; give an address of this machine") from None
+    last: OSError | None = None
+    for each in range(port, min(port + TRIES, 65536)) if port else (0,):
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # What it accepts inherits this; else an answer in two pieces waits 40 ms for the first to be acknowledged.
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            found.bind((where[0], each))
+            found.listen(128)
+        except OSError as error:
+            found.close()
+            last = error
+            if error.errno not in (98, 48, 13):  # taken (Linux, macOS), not for this user
+                break
+        else:
+            return found
+    raise UsageError(
+        f"cannot listen on {host} from port {port} on: {last.strerror if last else 'no such port'}; "
+        "give another --port or --host"
+    )
+
+
+def address(host: str, port: int, token: str | None) -> str:
+    """What to open in a browser."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?{urlencode({'token': token})}" if token else "")

@@ -1,0 +1,269 @@
+"""The trainings under a folder as the pages ask for them: their logs are read on as they grow."""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import StudyError, unknown
+from ...base.reading import tail_inside
+from ...results.history import History, number
+from ...results.trained import DOCUMENT, LOG, LOGS, holds_training, read_document
+from ..report import state
+from ..report.document import as_json
+from .discover import Folders
+
+READING_S = 0.5
+"""How long an answer reads on in a log at most; the next one goes on from there."""
+SPARKS = 48
+"""Points of a sparkline at most."""
+STRATEGIES = 100
+"""Configurations of a training that are shown, the latest."""
+PRINTED_BYTES = 64 * 1024
+"""The end of what ranks printed that is shown."""
+
+
+class NoSuchTraining(StudyError):
+    """There is no such training, or no longer."""
+
+
+class Trainings:
+    """The trainings under a folder. May be used from several threads.
+
+    Args:
+        folders: what lies there; nothing else is ever read.
+    """
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+        self._followed: dict[str, _Followed] = {}
+        self._lock = threading.Lock()
+
+    def ids(self) -> list[str]:
+        """The trainings there are, by their paths below the root."""
+        found = list(self._folders.found().trainings)
+        with self._lock:
+            for gone in self._followed.keys() - set(found):
+                del self._followed[gone]
+        return found
+
+    def folder(self, training: str) -> Path:
+        """The folder of a training.
+
+        Raises:
+            NoSuchTraining: there is no such training; a path is never tried, only looked up.
+        """
+        if training not in (found := self.ids()):
+            raise NoSuchTraining(unknown("training", training, found[:20]))
+        return self._folders.root / training
+
+    def lines(self) -> list[dict[str, Any]]:
+        """One line a training, those that changed last first. Long logs are read on from one call to the next."""
+        until, out = time.monotonic() + READING_S, []
+        for training in self.ids():
+            try:
+                followed = self._of(training)
+            except NoSuchTraining:  # deleted since the folders were listed
+                continue
+            with followed.lock:
+                followed.read(max(0.0, until - time.monotonic()))
+                out.append({"training": training, **followed.line()})
+        return sorted(out, key=lambda each: (each["state"] != state.RUNNING, -each["changed"], each["training"]))
+
+    def changes(self, training: str, have: str = "") -> dict[str, Any] | None:
+        """What the page of a training shows, with the `version` that it is; None where that is `have`.
+
+        Raises:
+            NoSuchTraining: there is no such training.
+        """
+        followed = self._of(training)
+        with followed.lock:
+            followed.read(READING_S)
+            version = followed.version
+            return None if version == have else {"version": version, "training": training, **followed.document()}
+
+    def printed(self, training: str) -> tuple[str, str, int]:
+        """What the ranks printed that were started last: the file's name, its end, and the size of the whole, bytes.
+
+        Raises:
+            NoSuchTraining: there is no such training.
+            OSError: there is no such file, or it cannot be read.
+        """
+        folder = self.folder(training)
+        names = [each for each in os.listdir(folder / LOGS) if each.endswith(".log") and each[:-4].isdecimal()]
+        if not names:
+            raise FileNotFoundError("the ranks were never started, or their logs were deleted")
+        name = f"{LOGS}/{max(names, key=lambda each: int(each[:-4]))}"
+        return (name, *tail_inside(folder, name, at_most=PRINTED_BYTES))
+
+    def _of(self, training: str) -> "_Followed":
+        folder = self.folder(training)
+        if not holds_training(folder):
+            raise NoSuchTraining(f"training '{training}' is no longer there: its folder was deleted, moved or renamed")
+        with self._lock:
+            return self._followed.setdefault(training, _Followed(folder))
+
+
+class _Followed:
+    """What is known of a training; used by one thread at a time, which holds `lock`."""
+
+    _counter = itertools.count(1)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lock = threading.Lock()
+        # With the start of this process in the version, a page that outlives it starts anew.
+        self._epoch = f"{os.getpid():x}-{time.time_ns():x}"
+        self._number = next(self._counter)
+        self._history = History(folder)
+        self._signature: tuple[Any, ...] = ()
+        self._found: Mapping[str, Any] = {}
+        self._problems: list[str] = []
+        self._unreadable = ""
+
+    @property
+    def version(self) -> str:
+        """Another one whenever something has changed."""
+        return f"{self._epoch}.{self._number}"
+
+    def read(self, seconds: float) -> None:
+        """Reads what has changed; in a long log for about that long."""
+        signature = (state.is_running(self.folder, (LOG,)), _stamp(self.folder / DOCUMENT))
+        changed = signature != self._signature
+        if changed:
+            self._signature = signature
+            self._read_document()
+        said, self._unreadable = self._unreadable, ""
+        try:
+            changed = self._history.read(seconds) or changed
+        except OSError as error:
+            self._unreadable = f"{LOG} cannot be read: {error.strerror or error}"
+        if changed or said != self._unreadable:
+            self._number = next(self._counter)
+
+    def _read_document(self) -> None:
+        self._problems = []
+        try:
+            self._found = read_document(self.folder)
+        except StudyError as error:
+            self._found = {}
+            self._problems = [str(error).replace(str(self.folder), self.folder.name)]
+
+    @property
+    def state(self) -> str:
+        """Whether it runs, has come to its last step, or neither."""
+        if self._signature and self._signature[0]:
+            return state.RUNNING
+        end = self._history.end
+        return state.FINISHED if end is not None and not end.get("stopped") else state.STOPPED
+
+    def line(self) -> dict[str, Any]:
+        """What the list says of it."""
+        history, whole = self._history, self._whole()
+        losses = [value for _, value in history.curves["loss"].points()]
+        held_out = history.held_out.points()
+        stamps = [_stamp(self.folder / name) for name in (LOG, DOCUMENT)]
+        return {
+            **whole,
+            "loss": history.last.get("loss"),
+            "held_out": held_out[-1][1] if held_out else None,
+            "speed": history.last.get(_column(whole["unit"])),
+            "seconds_left": history.last.get("seconds_left"),
+            "spark": losses[:: max(1, -(-len(losses) // SPARKS))],
+            "changed": max((each[0] / 1e9 for each in stamps if each), default=0.0),
+            "problems": len(self._problems_now()),
+        }
+
+    def document(self) -> dict[str, Any]:
+        """What its page shows."""
+        history = self._history
+        strategies = list(enumerate(self._found.get("strategies", []), start=1))[-STRATEGIES:]
+        return {
+            **self._whole(),
+            "folder": self.folder.name,
+            "problems": self._problems_now(),
+            "unread": history.unread,
+            "last": history.last,
+            "end": history.end,
+            "curves": {name: _columns(each.points()) for name, each in history.curves.items()},
+            "held_out": _columns(history.held_out.points()),
+            "strategies": [_strategy(each, position) for position, each in strategies],
+            "checkpoints": list(history.checkpoints),
+            "resumed": list(history.resumed),
+            "lines": list(history.lines),
+            "asked": _told(self._found.get("asked", {})),
+            "data": _told(self._found.get("data", {})),
+        }
+
+    def _whole(self) -> dict[str, Any]:
+        found, history = self._found, self._history
+        strategies = found.get("strategies") or [{}]
+        steps = number(found.get("steps", found.get("asked", {}).get("steps")))
+        return as_json(
+            {
+                "name": str(found.get("name") or self.folder.name)[:200],
+                "state": self.state,
+                "step": history.step,
+                "steps": steps,
+                "unit": "samples/s" if found.get("unit") == "samples/s" else "tokens/s",
+                "devices": strategies[-1].get("devices"),
+                "began": history.began,
+            }
+        )
+
+    def _problems_now(self) -> list[str]:
+        out = [*self._problems, *([self._unreadable] if self._unreadable else [])]
+        if count := self._history.damaged:
+            out.append(f"{LOG} has {count:,} line{'' if count == 1 else 's'} that cannot be read, which are left out.")
+        return out
+
+
+def _column(unit: str) -> str:
+    return "samples_per_second" if unit == "samples/s" else "tokens_per_second"
+
+
+def _columns(points: list[tuple[int, float]]) -> list[list[float]]:
+    """Steps and values, each by themselves."""
+    return [[step for step, _ in points], [value for _, value in points]]
+
+
+def _strategy(found: Mapping[str, Any], position: int) -> dict[str, Any]:
+    knobs = {str(name)[:80]: _short(value) for name, value in list(found["configuration"].items())[:200]}
+    return as_json(
+        {
+            "number": position,
+            "step": found["step"],
+            "devices": found["devices"],
+            "configuration": knobs,
+            "why": str(found.get("why", ""))[:500],
+        }
+    )
+
+
+def _told(found: Any) -> list[list[str]]:
+    """Names and values as texts."""
+    return (
+        [[str(name)[:80], str(_short(value))] for name, value in list(found.items())[:100]]
+        if isinstance(found, dict)
+        else []
+    )
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        value = ", ".join(str(each) for each in value[:20])
+    elif isinstance(value, dict):
+        value = ", ".join(f"{name}={each}" for name, each in list(value.items())[:40])
+    return value[:300] if isinstance(value, str) else value
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes whenever the file does; None where there is none."""
+    try:
+        about = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return about.st_mtime_ns, about.st_size, about.st_ino

@@ -1,0 +1,160 @@
+"""A run as notebooks show it: a headline, a small drawing, a table; and a figure to explore."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from ..base.errors import MissingDependency
+from ..results import listing, summary
+from ..results.columns import cell, fold, knob_text, number, speed
+from ..results.measurement import Status, Trial
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+COLOURS = {
+    Status.OK: "#2a9d5c",
+    Status.OOM: "#d98e04",
+    Status.TIMEOUT: "#9b5de5",
+    Status.CRASH: "#d1495b",
+    Status.WRONG: "#8d0801",
+    Status.SKIPPED: "#8a8f98",
+}
+ROWS = 10
+_WIDTH, _HEIGHT, _MARGIN = 640, 150, 8
+
+
+def html(trials: Sequence[Trial], *, why: str = "") -> str:
+    """The winner, the throughput of every trial with the best so far, and the ten leaders.
+
+    Everything that comes from a trial is escaped. Colours follow the page's own where it has light and dark.
+    """
+    winner = summary.best(trials)
+    head = f"<b>no winner</b>, so <code>best</code> is None: {escape(why or summary.why_nothing(trials))}"
+    if winner is not None:
+        gain = summary.gain(trials)
+        told = speed(winner.throughput, winner.measured.unit)
+        head = f"<b>{escape(told)}</b> (trial {winner.number}" + (
+            f", {gain:.2f} times the default configuration)" if gain else ")"
+        )
+        if winner.lossy:
+            exact = summary.best_exact(trials)
+            told = f"{speed(exact.throughput, exact.measured.unit)} (trial {exact.number})" if exact else "none"
+            head += f"<br/>{escape(summary.exactness(trials))}: {escape(told)}"
+    counts = ", ".join(f"{count} {status}" for status, count in summary.counts(trials).items() if count)
+    return (
+        f"<div><p>{head}<br/><small>{len(trials)} trials: {escape(counts)}</small></p>"
+        f"{drawing(trials)}{table(trials)}</div>"
+    )
+
+
+def drawing(trials: Sequence[Trial]) -> str:
+    """An SVG: a point a finished trial at its throughput (failures at the bottom), and the best so far."""
+    finished = [trial for trial in trials if not trial.pending]
+    speeds = [trial.throughput for trial in finished if trial.ok]
+    if len(finished) < 2 or not speeds:
+        return ""
+    top = max(speeds)
+
+    def x(place: int) -> float:
+        return _MARGIN + (_WIDTH - 2 * _MARGIN) * place / (len(finished) - 1)
+
+    def y(throughput: float | None) -> float:
+        return _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * (throughput or 0.0) / (top or 1.0)
+
+    points = "".join(
+        f'<circle cx="{x(i):.1f}" cy="{y(trial.throughput if trial.ok else None):.1f}" r="3" '
+        f'fill="{COLOURS[trial.measured.status]}"><title>{escape(_title(trial))}</title></circle>'
+        for i, trial in enumerate(finished)
+    )
+    best = summary.best_so_far(finished)
+    steps = " ".join(f"{x(i):.1f},{y(each):.1f}" for i, each in enumerate(best) if each is not None)
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
+        'aria-label="throughput of each trial, and the best so far" style="max-width:100%">'
+        f'<polyline points="{steps}" fill="none" stroke="{COLOURS[Status.OK]}" stroke-opacity="0.5" '
+        f'stroke-width="2"/>{points}</svg>'
+    )
+
+
+def table(trials: Sequence[Trial], rows: int = ROWS) -> str:
+    """The leaders and then the failures, `rows` at most, with the knobs that differ."""
+    shown, more = listing.select(trials, listing.Selection(top=rows))
+    if not shown:
+        return ""
+    knobs = [
+        name
+        for name in listing.knob_names(shown)
+        if len({cell(trial.config.get(name), "knob.") for trial in shown}) > 1 or len(shown) == 1
+    ]
+    columns = ["trial", "status", "throughput", "step_ms", "peak_memory_mib"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in [*columns, *knobs])
+    lines = []
+    for trial in shown:
+        cells = [_short(trial, name) for name in columns]
+        cells += [knob_text(trial, name) for name in knobs]
+        lines.append("<tr>" + "".join(f"<td>{escape(each)}</td>" for each in cells) + "</tr>")
+    rest = f"<small>{more} more in .trials</small>" if more else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{rest}"
+
+
+def figure(trials: Sequence[Trial]) -> "Figure":
+    """Two plots: throughput of each trial with the best so far, and throughput over peak memory.
+
+    Raises:
+        MissingDependency: plotly is not installed.
+    """
+    try:
+        from plotly.graph_objects import Scatter
+        from plotly.subplots import make_subplots
+    except ImportError as error:
+        raise MissingDependency(
+            "a figure needs plotly: pip install 'redline[dashboard]' or pip install plotly"
+        ) from error
+    finished = [trial for trial in trials if not trial.pending]
+    unit = next((trial.measured.unit for trial in finished if trial.ok), "") or "throughput"
+    made = make_subplots(rows=1, cols=2, subplot_titles=("best so far", "throughput over peak memory"))
+    best = summary.best_so_far(finished)
+    numbers = [trial.number for trial in finished]
+    line = {"shape": "hv", "color": COLOURS[Status.OK]}
+    made.add_trace(Scatter(x=numbers, y=best, mode="lines", name="best so far", line=line), row=1, col=1)
+    for status, colour in COLOURS.items():
+        those = [trial for trial in finished if trial.measured.status is status]
+        if not those:
+            continue
+        speeds = [trial.throughput if trial.ok else 0.0 for trial in those]
+        look = {
+            "mode": "markers", "name": str(status), "legendgroup": str(status), "marker": {"color": colour},
+            "text": [escape(_title(trial)) for trial in those], "hoverinfo": "text",
+        }  # fmt: skip
+        made.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
+        placed = [
+            (trial.measured.peak_memory_mib, throughput, text)
+            for trial, throughput, text in zip(those, speeds, look["text"])
+            if trial.measured.peak_memory_mib is not None
+        ]
+        if placed:
+            memory, speeds, texts = (list(each) for each in zip(*placed))
+            made.add_trace(Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2)
+    limits = {trial.measured.memory_limit_mib for trial in finished} - {None}
+    if len(limits) == 1:
+        made.add_vline(x=limits.pop(), line_dash="dash", annotation_text="limit", row=1, col=2)
+    made.update_xaxes(title_text="trial", row=1, col=1)
+    made.update_xaxes(title_text="peak memory, MiB", row=1, col=2)
+    made.update_yaxes(title_text=unit, rangemode="tozero")
+    made.update_layout(height=420, legend={"orientation": "h", "y": -0.2})
+    return made
+
+
+def _title(trial: Trial) -> str:
+    knobs = ", ".join(f"{name}={knob_text(trial, name)}" for name in trial.config)
+    told = f"{number(trial.throughput, 5)} {trial.measured.unit}" if trial.ok else ""
+    reason = fold(trial.measured.reason)[:200]
+    return ", ".join(
+        each for each in (f"trial {trial.number}", str(trial.measured.status), told.strip(), knobs, reason) if each
+    )
+
+
+def _short(trial: Trial, name: str) -> str:
+    found = listing.value(trial, name)
+    return number(found, 5) if isinstance(found, float) else cell(found, name)

@@ -1,0 +1,88 @@
+"""Everything a page shows of a run, as plain data."""
+
+import math
+import time
+from typing import Any
+
+from ...knobs.lossy import lossy_of
+from . import analysis, words
+from .effects import effects
+from .exports import exports
+from .failures import failures
+from .source import Source
+
+LOWEST, HIGHEST = -(2**53), 2**53
+"""Whole numbers that JavaScript holds exactly."""
+
+
+def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
+    """What the report and the dashboard show of a run, JSON-ready.
+
+    Args:
+        source: the run.
+        with_rows: whether the table itself is in it, under `rows`.
+    """
+    trials = source.trials
+    space = words.space(source.request, source.columns)
+    free = {each["name"]: each.get("values") for each in space["knobs"] if not each.get("derived")}
+    out: dict[str, Any] = {
+        "name": source.name,
+        "table": source.table,
+        "state": source.state,
+        "made": time.time(),
+        "simulated": source.simulated,
+        "folder": source.folder.resolve().name,
+        "devices": words.devices(source.request),
+        "began": words.began(source.request),
+        "problems": source.problems,
+        "asked": words.asked(source.request),
+        "environment": words.environment(source.request, source.best),
+        "reproduce": _reproduce(source),
+        "space": space,
+        "lossy": lossy_of(source.request),
+        "headline": analysis.headline(trials),
+        "frontier": analysis.frontier(trials),
+        "predictions": analysis.predictions(trials),
+        "timeline": analysis.lanes(trials),
+        "effects": effects(trials, free),
+        "failures": failures(trials, source.folder),
+        "exports": exports(source),
+        "again": {
+            str(each.number): {"first": each.first, "again": list(each.remeasured)}
+            for each in trials
+            if each.first is not None
+        },
+    }
+    if with_rows:
+        out["rows"] = rows(source)
+    return as_json(out)
+
+
+def rows(source: Source) -> dict[str, list[Any]]:
+    """The table by columns, without those in which every cell is empty."""
+    kept = ("trial", "status", "reason", "throughput")
+    return {
+        name: cells
+        for name, cells in source.columns.items()
+        if name in kept or any(each is not None and each != "" for each in cells)
+    }
+
+
+def as_json(value: Any) -> Any:
+    """`value` with what JSON or JavaScript has no number for written as texts."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if LOWEST <= value <= HIGHEST else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    return str(value)
+
+
+def _reproduce(source: Source) -> str | None:
+    command = (source.best or {}).get("reproduce")
+    return command if isinstance(command, str) else None

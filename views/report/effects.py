@@ -1,0 +1,134 @@
+"""What each knob does to the throughput, told apart from the others."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...results.measurement import Trial
+
+MANY = 12
+"""Numeric values of a knob after which neighbours are taken together."""
+
+
+def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) -> dict[str, Any]:
+    """Main effects and importance of the knobs over the `ok` trials, JSON-ready.
+
+    Log throughput is fitted as a sum of one term per value of each knob, by ridge regression with penalty 1.
+    `explained` is the fit's share of the variance of log throughput, each trial predicted from the others
+    (leave-one-out, hence honest where trials are few); a knob's `importance` is its part of that, in
+    proportion to the variance its own terms cause. Both are None where a fit says nothing.
+
+    Each entry of `knobs`, most important first, has `name` and `values`: a label, how many trials of it
+    ended as which status, the `low`, `median`, `high` (quartiles), `min` and `max` of its throughputs as they
+    were measured, and `effect`: the factor on the throughput with the other knobs held equal, with
+    `effect_low` and `effect_high` one standard error away.
+
+    Args:
+        trials: finished trials.
+        knobs: the knobs to tell apart, with their values in order where that is known; derived ones would
+            only repeat others.
+    """
+    import numpy as np
+
+    good = [each for each in trials if each.ok and each.throughput > 0]
+    speeds = np.array([each.throughput for each in good], dtype=float)
+    told: list[dict[str, Any]] = []
+    blocks: list[Any] = []
+    for name, declared in knobs.items():
+        labels, of = _groups(name, trials, declared or ())
+        if len(labels) < 2:
+            continue
+        place = np.array([of[each.number] for each in good], dtype=int)
+        counts: list[Counter[str]] = [Counter() for _ in labels]
+        for each in trials:
+            counts[of[each.number]][str(each.measured.status)] += 1
+        values = [
+            {"label": label, "counts": dict(counts[at])} | _quartiles(speeds[place == at])
+            for at, label in enumerate(labels)
+        ]
+        told.append({"name": name, "importance": None, "values": values})
+        blocks.append(np.eye(len(labels))[place] if len(good) else np.zeros((0, len(labels))))
+    explained = _fit(told, blocks, np.log(speeds)) if told and len(good) >= 3 else None
+    told.sort(key=lambda each: -(each["importance"] or 0.0))
+    return {"count": len(good), "explained": explained, "knobs": told}
+
+
+def _fit(told: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | None:
+    """Fills in effects and importances; returns the share of variance explained."""
+    import numpy as np
+
+    count = len(y)
+    total = float(((y - y.mean()) ** 2).sum())
+    if total <= 1e-18:
+        return None
+    # Columns are centred, so that the mean is not penalised.
+    x = np.concatenate(blocks, axis=1)
+    x = x - x.mean(axis=0)
+    gram = x.T @ x
+    inverse = np.linalg.inv(gram + np.eye(len(gram)))
+    terms = inverse @ (x.T @ (y - y.mean()))
+    residual = y - y.mean() - x @ terms
+    leverage = np.einsum("ij,jk,ik->i", x, inverse, x) + 1 / count
+    left_out = residual / np.maximum(1 - leverage, 1e-9)
+    explained = 1 - float((left_out**2).sum()) / (total * (count / (count - 1)) ** 2)
+    freedom = max(count - 1 - float(np.trace(inverse @ gram)), 1.0)
+    covariance = inverse @ gram @ inverse * (float((residual**2).sum()) / freedom)
+    variances, begin = [], 0
+    for knob, block in zip(told, blocks):
+        end = begin + block.shape[1]
+        share = block.mean(axis=0)
+        own = terms[begin:end] - share @ terms[begin:end]
+        variances.append(float(share @ own**2))
+        for at, value in enumerate(knob["values"]):
+            if not block[:, at].any():
+                continue
+            # The error of a value's distance from the knob's mean.
+            against = np.eye(end - begin)[at] - share
+            error = math.sqrt(max(float(against @ covariance[begin:end, begin:end] @ against), 0.0))
+            value["effect"] = math.exp(own[at])
+            value["effect_low"], value["effect_high"] = math.exp(own[at] - error), math.exp(own[at] + error)
+        begin = end
+    if explained <= 0 or sum(variances) <= 0:
+        return 0.0
+    for knob, variance in zip(told, variances):
+        knob["importance"] = explained * variance / sum(variances)
+    return explained
+
+
+def _groups(name: str, trials: Sequence[Trial], declared: Sequence[Any]) -> tuple[list[str], dict[int, int]]:
+    """Labels of a knob's values in order, and which of them each trial has."""
+    given = {each.number: each.config.get(name) for each in trials}
+    values = sorted(set(given.values()) - {None}, key=_order)
+    numeric = values and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)
+    if not numeric:
+        values.sort(key=lambda each: declared.index(each) if each in declared else len(declared))
+    labels, of_value = [_label(each) for each in values], {each: at for at, each in enumerate(values)}
+    if numeric and len(values) > MANY:
+        bins = 8
+        of_value = {each: at * bins // len(values) for at, each in enumerate(values)}
+        members = [[each for each in values if of_value[each] == at] for at in range(bins)]
+        labels = [f"{_label(each[0])} to {_label(each[-1])}" if len(each) > 1 else _label(each[0]) for each in members]
+    if None in given.values():
+        of_value[None] = len(labels)
+        labels = [*labels, "not set"]
+    return labels, {number: of_value[value] for number, value in given.items()}
+
+
+def _order(value: Any) -> tuple[int, Any]:
+    return (1, value) if isinstance(value, str) else (0, value)
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _quartiles(values: Any) -> dict[str, float]:
+    import numpy as np
+
+    if not len(values):
+        return {}
+    names = ("min", "low", "median", "high", "max")
+    return {name: float(each) for name, each in zip(names, np.percentile(values, (0, 25, 50, 75, 100)))}

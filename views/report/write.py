@@ -1,0 +1,39 @@
+"""`report.html`, written."""
+
+from pathlib import Path
+
+from ...base.errors import StudyError
+from ...base.reading import path_of
+from ...base.writing import write_atomic
+from .document import document
+from .page import page
+from .source import Source
+
+NAME = "report.html"
+"""What a run's report is called in its folder."""
+
+
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Writes the report of a run and returns its path.
+
+    Args:
+        run: the run's folder, finished or still running, or a table of trials (CSV).
+        output: the file to write; None for `report.html` in the run's folder, or for the table's name with
+            `.html` where there is only a table of another name.
+
+    Raises:
+        StudyError: there is no run, what is needed of it is missing, or the file cannot be written.
+    """
+    source = Source.read(run)
+    if output is None:
+        alone = Path(run).is_file() and source.table != "trials.csv"
+        output = source.folder / (Path(source.table).stem + ".html" if alone else NAME)
+    output = path_of(output)
+    if output.is_dir():
+        output = output / NAME
+    text = page(document(source))
+    try:
+        write_atomic(output, text.encode(), durable=False)
+    except OSError as error:
+        raise StudyError(f"cannot write '{output}': {error.strerror or error}; give another file with -o") from error
+    return output

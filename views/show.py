@@ -1,0 +1,256 @@
+"""A run as people read it in a terminal."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..results import listing, summary
+from ..results.columns import KNOB, fold, knob_text, number, speed
+from ..results.measurement import Status, Trial
+from ..results.run import RunFolder
+from ..results.view import View
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_COLOURS = {
+    Status.OK: "green",
+    Status.OOM: "yellow",
+    Status.TIMEOUT: "magenta",
+    Status.CRASH: "red",
+    Status.WRONG: "red",
+    Status.SKIPPED: "dim",
+}
+
+SIMULATED = "simulated, nothing was run"
+"""Said wherever a simulated run is shown."""
+
+_SHOWN_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: its name, its cells, and the side they are aligned to."""
+
+    name: str
+    cells: list[str]
+    side: Literal["left", "right"] = "left"
+
+    def __post_init__(self) -> None:
+        # Both may come from a stranger's folder.
+        object.__setattr__(self, "name", fold(self.name))
+        object.__setattr__(self, "cells", [fold(each) for each in self.cells])
+
+    @property
+    def heading(self) -> str:
+        """The name on several lines, for a column as narrow as its cells."""
+        return self.name.replace("_", "\n").replace(" ", "\n")
+
+
+def render(
+    run: RunFolder | View,
+    console: "Console",
+    *,
+    top: int | None = 20,
+    selection: listing.Selection | None = None,
+) -> None:
+    """Prints a run: its winner, the counts by status, and its trials, fastest first and then the failures.
+
+    On a terminal the table is drawn, and reasons are gathered below it; otherwise a trial is one line, its
+    cells separated by at least two spaces, nothing cut off.
+
+    Args:
+        run: the run.
+        console: where to print.
+        top: rows at most; None for all.
+        selection: which trials, order and columns; in place of `top`.
+
+    Raises:
+        UsageError: the selection names a status or a column that there is not.
+    """
+    from rich.text import Text
+
+    trials = run.trials()
+    selection = selection or listing.Selection(top=top)
+    shown, more = listing.select(trials, selection)
+    asked = listing.chosen_columns(trials, selection.columns)
+    for line in [*_head(run), *_outcome(trials, console.encoding)]:
+        console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
+    if not shown:
+        return
+    console.print()
+    outcome, knobs, common = ([_column(shown, name) for name in asked], [], []) if asked else _columns(shown)
+    if console.is_terminal:
+        _draw(shown, outcome, knobs, console, reasons=not asked)
+    else:
+        _write(shown, [*outcome, *knobs], console, reasons=not asked)
+    if common:
+        console.print(Text(fold("the same in all: " + ", ".join(common))), soft_wrap=not console.is_terminal)
+    again = [str(trial.number) for trial in shown if trial.remeasured]
+    if again and not asked:
+        many = len(again) > 1
+        told = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
+        console.print(Text(f"{told}: they stand first, by the median"), soft_wrap=not console.is_terminal)
+    if more:
+        console.print(Text(f"{more} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
+
+
+def _head(run: RunFolder | View) -> list[str]:
+    document = run.document or {}
+    asked = document.get("asked", {})
+    what = [str(asked[key]) for key in ("model",) if asked.get(key)]
+    what += [
+        f"{key} {asked[key]}" for key in ("seq_len", "global_batch", "sampler", "seed") if asked.get(key) is not None
+    ]
+    head = [f"{run.path}: {', '.join(what)}" if what else f"{run.path}"]
+    if asked.get("simulated"):
+        head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
+    if asked.get("first_trial"):
+        head.append(fold(str(asked["first_trial"])))
+    return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]
+
+
+def _machine(asked: Mapping[str, Any]) -> str:
+    devices = asked.get("devices")
+    if not isinstance(devices, Mapping):
+        return "hardware that is not named"
+    return f"{devices.get('used', '?')} x {devices.get('name', '?')}"
+
+
+def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
+    found = [f"{count} {status}" for status, count in summary.counts(trials).items() if count]
+    pending = sum(trial.pending for trial in trials)
+    counts = f"{len(trials)} trials: {', '.join([*found, *([f'{pending} pending'] if pending else [])])}"
+    winner, base = summary.best(trials), summary.default(trials)
+    if winner is None:
+        return [counts if trials else "no trials yet", fold(summary.why_nothing(trials))]
+    lines = [counts, f"best: trial {winner.number}, {_speed(winner)}"]
+    gain = summary.gain(trials)
+    if base is not None and base.number == winner.number:
+        lines[-1] += ", the default configuration"
+    elif base is not None and gain is not None:
+        lines[-1] += f", {gain:.2f} times the default configuration's {_speed(base)} (trial {base.number})"
+    elif base is not None and not base.pending and not base.ok:
+        lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
+    if winner.remeasured and winner.first is not None:
+        again = ", ".join(number(each, 5) for each in winner.remeasured)
+        lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
+    lines.append("configuration: " + ", ".join(f"{name}={knob_text(winner, name)}" for name in winner.config))
+    if winner.lossy:
+        lines.append(f"{summary.exactness(trials)}: {_exact(summary.best_exact(trials), winner)}")
+    grown = listing.best_so_far_line(trials, encoding)
+    return [*lines, grown] if grown else lines
+
+
+def _exact(trial: Trial | None, winner: Trial) -> str:
+    """The best without lossy values: how fast, and in what it differs from the winner."""
+    if trial is None:
+        return "none succeeded"
+    fastest = winner.throughput
+    ratio = trial.throughput / fastest if fastest else 1.0
+    differing = ", ".join(
+        f"{name}={knob_text(trial, name)}" for name in trial.config if trial.config[name] != winner.config.get(name)
+    )
+    return f"trial {trial.number}, {_speed(trial)}, {ratio:.2f} times the best; {differing}"
+
+
+def _speed(trial: Trial) -> str:
+    measured = trial.measured
+    doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
+    return speed(trial.throughput, measured.unit) + doubt
+
+
+def _column(trials: Sequence[Trial], name: str) -> Column:
+    """A column that was asked for by its name, as it stands in trials.csv."""
+    numeric = all(isinstance(listing.value(trial, name), (int, float, type(None))) for trial in trials)
+    side: Literal["left", "right"] = "right" if numeric else "left"
+    return Column(name.removeprefix(KNOB), [listing.marked_text(trial, name) for trial in trials], side)
+
+
+def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[str]]:
+    """The columns of the outcome, those of the knobs that differ, and `knob=value` of those that do not."""
+    finished = [None if trial.pending else trial.measurement for trial in trials]
+
+    def measured(field: str, digits: int) -> list[str]:
+        given = [None if each is None else getattr(each, field) for each in finished]
+        return ["" if value is None else number(value, digits) for value in given]
+
+    unit = next((each.unit for each in finished if each is not None and each.unit), "throughput")
+    speeds = [trial.throughput if trial.ok else None for trial in trials]
+    outcome = [
+        Column("trial", [str(trial.number) for trial in trials], "right"),
+        Column("status", ["pending" if each is None else str(each.status) for each in finished]),
+        Column(unit, ["" if each is None else number(each, 5) for each in speeds], "right"),
+        Column("step ms", measured("step_ms", 4), "right"),
+        Column("peak MiB", measured("peak_memory_mib", 5), "right"),
+        Column("sampler", [trial.sampler for trial in trials]),
+    ]
+    knobs, common = [], []
+    for name in dict.fromkeys(name for trial in trials for name in trial.config):
+        cells = [knob_text(trial, name) if name in trial.config else "-" for trial in trials]
+        if len(trials) > 1 and len(set(cells)) == 1:
+            common.append(f"{name}={cells[0]}")
+        else:
+            numeric = all(isinstance(trial.config.get(name, 0), (int, float)) for trial in trials)
+            knobs.append(Column(name, cells, "right" if numeric else "left"))
+    return [each for each in outcome if any(each.cells)], knobs, common
+
+
+def _draw(
+    trials: Sequence[Trial],
+    outcome: Sequence[Column],
+    knobs: Sequence[Column],
+    console: "Console",
+    *,
+    reasons: bool,
+) -> None:
+    from rich.measure import Measurement as Measure
+    from rich.text import Text
+
+    drawn = _table(trials, [*outcome, *knobs])
+    wide = Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width
+    if wide and knobs:
+        points = [" ".join(f"{each.name}={each.cells[i]}" for each in knobs) for i in range(len(trials))]
+        kept = [each for each in outcome if each.name not in ("step ms", "sampler")]
+        drawn = _table(trials, [*kept, Column("configuration", points)])
+    console.print(drawn)
+    if not reasons:
+        return
+    given: dict[tuple[Status, str], list[int]] = {}
+    for trial in trials:
+        if not trial.pending and trial.measured.reason:
+            told = trial.measured.status, fold(trial.measured.reason)
+            given.setdefault(told, []).append(trial.number)
+    for (status, reason), numbers in given.items():
+        which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        reason = reason if len(reason) <= _SHOWN_REASON else reason[: _SHOWN_REASON - 1] + "…"
+        console.print(Text.assemble((str(status), _COLOURS[status]), f" ({which}): {reason}"))
+
+
+def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for each in columns:
+        drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
+    for i, trial in enumerate(trials):
+        style = "" if trial.pending else _COLOURS[trial.measured.status]
+        drawn.add_row(*(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns))
+    return drawn
+
+
+def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console", *, reasons: bool) -> None:
+    from rich.text import Text
+
+    given = ["" if trial.pending else fold(trial.measured.reason) for trial in trials]
+    columns = [*columns, Column("reason", given)] if reasons and any(given) else columns
+    for i in range(-1, len(trials)):
+        texts = []
+        for each in columns:
+            width = max(len(each.name), *map(len, each.cells))
+            text = each.name if i < 0 else each.cells[i]
+            texts.append(text.rjust(width) if each.side == "right" else text.ljust(width))
+        console.print(Text("  ".join(texts).rstrip()), soft_wrap=True)
