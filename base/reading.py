@@ -271,7 +271,7 @@ def _loader() -> Any:
     kinds = [core + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")]
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-    class Loader(base):  # type: ignore[misc]
+    class Loader(base):
         yaml_constructors: ClassVar = {tag: base.yaml_constructors[tag] for tag in kinds} | {
             None: base.yaml_constructors[None]
         }

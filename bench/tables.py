@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from redline.base.errors import UsageError
-from redline.models.spaces import MEMORY_ALONG
+from redline.knobs.standard import STANDARD
 from redline.results import Measurement, Status
 from redline.space import Config, Space
 
@@ -133,7 +133,7 @@ def _space(points: list[dict[str, Any]]) -> Space:
         if all(isinstance(value, bool) for value in values) and len(values) == 2:
             space.flag(name)
         else:
-            space.choice(name, values, monotone_memory=MEMORY_ALONG.get(name, 0))
+            space.choice(name, values, monotone_memory=STANDARD[name].memory if name in STANDARD else 0)
     for name, text in derived.items():
         space.derive(name, text)
     known = {tuple(p[name] for name in free) for p in points}

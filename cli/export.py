@@ -2,8 +2,8 @@
 
 import click
 
+from ..frameworks.launch import LAUNCHES
 from ..models.request import either
-from ..results.export.launch import LAUNCHES
 
 EXAMPLES = """\b
 Examples:
@@ -18,7 +18,7 @@ Examples:
 def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
-    from ..results.export import export_targets
+    from ..frameworks import export_targets
 
     for target in export_targets().values():
         click.echo(f"{target.name:<12}{target.about}")
@@ -55,9 +55,9 @@ def export(
     from ..base.errors import UsageError
     from ..base.reading import path_of
     from ..base.writing import write_atomic
+    from ..frameworks import chosen_trial, form_of, render
     from ..results import View
     from ..results.columns import fold
-    from ..results.export import chosen_trial, form_of, render
 
     if force and trial is None:
         raise UsageError("--force is for a single trial: give --trial N too")

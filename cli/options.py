@@ -155,16 +155,15 @@ def names_of(text: str | None, option: str) -> tuple[str, ...]:
 
 
 def command_of(options: dict[str, Any], file: str | None) -> Command | None:
-    """The command that is asked for, or stated by another tool's file, whose options are taken out; None where it is a
-    model.
+    """Takes the options of a command out of `options` and returns the command; None for a model.
 
     Raises:
-        UsageError: its options are given without it, or beside a file that states it.
+        UsageError: options of a command are given without one, or beside a file that states it.
     """
     given = {each.name: options.pop(each.name) for each in fields(Command)}
     if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
         if options["taken_from"] is not None:
-            return Command.stated_by(options["taken_from"], **given)
+            raise UsageError("--from states what may vary, not what is tuned: give MODEL, --workload or --command")
     stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
     if file is not None:
         if stray is not None:

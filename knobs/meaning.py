@@ -2,7 +2,7 @@
 blocks its stages have and which of them are recomputed. `redline.knobs.pipeline` has the orders of a pipeline.
 
 Stated once. Training is built from it (`training/training.py`), time and memory are estimated from it
-(`runners/estimate`), and exports say it in the words of other frameworks (`results/export`).
+(`runners/estimate`), and exports say it in the words of other frameworks (`frameworks`).
 """
 
 from collections.abc import Mapping

@@ -37,22 +37,24 @@ class StandardKnob(NamedTuple):
     """The value that asks nothing of a framework."""
     can_be: Callable[[Any], bool]
     """Whether it can have a value: a callable's space may call other things by its name."""
+    memory: int = 0
+    """1 where a larger value needs more memory whoever trains, -1 where it needs less, 0 where neither is certain."""
 
 
 STANDARD: Mapping[str, StandardKnob] = {
-    "tp": StandardKnob(1, _degree),
-    "sp": StandardKnob(1, _degree),
-    "cp": StandardKnob(1, _degree),
-    "pp": StandardKnob(1, _degree),
+    "tp": StandardKnob(1, _degree, -1),
+    "sp": StandardKnob(1, _degree, -1),
+    "cp": StandardKnob(1, _degree, -1),
+    "pp": StandardKnob(1, _degree, -1),
     "dp": StandardKnob(1, _degree),
-    "zero": StandardKnob(0, lambda value: is_whole(value) and 0 <= value <= 3),
-    "hsdp": StandardKnob(1, _degree),
+    "zero": StandardKnob(0, lambda value: is_whole(value) and 0 <= value <= 3, -1),
+    "hsdp": StandardKnob(1, _degree, 1),
     "sequence_parallel": StandardKnob(False, _flag),
     "pipeline_schedule": StandardKnob(None, lambda value: value is None or isinstance(value, str)),
     "virtual_stages": StandardKnob(1, _degree),
-    "micro_batch": StandardKnob(1, _size),
+    "micro_batch": StandardKnob(1, _size, 1),
     "grad_accum": StandardKnob(1, _size),
-    "checkpoint_ratio": StandardKnob(0, _share),
+    "checkpoint_ratio": StandardKnob(0, _share, -1),
     "precision": StandardKnob("fp32", lambda value: value in FORMATS),
     "attention": StandardKnob(None, lambda value: value is None or isinstance(value, str)),
     "fusion": StandardKnob(False, _flag),

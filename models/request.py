@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 from ..base.device import Device
 from ..base.errors import UsageError
+from ..frameworks.autotuners import FORMATS, Source, find_source
+from ..frameworks.stated_space import ForeignSpace, declare
 from ..space import Space
-from .foreign import FORMATS, ForeignSpace, Source, find_source, narrow
 from .global_batch import free_accumulation, shared
+from .narrow import narrow
 from .resolve import workload as resolve_workload
-from .spaces import checked_allowance, declare, fix_knob, make_space, nothing_allowed
+from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed
 from .workload import Workload
 
 
@@ -94,9 +96,8 @@ class SpaceRequest:
 
     Args:
         space: knobs and constraints, also as a YAML file; by default the workload's own for the devices at hand.
-        taken_from: another tool's space, in the place of `space`: its file, such as that of a W&B sweep, or `file.py:name` or an
-            object with a space of Python, such as Optuna's; of a tool in `redline.models.foreign.FORMATS`. What of it cannot
-            be carried over is said.
+        taken_from: the file of another tuner, in the place of `space`: of a tool in `redline.models.foreign.FORMATS`. Notes
+            name what cannot be carried over.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
             fp32 master weights; the best without them stands beside the winner.
         override: values of knobs, in place of the space's.
@@ -110,9 +111,9 @@ class SpaceRequest:
     taken_from: Annotated[
         Any,
         Asked(
-            f"Another tool's space: {either(each.name for each in FORMATS)}.",
+            f"The file of another tuner: {either(each.name for each in FORMATS)}.",
             flag="from",
-            metavar="FILE[:NAME]",
+            metavar="FILE",
         ),
     ] = None
     allow: Annotated[

@@ -25,8 +25,6 @@ ALLOWABLE = ("lossy",)
 """What a default space holds only where it is asked for."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
-MEMORY_ALONG = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "sp": -1, "cp": -1, "pp": -1}
-"""Standard knobs of which more needs more memory (1) or less (-1), whoever trains."""
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -207,19 +205,6 @@ def fix_knob(space: Space, name: str, value: Any) -> None:
     if name == "checkpoint_blocks" and "checkpoint_ratio" in space.by_name:
         space.fix("checkpoint_ratio", 0.0)  # the blocks stand in its place
     space.choice(name, [str(value)], help="blocks by their indices")
-
-
-def declare(space: Space, name: str, values: Sequence[Any], *, when: str | None = None) -> None:
-    """Declares a knob by its values, the first of them its default; numbers are put in order, and one whose name is
-    standard in training needs memory as it does there.
-
-    Raises:
-        SpaceError: the name or the values can be no knob's.
-    """
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    along = MEMORY_ALONG.get(name, 0) if numbers else 0
-    default = values[0] if values else None
-    space.choice(name, sorted(values) if numbers else values, default=default, when=when, monotone_memory=along)
 
 
 def micro_batches(samples: int) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..base.errors import NotFound, StudyError, UsageError
 from ..base.reading import read_inside
+from ..frameworks import chosen_trial, render
+from ..frameworks.target import Export
 from ..results import View
-from ..results.export import chosen_trial, render
-from ..results.export.target import Export
 from ..results.measurement import Trial
 from ..results.names import TABLE
 from ..results.table import LARGEST_TABLE, parse, safe_lines

@@ -8,6 +8,7 @@ from house import ROOT, graph, importers, sources
 FLOORS = (
     ("base", "knobs"),
     ("space", "schedule", "results"),
+    ("frameworks",),
     ("models", "views"),
     ("training", "estimator"),
     ("runners",),

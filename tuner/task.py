@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import SpaceError, UsageError, WorkloadError
+from ..frameworks.launchers import find_launcher
+from ..frameworks.stated_space import declare
 from ..models import Workload
 from ..models.huggingface import hugging_face_workload
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
-from ..models.spaces import declare, lossy_of_space
+from ..models.spaces import lossy_of_space
 from ..runners.command.command import Command
 from ..runners.command.foreign import completed
-from ..runners.command.launchers.registry import find_launcher
 from ..runners.command.trained import Trained
 from ..runners.command.work import SPLITS, Commands
 from ..space import Config, Space

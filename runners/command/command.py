@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from ...base.errors import UsageError, unknown
 from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
-from ...models.foreign import find_source
+from ...frameworks.launchers import LAUNCHERS
 from ...models.request import Asked, either
-from .launchers import LAUNCHERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,21 +85,6 @@ class Command:
     def to_dict(self) -> dict[str, Any]:
         """What run.yaml keeps."""
         return {name: value for name, value in asdict(self).items() if value not in (None, (), [], False)}
-
-    @classmethod
-    def stated_by(cls, taken_from: Any, **given: Any) -> "Command":
-        """The command that another tool's file states, such as a W&B sweep; to be tuned over the space of that file:
-        `redline.tune(Command.stated_by(file), taken_from=file)`.
-
-        Args:
-            taken_from: as for `redline.tune`.
-            given: fields of this class, in place of what the file says.
-
-        Raises:
-            UsageError: it states none.
-        """
-        stated = find_source(taken_from).command
-        return cls(**{**stated, **{name: each for name, each in given.items() if each not in (None, (), False)}})
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Command":

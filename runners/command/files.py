@@ -6,7 +6,6 @@ whole text is one expression; besides, a value can be put at a path: `ds.json:ze
 
 import configparser
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,10 @@ from typing import Any
 from ...base.errors import UsageError
 from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
 from ...base.writing import as_data
+from ...frameworks.launcher import PLACED, written
 from ...space.expression import Expression
 from .template import Template, is_expression
 
-PLACED = re.compile(
-    r"(?P<file>.+?\.(?:ya?ml|json|toml|ini|cfg)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
-)
-"""How a file to be rendered is asked for."""
 _ENDINGS = (".in", ".tmpl")
 
 
@@ -206,8 +202,6 @@ def _read_ini(data: bytes) -> Any:
 
 def _write_ini(document: Any) -> str:
     import io
-
-    from .template import written
 
     parser = _ini()
     parser.read_dict({name: {key: written(each) for key, each in keys.items()} for name, keys in document.items()})

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError
-from ...models.foreign import ForeignSpace
+from ...frameworks.launcher import PLACED
+from ...frameworks.stated_space import ForeignSpace
 from .command import Command
-from .files import PLACED
 
 _TRIAL_DIR = "{trial_dir}"
 

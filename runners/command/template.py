@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.errors import SpaceError, UsageError, unknown
+from ...frameworks.launcher import written
 from ...space.expression import Expression
 from ...space.grammar import CONSTANTS, parse
 from ...space.values import FLAG
@@ -220,15 +221,6 @@ def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
         return bool(_expression(text, knobs, "").names)
     except UsageError:
         return False
-
-
-def written(value: Any) -> str:
-    """A value as command lines have it: `true`, `false` and `none` in small letters, 8 and not 8.0."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return str(value)
 
 
 def _split(command: str) -> list[str]:

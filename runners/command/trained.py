@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
+from ...frameworks.launcher import PLACED
+from ...frameworks.launchers import find_launcher
 from ...models.architecture import Architecture
 from ...models.presets import PRESETS
 from .command import Command
-from .files import PLACED
-from .launchers.registry import find_launcher
 
 MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
 """What options are called that name a model; the first that is given counts."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
+from ...frameworks.launcher import Launcher
+from ...frameworks.launchers import find_launcher
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
@@ -20,8 +22,6 @@ from .command import Command
 from .comparison import Comparison
 from .events import check_installed, of_events
 from .files import read_files
-from .launchers.launcher import Launcher
-from .launchers.registry import find_launcher
 from .objective import PREFERRED, Requirement, objective_of
 from .reading import lines_for
 from .run import RunTerms

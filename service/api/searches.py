@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...base.errors import Refused, UsageError
-from ...results.export import export_targets
+from ...frameworks import export_targets
 from ..logs import read_log
 from ..placing import obstacle
 from ..records import Role, Search, SearchState, User, Worker

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 from damage import ASKED, copied, damage, make_run, read_everything, serve_everything
+from redline.frameworks import export_targets, render
 from redline.results import View
-from redline.results.export import export_targets, render
 from redline.views.report import Source, document
 
 

@@ -22,7 +22,7 @@ from redline.results import View, read_table
 from redline.views.dashboard.library import Library
 from redline.views.report import Source
 from redline.views.compare import compare
-from redline.results.export import render
+from redline.frameworks import render
 
 def spent():
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -11,8 +11,8 @@ import pytest
 import redline
 import yaml
 from redline.base.errors import UsageError
+from redline.frameworks import chosen_trial, export_targets, form_of, render
 from redline.results import Measurement, Status, Trial
-from redline.results.export import chosen_trial, export_targets, form_of, render
 
 FULL = {
     "tp": 2, "pp": 2, "dp": 4, "zero": 1, "sequence_parallel": True, "micro_batch": 4, "grad_accum": 2,

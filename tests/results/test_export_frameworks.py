@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 import redline
 import yaml
+from redline.frameworks import export_targets, render
+from redline.frameworks.common import ADAMW
+from redline.frameworks.torchtitan import PRESETS as TORCHTITAN_PRESETS
+from redline.frameworks.trainer import AVERAGING
 from redline.models import workload
 from redline.models.presets import PRESETS
 from redline.models.shape import shape_of
 from redline.results import Measurement, Status, Trial
-from redline.results.export import export_targets, render
-from redline.results.export.common import ADAMW
-from redline.results.export.torchtitan import PRESETS as TORCHTITAN_PRESETS
-from redline.results.export.trainer import AVERAGING
 from redline.training.numerics import FAMILIES, tiny
 from without_triton import WITHOUT_TRITON
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 from redline.base.errors import UsageError
+from redline.frameworks import export_targets, render
+from redline.frameworks.hosts import Hosts
+from redline.frameworks.launch import LAUNCHES
 from redline.results import Measurement, Status, Trial
-from redline.results.export import export_targets, render
-from redline.results.export.hosts import Hosts
-from redline.results.export.launch import LAUNCHES
 
 CONFIG = {"tp": 8, "pp": 2, "dp": 4, "micro_batch": 1, "grad_accum": 4, "precision": "bf16", "zero": 1}
 STARTED = [name for name, target in export_targets().items() if target.start is not None]

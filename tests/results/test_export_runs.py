@@ -20,9 +20,9 @@ from pathlib import Path
 import numeric
 import pytest
 import redline
+from redline.frameworks import render
+from redline.frameworks.common import ADAMW
 from redline.results import Measurement, Status, Trial
-from redline.results.export import render
-from redline.results.export.common import ADAMW
 
 pytestmark = pytest.mark.slow
 ROOT = Path(redline.__file__).parent

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from redline.frameworks import export_targets, render
 from redline.knobs.lossy import exactness, lossy_in, lossy_of
 from redline.results import Measurement, Status, Trial, View, listing, summary
-from redline.results.export import export_targets, render
 from redline.views.compare import compare
 from redline.views.notebook import html
 from redline.views.report.document import document

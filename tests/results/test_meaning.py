@@ -10,6 +10,7 @@ from redline.base.errors import UsageError, WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.hardware import find_hardware
 from redline.estimator.stages import stage_blocks
+from redline.frameworks import render
 from redline.knobs.meaning import (
     BUCKET_MIB,
     EXCHANGES,
@@ -27,7 +28,6 @@ from redline.models.huggingface import hugging_face_workload
 from redline.models.shape import shape_of
 from redline.models.skeleton import skeleton
 from redline.results import Measurement, Status, Trial
-from redline.results.export import render
 from redline.schedule import create_schedule
 from redline.schedule.parallel.planned import PlannedMesh
 from redline.schedule.parallel.replicas import BUCKET_BYTES

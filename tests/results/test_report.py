@@ -391,7 +391,7 @@ def test_the_page_is_one_file_that_fetches_nothing(run):
 
 
 def test_every_export_can_be_copied(run):
-    from redline.results.export import export_targets
+    from redline.frameworks import export_targets
 
     found = {each["target"]: each for each in document(Source.read(run))["exports"]}
     assert set(found) == set(export_targets())

@@ -2,7 +2,7 @@
 
 import pytest
 from redline.base.errors import UsageError
-from redline.models.foreign import ForeignSpace
+from redline.frameworks.stated_space import ForeignSpace
 from redline.runners.command.command import Command
 from redline.runners.command.foreign import completed
 from redline.space import Space

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import redline
 from redline.base.errors import UsageError
+from redline.frameworks.launchers import LAUNCHERS, find_launcher
 from redline.runners.command.command import Command
-from redline.runners.command.launchers import LAUNCHERS
-from redline.runners.command.launchers.registry import find_launcher
 from redline.runners.command.work import Commands
 from redline.space import Space
 from without_triton import WITHOUT_TRITON

@@ -9,9 +9,9 @@ import redline as rl
 import torch
 import torch.distributed as dist
 from redline.base.errors import MissingDependency, ScheduleError
+from redline.frameworks import render
 from redline.models.families import schedule_of
 from redline.results import Measurement, Status, Trial
-from redline.results.export import render
 from redline.schedule import build, create_schedule
 from redline.schedule.compare import Numbers, weights_of
 from redline.schedule.rounding import allowance

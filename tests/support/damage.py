@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 from redline.base.errors import RedlineError
+from redline.frameworks import export_targets, render
 from redline.results import Measurement, RankReport, RunFolder, Status, View, listing
-from redline.results.export import export_targets, render
 from redline.results.probe import Computed, Probe
 from redline.views.compare import compare
 from redline.views.dashboard.library import Library

@@ -11,8 +11,8 @@ import redline as rl
 import torch
 import yaml
 from redline.cli import main
+from redline.frameworks import export_targets, render
 from redline.results import Measurement, RunFolder, Status, Trial
-from redline.results.export import export_targets, render
 from redline.views.report.exports import exports
 from redline.views.report.source import Source
 

@@ -8,10 +8,10 @@ import pytest
 import redline as rl
 from redline.base.errors import UsageError
 from redline.cli.main import redline
-from redline.models.foreign import FORMATS
+from redline.frameworks.autotuners import FORMATS
+from redline.frameworks.launch import LAUNCHES
+from redline.frameworks.launchers import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
-from redline.results.export.launch import LAUNCHES
-from redline.runners.command.launchers import LAUNCHERS
 from redline.runners.places import PLACES
 from redline.training.hyperparameters import LR_SCHEDULES
 from redline.tuner.loggers import logger_names

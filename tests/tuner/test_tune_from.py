@@ -1,4 +1,4 @@
-"""`redline tune --from`: another tool's space tuned as it is, from the command line and from Python."""
+"""`redline tune --from`: the file of another tuner, from the command line and from Python."""
 
 import csv
 import json
@@ -12,23 +12,6 @@ import yaml
 from redline.base.errors import UsageError
 from redline.cli import main
 
-TRAIN = """
-import json, sys
-told = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:])
-print(json.dumps({"speed": float(told["batch"]) * (3 if told["fast"] == "True" else 1) * (1 + 300 * float(told["lr"]))}))
-"""
-SWEEP = """
-program: train.py
-method: grid
-metric: {name: speed, goal: maximize}
-parameters:
-  batch: {values: [1, 2]}
-  lr: {distribution: log_uniform_values, min: 1e-4, max: 1e-2}
-  fast: {values: [false, true]}
-  epochs: {value: 3}
-  noise: {distribution: beta, a: 1, b: 2}
-command: [PYTHON, "${program}", "${args}"]
-"""
 DEEPSPEED = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": [1, 2, 4],
@@ -49,9 +32,7 @@ print(json.dumps({"speed": told["train_micro_batch_size_per_gpu"] + 10 * told["z
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(TRAIN)
     Path("reader.py").write_text(READER)
-    Path("sweep.yaml").write_text(SWEEP.replace("PYTHON", json.dumps(sys.executable)))
     Path("own.yaml").write_text("knobs: [{name: batch, values: [1]}]")
     Path("ds.json").write_text(json.dumps(DEEPSPEED))
 
@@ -65,30 +46,6 @@ def run(capsys, *arguments):
 
 def configurations(folder):
     return [row for row in csv.DictReader(open(Path(folder, "trials.csv"))) if row["status"] == "ok"]
-
-
-def test_a_sweep_is_tuned_with_the_command_and_the_metric_that_it_states(capsys):
-    code, out, err = run(
-        capsys, "tune", "--from", "sweep.yaml", "--set", "lr=1e-4,1e-3", "--sampler", "grid", "--out", "run"
-    )
-    assert code == 0, out + err
-    rows = configurations("run")
-    assert {(row["knob.batch"], row["knob.lr"], row["knob.fast"], row["knob.epochs"]) for row in rows} == {
-        (batch, lr, fast, "3") for batch in ("1", "2") for lr in ("0.0001", "0.001") for fast in ("false", "true")
-    }
-    best = yaml.safe_load(Path("run/best.yaml").read_text())
-    assert best["best"]["configuration"] == {"batch": 2, "lr": 0.001, "fast": True, "epochs": 3}
-    flat = out.replace("\n  ", " ")
-    assert "not carried over: noise: the distribution beta has no values to choose from here" in flat
-    asked = yaml.safe_load(Path("run/run.yaml").read_text())["asked"]
-    assert asked["from"] == "sweep.yaml" and any("not carried over: noise" in each for each in asked["notes"])
-    # What measures the winner again does so.
-    again = shlex.split(best["reproduce"]) if isinstance(best["reproduce"], str) else best["reproduce"]
-    assert again[again.index("--from") :][:2] == ["--from", "sweep.yaml"]
-    code, out, err = run(capsys, *again[1:], "--out", "again")
-    assert code == 0, out + err
-    (row,) = configurations("again")
-    assert (row["knob.batch"], row["knob.lr"], row["knob.fast"], row["knob.epochs"]) == ("2", "0.001", "true", "3")
 
 
 def test_a_deepspeed_file_is_rendered_for_the_command_that_reads_it(capsys):
@@ -106,29 +63,15 @@ def test_a_deepspeed_file_is_rendered_for_the_command_that_reads_it(capsys):
     assert json.loads(Path("ds.json").read_text()) == DEEPSPEED
 
 
-def test_values_are_given_for_what_was_not_carried_over_and_other_options_stand_beside_the_sweeps(capsys):
-    shown = ["tune", "--from", "sweep.yaml", "--dry"]
-    code, out, err = run(capsys, *shown, "--fix", "batch=2", "--set", "noise=0.5", "--env", "NOISE={noise}")
-    assert code == 0, err
-    assert out.splitlines()[0] == f"NOISE=0.5 {sys.executable} train.py --batch=2 --lr=0.0001 --fast=False --epochs=3"
-    assert "note: not carried over: noise" in err
-    code, out, err = run(capsys, *shown, "--command", "true {batch} {lr} {fast}")
-    assert code == 0 and out.splitlines()[0] == "true 1 0.0001 false", err
-    assert "the file states epochs=3, for which the command has no place" in err
-    code, out, err = run(capsys, *shown, "--command", "true {batch} {lr}")
-    assert code == 2 and "the knob 'fast' is used nowhere" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--from", "sweep.yaml", "--space", "own.yaml", "--command", "true {batch}"], "give one of them"),
-        (["--from", "ds.json"], "says what may vary, not what is tuned: give MODEL, --workload or --command"),
-        (["--from", "none.yaml"], "none.yaml cannot be read"),
-        (["--from", "train.py:x", "--command", "true {x}"], "the Python file failed"),
-        (["--from", "sweep.yaml", "--command-file", "c.yaml"], "c.yaml cannot be read"),
-        (["gpt2-tiny", "--from", "sweep.yaml"], "the model has none of the knobs of sweep.yaml"),
-        (["gpt2-tiny", "--from", "sweep.yaml", "--metric", "x"], "--metric belongs to a command"),
+        (["--from", "ds.json", "--space", "own.yaml", "--command", "true {batch}"], "give one of them"),
+        (["--from", "ds.json"], "states what may vary, not what is tuned: give MODEL, --workload or --command"),
+        (["--from", "none.yaml", "--command", "true {x}"], "none.yaml cannot be read"),
+        (["--from", "own.yaml", "--command", "true {batch}"], "a space of redline's own: give it with --space"),
+        (["--from", "ds.json", "--command-file", "c.yaml"], "c.yaml cannot be read"),
+        (["gpt2-tiny", "--from", "ds.json", "--metric", "x"], "--metric belongs to a command"),
         (["--from", "ds.json", "--command", "true"], "the command does not read ds.json"),
     ],
 )
@@ -138,25 +81,15 @@ def test_what_does_not_fit_is_refused_before_anything_starts(capsys, arguments, 
     assert not Path("runs").exists()
 
 
-def test_a_callable_is_tuned_over_another_tools_space():
-    from ray import tune
-
-    space = {"batch": tune.choice([1, 2, 4]), "late": tune.sample_from(lambda config: 1)}
-    found = rl.tune(lambda config: float(config["batch"]), taken_from=space, isolate=False, sampler="grid")
-    assert found.best.config["batch"] == 4 and len(found.trials) == 3
-    assert any("not carried over: late" in each for each in found.notes)
+def test_a_callable_is_tuned_over_another_tuners_space():
+    given = {"train_micro_batch_size_per_gpu": [1, 2, 4], "autotuning": {"metric": "latency"}}
+    found = rl.tune(lambda config: float(config["micro_batch"]), taken_from=given, isolate=False, sampler="grid")
+    assert found.best.config["micro_batch"] == 4 and len(found.trials) == 3
+    assert any("not carried over: autotuning.metric" in each for each in found.notes)
     with pytest.raises(UsageError, match="both say what may vary"):
-        rl.tune(lambda config: 1.0, rl.Space(), taken_from=space)
-    with pytest.raises(UsageError, match="no space that is known"):
+        rl.tune(lambda config: 1.0, rl.Space(), taken_from=given)
+    with pytest.raises(UsageError, match="not a known format"):
         rl.tune(lambda config: 1.0, taken_from={"batch": 4})
-
-
-def test_a_sweep_is_tuned_from_python():
-    command = rl.Command.stated_by("sweep.yaml", direction="min")
-    found = rl.tune(command, taken_from="sweep.yaml", override={"lr": [1e-4]}, sampler="grid", runner="local")
-    assert dict(found.best.config) == {"batch": 1, "lr": 1e-4, "fast": False, "epochs": 3}
-    with pytest.raises(UsageError, match="says what may vary, not what is tuned"):
-        rl.Command.stated_by("ds.json")
 
 
 def test_a_model_takes_the_values_of_knobs_that_it_has_and_keeps_the_rest(capsys):
@@ -191,6 +124,6 @@ def test_a_model_takes_the_values_of_knobs_that_it_has_and_keeps_the_rest(capsys
     assert {"require": "dp in [2]", "reason": "data_parallel_size"} in space["constraints"]
     assert space["valid"] == 4  # both micro-batches, with and without ZeRO, on two replicas
     told = "\n".join(space["notes"])
-    assert "not carried over: ep: the model has no such knob" in told and "precision=fp32" in told
+    assert "not carried over: ep: the model has no such knob" in told and "fusion=False" in told
     code, out, err = run(capsys, *shown, "--set", "checkpoint_ratio=0,1")
     assert code == 0 and json.loads(out)["valid"] == 8, err

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ...base.errors import UsageError
+from ...frameworks import export_targets, render
 from ...results import summary
-from ...results.export import export_targets, render
 from ...results.measurement import Trial
 from .source import Source
 

@@ -1,0 +1,88 @@
+"""The configuration as it is: YAML, JSON, and variables for a shell."""
+
+import json
+import re
+import shlex
+from typing import Any
+
+from ..base.errors import UsageError
+from ..base.writing import as_data
+from .setup import Setup, words
+from .target import Target, hashed, sourced
+
+
+def _content(setup: Setup) -> dict[str, Any]:
+    trial = setup.trial
+    out: dict[str, Any] = {
+        "model": setup.model or None,
+        "lora": setup.lora or None,
+        "trial": trial.number,
+        "simulated": setup.simulated or None,
+        "devices": setup.devices,
+        "seq_len": setup.seq_len,
+        "global_batch": setup.global_batch,
+        "configuration": as_data(setup.take_all()),
+    }
+    if trial.measurement is not None:
+        out["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def _yaml(setup: Setup, comment: str) -> str:
+    import yaml
+
+    return hashed(comment) + yaml.safe_dump(_content(setup), sort_keys=False, allow_unicode=True)
+
+
+def _json(setup: Setup, comment: str) -> str:
+    return json.dumps(_content(setup), indent=2) + "\n"
+
+
+def _env(setup: Setup, comment: str) -> str:
+    values = {
+        "model": setup.model or None,
+        "lora": setup.lora or None,
+        "devices": setup.devices,
+        "seq_len": setup.seq_len,
+        "global_batch": setup.global_batch,
+        "dp": setup.dp,
+        "grad_accum": setup.grad_accum,
+        **setup.take_all(),
+    }
+    lines = []
+    names: dict[str, str] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        variable = "REDLINE_" + re.sub(r"\W", "_", name, flags=re.ASCII).upper()
+        if names.setdefault(variable, name) != name:
+            raise UsageError(f"the knobs '{names[variable]}' and '{name}' would both be {variable}")
+        lines.append(f"{variable}={shlex.quote(words(value))}\n")
+    return hashed(comment) + "".join(lines)
+
+
+YAML = Target(
+    name="yaml",
+    about="the configuration and its measurement",
+    stem="redline",
+    use=lambda file: f"yaml.safe_load(open({file!r}))['configuration']",
+    forms={"yaml": _yaml},
+    sequences=("sp", "cp"),
+)
+JSON = Target(
+    name="json",
+    about="the configuration and its measurement",
+    stem="redline",
+    use=lambda file: f"json.load(open({file!r}))['configuration']",
+    forms={"json": _json},
+    sequences=("sp", "cp"),
+    silent=frozenset({"json"}),
+)
+ENV = Target(
+    name="env",
+    about="shell variables",
+    stem="redline",
+    use=lambda file: f"set -a; . {sourced(shlex.quote(file))}; set +a",
+    forms={"env": _env},
+    sequences=("sp", "cp"),
+)

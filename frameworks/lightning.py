@@ -1,0 +1,156 @@
+"""Lightning: the YAML of its LightningCLI (https://lightning.ai/docs/pytorch/stable/cli/lightning_cli.html)."""
+
+from typing import Any
+
+from .common import (
+    adamw,
+    note_adamw,
+    note_attention,
+    note_hsdp,
+    note_kernels,
+    note_lora,
+    note_pipeline,
+    note_reduction,
+)
+from .launcher import Launcher
+from .setup import Setup, words
+from .target import Target, hashed
+
+CHECKED = ("lightning", "2.6")
+
+_PRECISION = {"bf16": "bf16-mixed", "bf16_pure": "bf16-true", "fp16": "16-mixed"}
+
+
+def config(setup: Setup) -> dict[str, Any]:
+    """The sections `trainer` and `optimizer`."""
+    note_pipeline(setup)
+    trainer: dict[str, Any] = {
+        "accelerator": "cpu" if setup.device_type == "cpu" else "gpu",
+        "devices": setup.hosts.each,
+        "num_nodes": setup.hosts.count,
+        "strategy": _strategy(setup),
+        "precision": _precision(setup),
+    }
+    if setup.micro_batch is not None:
+        trainer["accumulate_grad_batches"] = setup.grad_accum
+        setup.note(f"micro_batch={setup.micro_batch} is your DataLoader's batch_size")
+    else:
+        setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
+    # A bar that is drawn anew with every micro-batch takes time of the training.
+    trainer["enable_progress_bar"] = False
+    out: dict[str, Any] = {"trainer": trainer}
+    if isinstance(trainer["strategy"], str):
+        out |= _optimizer(setup)
+    else:
+        note_adamw(setup)
+        setup.note(
+            "the optimizer is made in configure_optimizers() of your module: LightningCLI would make one of this file "
+            "before configure_model() cuts the weights, and it would train none of the pieces"
+        )
+    _note_the_rest(setup)
+    return out
+
+
+def _precision(setup: Setup) -> str:
+    if scaling := setup.formats.scaling:
+        setup.note(
+            f"precision={setup.knob('precision')} is bf16 here with your module's linear layers converted: "
+            "in configure_model(), torchao.float8.convert_to_float8_training(each, "
+            f"config=Float8LinearConfig.from_recipe_name({scaling!r})) of each block"
+        )
+        return "bf16-mixed"
+    return _PRECISION.get(setup.knob("precision"), "32-true")
+
+
+def _strategy(setup: Setup) -> Any:
+    if setup.processes == 1:
+        return "auto"
+    zero = setup.knob("zero") if setup.dp > 1 else 0
+    if zero == 0 and setup.tp == 1:
+        return "ddp"
+    if zero == 0 and setup.dp > 1:
+        setup.note("zero=0 beside tp: Lightning has no DDP with tp, so shard the replicas by fully_shard too")
+    if setup.tp > 1:
+        setup.note(
+            f"tp={setup.tp}: your module's configure_model() cuts the model, by parallelize_module(model, "
+            "self.device_mesh['tensor_parallel'], plan)"
+        )
+    note_hsdp(setup, "a mesh of your own, init_device_mesh(...) of replicas and shards, would keep the groups")
+    if setup.dp > 1:
+        stage = "which shards the gradients too (ZeRO stage 2)" if zero == 1 else f"ZeRO stage {zero or 2}"
+        setup.note(
+            f"zero={zero}: your module's configure_model() shards it, {stage}: fully_shard(each, "
+            "mesh=self.device_mesh['data_parallel'], reshard_after_forward="
+            f"{setup.exchange.gathered == 'pass'}) of each block, then of the model"
+        )
+    return {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {"data_parallel_size": setup.dp, "tensor_parallel_size": setup.tp},
+    }
+
+
+def _optimizer(setup: Setup) -> dict[str, Any]:
+    fused, settings = setup.knob("fused_optimizer"), dict(adamw(setup))
+    if fused:
+        settings["fused"] = True
+    if not settings:
+        return {}
+    setup.note("the optimizer stands in this file: leave configure_optimizers() out of your module")
+    return {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": settings}}
+
+
+def _note_the_rest(setup: Setup) -> None:
+    note_lora(setup)
+    note_reduction(setup, "Lightning's DDP averages gradients in their own format; register a hook of your own")
+    ratio = setup.knob("checkpoint_ratio")
+    if ratio:
+        setup.note(
+            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all blocks"
+        )
+    if setup.knob("fusion"):
+        setup.note("fusion=true: compile each repeated block in your module, by block.compile()")
+    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    setup.note_unless_neutral("offload", "the target deepspeed has it")
+    setup.note_unless_neutral("sequence_parallel", "cut activations by your own plan")
+    note_kernels(setup)
+
+
+def _yaml(setup: Setup, comment: str) -> str:
+    import yaml
+
+    return hashed(comment) + yaml.safe_dump(config(setup), sort_keys=False)
+
+
+TARGET = Target(
+    name="lightning",
+    about="config of LightningCLI: strategy, precision, accumulation, optimizer",
+    stem="lightning",
+    forms={"yaml": _yaml},
+    checked=CHECKED,
+    pipelines=False,
+    use=lambda file: "LightningCLI(YourModule, YourData) in train.py",
+    start=lambda setup, file: f"{setup.torchrun()} train.py fit --config {file}",
+)
+
+# Lightning: a script on LightningCLI; how its data are batched is the script's own affair.
+LAUNCHER = Launcher(
+    name="lightning",
+    knobs={
+        "precision": ("fp32", "bf16"),
+        "zero": (0, 3),
+    },
+    words={
+        "precision": "--trainer.precision {'32-true' if precision == 'fp32' else '16-mixed' if precision == 'fp16' else "
+        "'bf16-mixed'}",
+        "zero": "--trainer.strategy {'fsdp' if zero == 3 else 'ddp'}",
+        "grad_accum": "--trainer.accumulate_grad_batches {grad_accum}",
+    },
+    short=(
+        "--trainer.default_root_dir {trial_dir} --trainer.max_steps 1000 --trainer.logger false "
+        # Its default bar is rich's where that is installed, which shows nothing but in a terminal.
+        "--trainer.callbacks+=TQDMProgressBar --trainer.enable_checkpointing false "
+        "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
+    ),
+    sayable={"zero": (0, 3)},
+    several=("zero",),
+)

@@ -1,0 +1,141 @@
+"""A Python script on redline itself: the model with its schedule, trained on a text, under torchrun."""
+
+import pprint
+
+from ..base.errors import UsageError
+from ..base.writing import as_data
+from .common import ADAMW
+from .setup import Setup
+from .target import Target, hashed
+
+# What the configuration needs is done by redline.accelerate; the script is the loop around it, for its reader to change.
+# Placeholders in angle brackets stand where the run's own values go.
+_TEMPLATE = """\
+<comment>import argparse
+import gc
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import redline as rl
+
+MODEL = <model>
+SEQ_LEN = <seq_len>
+GLOBAL_BATCH = <global_batch>
+DEVICES = <devices>
+START = <start>  # of each host
+CONFIG = <config>
+
+
+def main():
+    parser = argparse.ArgumentParser(description=f"Trains {MODEL} in the configuration redline found.")
+<data_option>    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--lr", type=float, default=<lr>, help="learning rate")
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
+    parser.add_argument("--clip", type=float, help="largest norm of all gradients together")
+    parser.add_argument("--seed", type=int, default=<seed>, help="of weights and data")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines")
+    parser.add_argument("--checkpoints", help="folder of checkpoints: gone on from, and saved at the end")
+    parser.add_argument("--save", help="where the trained weights go, a file for torch.load")
+    args = parser.parse_args()
+
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size != DEVICES:
+        parser.error(f"this configuration needs {DEVICES} processes, not {world_size}: "
+                     f"{START} {os.path.basename(__file__)}")
+
+    workload = rl.workload(MODEL, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH<lora>)
+    model, optimizer, loader, info = rl.accelerate(
+        workload<data>, strategy=CONFIG, clip=args.clip, seed=args.seed
+    )
+    if args.checkpoints and info.load(args.checkpoints) and info.main:
+        print(f"going on from step {info.step}", flush=True)
+    begin, reported = time.perf_counter(), info.step
+    for batch in batches(loader, info, args.steps):
+        step = info.step + 1
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % args.log_every == 0 or step in (1, args.steps):
+            value = loss.item()  # reading it waits for the device
+            now, steps = time.perf_counter(), step - reported
+            ms, begin, reported = (now - begin) / steps * 1e3, now, step
+            if info.main:
+                print(f"step {step}  loss {value:.6f}  {ms:.1f} ms a step", flush=True)
+    if args.checkpoints:
+        info.save(args.checkpoints)
+    if args.save:
+        weights = info.state_dict()  # all ranks take part
+        if info.main:
+            torch.save(weights, args.save)
+
+
+def batches(loader, info, steps):
+    \"\"\"Those of the steps that are left, epoch after epoch.\"\"\"
+    while info.step < steps:
+        for batch in loader:
+            yield batch
+            if info.step >= steps:
+                break
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        gc.collect()  # meanwhile gloo's threads let go of their last tensors, at which an exit would abort
+        dist.destroy_process_group()
+"""
+_DATA = '    parser.add_argument("--data", nargs="+", help="files to train on, as redline train takes them")\n'
+
+
+def _python(setup: Setup, comment: str) -> str:
+    if not setup.spec:
+        raise UsageError(
+            "the target python needs a model: this run tuned a callable, or its run.yaml is missing; "
+            "the targets yaml, json and env work"
+        )
+    own = ".py:" in setup.spec
+    if own:
+        setup.note(f"the data is the workload's own ({setup.spec}); run the script where that file can be found")
+    else:
+        setup.note(
+            "the data is an argument, --data corpus.txt (random tokens without it); evaluation, a falling learning rate and "
+            "checkpoints on the way are yours, or those of redline train"
+        )
+    config = pprint.pformat(as_data(setup.take_all()), sort_dicts=False, width=100)
+    values = {
+        "comment": hashed(comment),
+        "model": repr(setup.spec),
+        "seq_len": repr(setup.seq_len),
+        "global_batch": repr(setup.global_batch),
+        "devices": repr(setup.devices),
+        "start": repr(setup.torchrun()),
+        "seed": repr(int(setup.seed)),
+        "config": config,
+        "lr": repr(ADAMW["lr"]),
+        "data_option": "" if own else _DATA,
+        "lora": f", lora={setup.lora!r}" if setup.lora else "",
+        "data": "" if own else ", args.data",
+    }
+    # One pass, so that a value that looks like a placeholder stays what it is.
+    parts = _TEMPLATE.split("<")
+    text = parts[0]
+    for part in parts[1:]:
+        name, closed, rest = part.partition(">")
+        text += values[name] + rest if closed and name in values else "<" + part
+    return text
+
+
+TARGET = Target(
+    name="python",
+    about="a training script on redline itself, with the model's schedule",
+    stem="train",
+    forms={"python": _python},
+    sequences=("sp", "cp"),
+    start=lambda setup, file: f"{setup.torchrun()} {file}",
+)

@@ -1,0 +1,247 @@
+"""What an export starts from: a configuration, its sizes, and a record of the knobs carried over."""
+
+from collections.abc import Collection, Mapping
+from math import prod
+from typing import Any
+
+from ..base.errors import UsageError
+from ..knobs.lossy import LOSSY, lossy_values
+from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, order_of
+from ..knobs.standard import MOST_DEVICES, STANDARD, is_whole
+from ..results.columns import fold
+from ..results.measurement import Trial
+from .hosts import Hosts
+
+SEQUENCES = ("sp", "cp")
+"""Degrees by which sequences are cut over ranks."""
+WRITERS = {"sp": "deepspeed and python", "cp": "megatron, torchtitan and python"}
+"""Targets that have them."""
+_SHAPE = ("family", "layers", "hidden", "heads", "intermediate", "vocabulary")
+"""What has to be known of a model's shape."""
+
+
+class Setup:
+    """A configuration to be written in the words of another framework.
+
+    A target asks for each knob it understands and says by `note` what its framework cannot do. A knob that
+    nobody asked for becomes a note of its own, so that nothing is dropped in silence.
+
+    Args:
+        trial: whose configuration it is.
+        document: the run's run.yaml; None where only the trials are known.
+        target: the framework, as notes name it.
+        pipelines: whether it has pipeline stages; without, a training takes that many devices less.
+        sequences: by which of `sp` and `cp` it cuts sequences over ranks; without, likewise.
+
+    Raises:
+        UsageError: the configuration's sizes are not whole numbers, or contradict each other.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        document: Mapping[str, Any] | None,
+        target: str,
+        *,
+        pipelines: bool = True,
+        sequences: Collection[str] = SEQUENCES,
+    ) -> None:
+        asked = (document or {}).get("asked", {})
+        self.trial = trial
+        self.config = dict(trial.config)
+        self._standard = {
+            name: value for name, value in self.config.items() if name not in STANDARD or STANDARD[name].can_be(value)
+        }
+        self.target = target
+        self.notes: list[str] = []
+        """What could not be carried over, one sentence each."""
+        self._used: set[str] = set()
+        self._whole = False
+        self.model: str = str(asked.get("model") or "")
+        """What is trained, as people call it; empty where it is not known."""
+        workload = asked.get("workload") or {}
+        self.spec: str = str(workload.get("spec") or "")
+        """By what it is found again: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
+        self.lora: str = str(workload.get("lora") or "")
+        """The adapters that are trained, as `--lora` takes them; empty where all weights are."""
+        self.seq_len: int | None = asked.get("seq_len")
+        """Tokens of a sample."""
+        self.seed: int = asked.get("seed") or 0
+        """Of weights and data."""
+        shape = {name: value for name, value in (asked.get("shape") or {}).items() if value is not None}
+        self.layers: int = shape.get("layers", 0)
+        """Blocks of the model; 0 where that is not known."""
+        self.shape: Mapping[str, Any] = shape if all(name in shape for name in _SHAPE) else {}
+        """The model's sizes in run.yaml's words (`redline.models.shape`); empty where they are not known."""
+        self.simulated: bool = bool(asked.get("simulated"))
+        """Whether the trial is a prediction: nothing was run."""
+        devices = asked.get("devices") or {}
+        self.device_type: str = str(devices.get("type") or "cuda")
+        """`cuda` or `cpu`."""
+        self.tp, self.sp, self.cp, self.pp = (self._size(name) for name in ("tp", "sp", "cp", "pp"))
+        split = self.tp * self.sp * self.cp * self.pp
+        measured = trial.measured.devices if trial.measurement is not None else None
+        total = measured or devices.get("used")
+        self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // split)
+        """Replicas that have samples of their own."""
+        shared = {name: getattr(self, name) for name in SEQUENCES}
+        self.replicas = self.dp * prod(ranks for name, ranks in shared.items() if name in sequences)
+        """Those that share what ZeRO cuts: of each the ranks that share its sequences, where what is written has such."""
+        self.devices = split * self.dp
+        """Devices of one training."""
+        if self.devices > MOST_DEVICES:
+            raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
+        self.processes = self.tp * self.replicas * (self.pp if pipelines else 1)
+        """Devices that the exported file runs on."""
+        per_host = devices.get("per_host")
+        self.per_host: int | None = per_host if isinstance(per_host, int) and per_host > 0 else None
+        """Devices of a host; None where that is not known."""
+        self.hosts = Hosts.of(self.processes, self.per_host)
+        """The hosts that the exported file runs on."""
+        host = ((document or {}).get("environment") or {}).get("host") or {}
+        self._cores: int = host.get("cores") or 1
+        self._used.update(("tp", "sp", "cp", "pp", "dp", "micro_batch", "grad_accum"))
+        for name, ranks in shared.items():
+            if ranks > 1 and name not in sequences:
+                self.note(
+                    f"{name}={ranks} has no counterpart here: this file runs on {self.processes} instead of {self.devices} "
+                    f"devices, each with {ranks} times the tokens and activations; {WRITERS[name]} cut them so"
+                )
+        if self.pp == 1:
+            self._used.update(("pipeline_schedule", "virtual_stages"))
+        if self.exchange.hsdp == 1:
+            self._used.add("hsdp")
+        self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of one optimizer step: micro-batch x accumulation x replicas; None where not known."""
+        if self.micro_batch is None or self.grad_accum is None:
+            return None
+        return self.micro_batch * self.grad_accum * self.dp
+
+    @property
+    def own_workload(self) -> bool:
+        """Whether what is trained is described in a file of somebody's own."""
+        return ".py:" in self.spec
+
+    def torchrun(self) -> str:
+        """torchrun with its options, for a shell; a rank on a CPU has the threads it was measured with."""
+        threads = self._cores // self.hosts.each
+        # torchrun itself gives each of several ranks a single thread, and a rank alone all that there are.
+        several = self.device_type == "cpu" and self.hosts.each > 1 and threads > 1
+        return f"{f'OMP_NUM_THREADS={threads} ' if several else ''}{self.hosts.torchrun()}"
+
+    @property
+    def found(self) -> str:
+        """What the numbers of the trial were: `measured`, or `predicted`."""
+        return "predicted" if self.simulated else "measured"
+
+    def marks(self) -> tuple[str, ...]:
+        """What has to be known before the configuration is used, one sentence each."""
+        out: list[str] = []
+        if not self.trial.ok:
+            out.append(ending(self.trial))
+        if self.simulated:
+            out.append("predicted, simulated: nothing was run")
+        known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
+        for name in sorted(known):
+            value = self._standard[name]
+            exact = "fp32 or bf16" if name == "precision" else "without"
+            out.append(f"{name}={value} is another training than {exact}: {LOSSY[name][value]}")
+        if others := [name for name in self.trial.lossy if name not in known]:
+            what = lossy_values(self.config, others)
+            out.append(f"{what} trades accuracy for speed: another training than without")
+        return tuple(out)
+
+    def knob(self, name: str) -> Any:
+        """The value of a standard knob, neutral where the configuration does not have it."""
+        self._used.add(name)
+        return self._standard.get(name, STANDARD[name].neutral)
+
+    @property
+    def formats(self) -> Formats:
+        """In which formats it was trained, and gradients were reduced."""
+        self._used.add("precision")
+        return formats_of(self._standard)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What its replicas exchanged."""
+        return exchange_of(self._standard, self.replicas)
+
+    def has(self, name: str) -> bool:
+        """Whether the configuration has a knob of that name, other than at its neutral value."""
+        return name in self._standard and (name not in STANDARD or self._standard[name] != STANDARD[name].neutral)
+
+    def note(self, sentence: str) -> None:
+        """States that something could not be carried over, and what to do instead."""
+        self.notes.append(sentence)
+
+    def note_unless_neutral(self, name: str, instead: str) -> None:
+        """States that a knob has no counterpart, where it asks for something."""
+        value = self.knob(name)
+        if value != STANDARD[name].neutral:
+            self.note(f"{name}={words(value)} has no counterpart here: {instead}")
+
+    def take_all(self) -> dict[str, Any]:
+        """The whole configuration, carried over as it is."""
+        self._used.update(self.config)
+        self._whole = True
+        return dict(self.config)
+
+    def order_of_stages(self) -> str | None:
+        """How a pipeline's micro-batches are ordered, by the knob's value; None without a pipeline."""
+        self._used.update(("pipeline_schedule", "virtual_stages"))
+        return order_of(self._standard, self.grad_accum) if self.pp > 1 else None
+
+    def finish(self) -> tuple[str, ...]:
+        """All notes; a knob that nobody asked for is among them."""
+        for name in self.config:
+            if name not in self._used or (name not in self._standard and not self._whole):
+                self.note(
+                    f"{name}={words(self.config[name])} is not known to the export to {self.target}: "
+                    "follow it in your own code"
+                )
+        return tuple(self.notes)
+
+    def _size(self, name: str) -> int:
+        value = self.config.get(name, STANDARD[name].neutral)
+        if not is_whole(value) or value < 1:
+            raise UsageError(
+                f"cannot export trial {self.trial.number}: {name} must be a whole number of at least 1, "
+                f"but is {value!r}"
+            )
+        return value
+
+    def _batch(self, total: int | None) -> tuple[int | None, int | None]:
+        micro = self._size("micro_batch") if "micro_batch" in self.config else None
+        steps = self._size("grad_accum") if "grad_accum" in self.config else None
+        if micro is not None and steps is not None:
+            return micro, steps
+        share = None if total is None else total // self.dp
+        if total is not None and total % (self.dp * (micro or steps or 1)):
+            raise UsageError(
+                f"cannot export trial {self.trial.number}: the global batch, {total}, is not a multiple of "
+                f"dp x micro_batch, {self.dp} x {micro or steps or 1}"
+            )
+        if micro is not None:
+            return micro, None if share is None else share // micro
+        if steps is not None:
+            return None if share is None else share // steps, steps
+        return share, None if share is None else 1
+
+
+def ending(trial: Trial) -> str:
+    """How a trial ended that did not run to its end, in a sentence."""
+    if trial.measurement is None:
+        return f"trial {trial.number} has not ended: whether it works is not known"
+    reason = f" ({fold(trial.measured.reason)})" if trial.measured.reason else ""
+    return f"trial {trial.number} did not run to its end, it ended as {trial.measured.status}{reason}"
+
+
+def words(value: Any) -> str:
+    """A knob's value as people write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,193 @@
+"""A space in the making, out of what another tool's file says, with what could not be carried over."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import SpaceError, UsageError
+from ..base.reading import with_power
+from ..knobs.standard import STANDARD
+from ..space import Space
+from ..space.grammar import check_name
+from ..space.values import Value, kind_of_all, python_scalar
+
+_NAME = re.compile(r"\b[A-Za-z_]\w*")
+_TEXT = re.compile(r"'[^']*'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignSpace:
+    """What a space of another tool's comes to on devices that are known."""
+
+    space: Space
+    """The knobs and rules that were carried over."""
+    notes: tuple[str, ...]
+    """What its user should know of it; what was not carried over among it."""
+    called: str
+    """What it is, with the name of its file."""
+    stated: frozenset[str]
+    """Knobs with one value, which the file states rather than varies."""
+    options: tuple[tuple[str, str], ...] = ()
+    """What a command is to be told: options of its own, each with the template of its value."""
+    render: tuple[str, ...] = ()
+    """Files that a command reads, as `--render` has them."""
+    metric: str | None = None
+    """What is to be read of what it says."""
+    direction: str | None = None
+    """Of that metric."""
+
+
+@dataclass
+class Draft:
+    """What a reader of a format fills in.
+
+    Args:
+        devices: of one trial.
+        global_batch: samples of a step that were asked for beside the file.
+        path: the file; None for an object of Python.
+    """
+
+    devices: int
+    global_batch: int | None = None
+    path: Path | None = None
+    space: Space = field(default_factory=Space, init=False)
+    options: list[tuple[str, str]] = field(default_factory=list, init=False)
+    render: list[str] = field(default_factory=list, init=False)
+    metric: str | None = field(default=None, init=False)
+    direction: str | None = field(default=None, init=False)
+    _notes: list[str] = field(default_factory=list, init=False)
+    _renamed: list[str] = field(default_factory=list, init=False)
+    _off: list[str] = field(default_factory=list, init=False)
+
+    def knob(self, shown: str, values: Sequence[Any], *, name: str = "", when: str | None = None) -> bool:
+        """Declares a knob with these values, the first of them its default; a note where it cannot be one.
+
+        Args:
+            shown: what the file calls it.
+            values: as they stand there.
+            name: the knob's; by default made of `shown`.
+            when: the condition under which it exists.
+        """
+        name = name or identifiers([shown], taken=self.space.by_name)[shown]
+        try:
+            declare(self.space, name, plain(values), when=when)
+        except SpaceError as error:
+            self.leave(shown, str(error))
+            return False
+        if name != shown:
+            self._renamed.append(f"{shown} is {name}")
+        return True
+
+    def require(self, rule: str, reason: str) -> None:
+        """Declares a condition, where all knobs that it names are there.
+
+        Raises:
+            SpaceError: no configuration is left.
+        """
+        if all(name in self.space.by_name or name == "in" for name in _NAME.findall(_TEXT.sub("", rule))):
+            self.space.require(rule, reason)
+
+    def off(self, shown: str) -> None:
+        """Something that the file leaves at what is so without it: no knob, and said once."""
+        self._off.append(shown)
+
+    def leave(self, what: str, why: str) -> None:
+        """Notes what is not carried over, and why."""
+        self._notes.append(f"not carried over: {what}: {why}")
+
+    def leave_all(self, found: Iterable[str], reasons: dict[str, str], within: str = "") -> None:
+        """Notes settings that are not carried over, each with its reason; empty ones need no word."""
+        for key in found:
+            if why := reasons.get(key, "this setting is not known here"):
+                self.leave(f"{within}{key}", why)
+
+    def say(self, note: str) -> None:
+        """Notes what was carried over otherwise than it stands in the file."""
+        self._notes.append(note)
+
+    def finish(self, of: str) -> ForeignSpace:
+        """What it came to.
+
+        Raises:
+            UsageError: nothing was carried over.
+        """
+        knobs = [knob for knob in self.space.knobs if not knob.derived]
+        if not knobs:
+            why = "; ".join(self._notes)
+            raise UsageError(f"{of}: nothing in it can be tuned here{f'. {why}' if why else ''}")
+        notes = [f"the space is that of {of}"]
+        if self._renamed:
+            notes.append(f"by the names of knobs here, {', '.join(self._renamed)}")
+        notes += self._notes
+        if self._off:
+            notes.append(f"off there, and so no knobs: {', '.join(self._off)}")
+        return ForeignSpace(
+            space=self.space,
+            notes=tuple(notes),
+            called=of,
+            stated=frozenset(knob.name for knob in knobs if len(knob.values) == 1),
+            options=tuple(self.options),
+            render=tuple(self.render),
+            metric=self.metric,
+            direction=self.direction,
+        )
+
+
+def plain(values: Sequence[Any]) -> list[Value]:
+    """Values as one knob can have them, in their order, none twice.
+
+    Raises:
+        SpaceError: one is a list or an object, or they are of different kinds.
+    """
+    scalars = [python_scalar(with_power(each), "a value") for each in values]
+    if scalars:
+        kind_of_all(scalars, "it")
+    return list(dict.fromkeys(scalars))
+
+
+def identifiers(shown: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """Names of knobs for names that may be none, such as `optimizer.lr`: different ones for different ones."""
+    out: dict[str, str] = {}
+    used = set(taken)
+    for each in shown:
+        name = re.sub(r"[^A-Za-z0-9_]", "_", each)
+        try:
+            check_name(name)
+        except SpaceError:  # empty, a digit first, a word of the grammar
+            name = f"_{name}"
+        number, base = 1, name
+        while name in used:
+            number += 1
+            name = f"{base}_{number}"
+        used.add(name)
+        out[each] = name
+    return out
+
+
+def declare(space: Space, name: str, values: Sequence[Any], *, when: str | None = None) -> None:
+    """Declares a knob by its values, the first of them its default; numbers are put in order, and one whose name is
+    standard in training needs memory as it does there.
+
+    Raises:
+        SpaceError: the name or the values can be no knob's.
+    """
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    along = STANDARD[name].memory if numbers and name in STANDARD else 0
+    default = values[0] if values else None
+    space.choice(name, sorted(values) if numbers else values, default=default, when=when, monotone_memory=along)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A tool's way to state what may vary."""
+
+    name: str
+    """What it is called."""
+    holds: str
+    """What it is known by, for people."""
+    recognises: Callable[[Any], bool]
+    """Whether a document is one."""
+    read: Callable[[Any, Draft], None]
+    """Puts what it says into a draft."""

@@ -1,0 +1,218 @@
+"""transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
+
+import json
+from typing import Any
+
+from ..knobs.meaning import recomputed
+from .common import (
+    adamw,
+    no_fsdp_on_a_cpu,
+    note_attention,
+    note_kernels,
+    note_lora,
+    note_pipeline,
+    note_pure_bf16,
+    note_reduction,
+)
+from .launcher import MICRO_BATCHES, Launcher
+from .setup import Setup, words
+from .target import Target, hashed
+
+CHECKED = ("transformers", "5.23")
+
+AVERAGING = ("bert", "roberta", "albert", "t5")
+"""Families whose models average their loss themselves, though their forward takes whatever it is given."""
+
+
+def arguments(setup: Setup) -> dict[str, Any]:
+    """Keyword arguments of transformers.TrainingArguments."""
+    out: dict[str, Any] = {"output_dir": "out"}
+    if setup.micro_batch is not None:
+        out["per_device_train_batch_size"] = setup.micro_batch
+        out["gradient_accumulation_steps"] = setup.grad_accum
+    else:
+        setup.note("the batch is not known: set per_device_train_batch_size")
+    out |= _precision(setup)
+    sharded = _shards(setup)
+    out |= _checkpointing(setup, sharded)
+    if setup.knob("fusion"):
+        out["torch_compile"] = True
+        out["torch_compile_backend"] = "inductor"
+        setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
+    fused = setup.knob("fused_optimizer")
+    if fused is not None:
+        out["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
+    out |= _optimizer(setup)
+    if sharded:
+        out["fsdp"] = True
+        out["fsdp_config"] = _fsdp(setup)
+    else:
+        setup.note_unless_neutral("offload", "the Trainer offloads with FSDP only (or see the target deepspeed)")
+        if setup.processes > 1:
+            # By default the Trainer looks for parameters without a gradient in every step; what was found to
+            # train has none.
+            out["ddp_find_unused_parameters"] = False
+    if setup.device_type == "cpu":
+        note_kernels(setup)
+    elif setup.knob("kernels"):
+        out["use_liger_kernel"] = True
+        setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
+    # By default the Trainer waits for every micro-batch's loss, to see whether it is a number.
+    out["logging_nan_inf_filter"] = False
+    if setup.device_type == "cpu":
+        out["use_cpu"] = True
+        out["dataloader_pin_memory"] = False
+    _note_the_rest(setup)
+    return out
+
+
+def _precision(setup: Setup) -> dict[str, Any]:
+    precision = setup.knob("precision")
+    if precision == "bf16_pure":
+        note_pure_bf16(setup)
+    elif setup.formats.scaling:
+        setup.note(f"precision={precision} is accelerate's: launch with the target accelerate's file; bf16 is set here")
+    half = setup.formats.autocast
+    return {half: True} if half else {}
+
+
+def _optimizer(setup: Setup) -> dict[str, Any]:
+    # Clipping was not measured. The Trainer computes the norm that it needs for that all the same.
+    out: dict[str, Any] = {"max_grad_norm": 0.0}
+    if given := adamw(setup):
+        out |= {
+            "learning_rate": given["lr"],
+            "lr_scheduler_type": "constant",
+            "adam_beta1": given["betas"][0],
+            "adam_beta2": given["betas"][1],
+            "adam_epsilon": given["eps"],
+            "weight_decay": given["weight_decay"],
+        }
+        setup.note(
+            "the Trainer spares biases and norms from weight_decay, which was of all parameters: for that "
+            "give it an AdamW of your own, Trainer(optimizers=(optimizer, None))"
+        )
+    return out
+
+
+def _shards(setup: Setup) -> bool:
+    zero = setup.knob("zero")
+    if no_fsdp_on_a_cpu(setup):
+        return False
+    if setup.dp > 1 and zero == 1:
+        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+    return setup.dp > 1 and zero > 0
+
+
+def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
+    ratio = setup.knob("checkpoint_ratio")
+    if not ratio:
+        return {}
+    every = round(1 / ratio)
+    if every > 1 and abs(1 / ratio - every) < 1e-9 and not sharded:
+        layers = setup.shape.get("layers", 0)
+        there, here = len(recomputed(layers, ratio)), len(range(0, layers, every))
+        if there != here:
+            setup.note(
+                f"checkpoint_ratio={words(ratio)} recomputes {here} of {layers} blocks here, and {there} as it "
+                f"was {setup.found}"
+            )
+        return {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"every_n_layers": every},
+        }
+    if ratio < 1:
+        setup.note(f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than {setup.found}")
+    # FSDP's own wraps what it gathers, and so gathers it once less.
+    return {} if sharded else {"activation_checkpointing": True}
+
+
+def _fsdp(setup: Setup) -> dict[str, Any]:
+    groups = setup.knob("hsdp")
+    if groups > 1:
+        tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
+        setup.note(
+            f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
+            f"dp_shard_size={setup.dp // groups}{tp}); it cannot stand in a file, and without it pieces are cut "
+            f"over all {setup.dp} replicas: less memory than {setup.found}"
+        )
+    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
+    if setup.knob("checkpoint_ratio"):
+        out["activation_checkpointing"] = True
+    if setup.knob("offload") == "optimizer":
+        out["cpu_offload"] = True
+        setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
+    return out
+
+
+def _note_the_rest(setup: Setup) -> None:
+    hook = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
+    note_reduction(setup, hook)
+    note_pipeline(setup)
+    note_lora(setup)
+    if setup.shape.get("family", "t5") in AVERAGING and setup.dp * (setup.grad_accum or 1) > 1:
+        setup.note(
+            "a model that averages its loss itself, as those for masked tokens and T5 do, needs "
+            "model.accepts_loss_kwargs = False before the Trainer is made: taken for a sum over labels, its "
+            "gradients would be replicas x grad_accum times as large"
+        )
+    if setup.tp > 1:
+        setup.note(
+            f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
+            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); it cannot stand in a file"
+        )
+    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
+    if setup.seq_len is not None:
+        setup.note(f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length")
+
+
+def _yaml(setup: Setup, comment: str) -> str:
+    import yaml
+
+    return hashed(comment) + yaml.safe_dump(arguments(setup), sort_keys=False)
+
+
+def _json(setup: Setup, comment: str) -> str:
+    # HfArgumentParser refuses keys that it does not know, so that nothing can be said in the file.
+    return json.dumps(arguments(setup), indent=2) + "\n"
+
+
+def _use(file: str) -> str:
+    kind = "json" if file.lower().endswith(".json") else "yaml"
+    return f"HfArgumentParser(TrainingArguments).parse_{kind}_file({file!r}) in train.py"
+
+
+TARGET = Target(
+    name="trainer",
+    about="TrainingArguments of transformers.Trainer, as YAML or JSON",
+    stem="trainer",
+    forms={"yaml": _yaml, "json": _json},
+    silent=frozenset({"json"}),
+    checked=CHECKED,
+    pipelines=False,
+    use=_use,
+    start=lambda setup, file: f"{setup.torchrun()} train.py {file}",
+)
+
+# transformers.Trainer: a script whose arguments are TrainingArguments, by HfArgumentParser.
+LAUNCHER = Launcher(
+    name="trainer",
+    knobs={
+        "micro_batch": MICRO_BATCHES,
+        "precision": ("fp32", "bf16"),
+        "checkpoint_ratio": (0, 1),
+        "fusion": (False, True),
+        "optim": ("adamw_torch_fused", "adamw_torch"),
+    },
+    words={
+        "micro_batch": "--per_device_train_batch_size {micro_batch}",
+        "grad_accum": "--gradient_accumulation_steps {grad_accum}",
+        "precision": "--bf16 {precision == 'bf16'} --fp16 {precision == 'fp16'}",
+        "checkpoint_ratio": "--gradient_checkpointing {checkpoint_ratio == 1}",
+        "fusion": "--torch_compile {fusion}",
+        "kernels": "--use_liger_kernel {kernels}",
+        "optim": "--optim {optim}",
+    },
+    short="--output_dir {trial_dir} --max_steps 1000 --save_strategy no --eval_strategy no --report_to none",
+)

@@ -1,0 +1,60 @@
+"""Another tool's space for a model of redline's: its values for the knobs that the model has."""
+
+from collections.abc import Collection, Iterator
+
+from ..base.errors import SpaceError, UsageError
+from ..frameworks.stated_space import ForeignSpace
+from ..space import Space
+from ..space.expression import Expression
+
+
+def narrow(space: Space, foreign: ForeignSpace, asked: Collection[str] = ()) -> tuple[str, ...]:
+    """Leaves a model's space what another one says, and everything else at its default; what is to be said of it.
+
+    Args:
+        space: the model's own; it is changed.
+        foreign: the other one.
+        asked: knobs that vary all the same, as values are asked for.
+
+    Raises:
+        UsageError: the model has none of its knobs.
+        SpaceError: no configuration is left.
+    """
+    return (*foreign.notes, *_narrowed(space, foreign, asked))
+
+
+def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> Iterator[str]:
+    taken = [knob for knob in foreign.space.knobs if not knob.derived and knob.name in space.by_name]
+    if not taken:
+        missing = ", ".join(knob.name for knob in foreign.space.knobs if not knob.derived)
+        raise UsageError(f"the model has none of the knobs of {foreign.called}: {missing}")
+    names = [knob.name for knob in taken]
+    for knob in foreign.space.knobs:
+        if not knob.derived and knob.name not in names:
+            yield f"not carried over: {knob.name}: the model has no such knob on these devices"
+    for knob in taken:
+        if knob.name in asked:
+            continue
+        try:
+            space.override(knob.name, knob.values)
+        except SpaceError as error:
+            raise SpaceError(f"{foreign.called}: {error}") from error
+    there = {rule.text for rule in space.constraints}
+    for rule in foreign.space.constraints:
+        if isinstance(rule.rule, Expression) and all(name in space.by_name for name in rule.rule.names):
+            if rule.text not in there:
+                space.require(rule.text, rule.reason)
+    usual = space.default()
+    kept = {}
+    for knob in space.free:
+        if knob.name in names or knob.name in asked:
+            continue
+        value = usual.get(knob.name, knob.default)
+        try:
+            space.fix(knob.name, value)
+        except SpaceError:  # what is asked for needs another one
+            continue
+        kept[knob.name] = value
+    if kept:
+        told = ", ".join(f"{name}={value}" for name, value in kept.items())
+        yield f"as {foreign.called} does not say, {told}; --set gives them values"

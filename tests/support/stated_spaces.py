@@ -1,0 +1,18 @@
+"""What the file of another tuner came to."""
+
+from redline.frameworks.autotuners import find_source
+
+
+def read(document, devices=1, **asked):
+    return find_source(document).read(devices, **asked)
+
+
+def values(space):
+    """The values of each knob that is chosen."""
+    return {knob.name: knob.values for knob in space.knobs if not knob.derived}
+
+
+def left(found):
+    """What was not carried over, by name."""
+    notes = [each.removeprefix("not carried over: ") for each in found.notes if each.startswith("not carried over: ")]
+    return dict(each.split(": ", 1) for each in notes)
