@@ -208,6 +208,20 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
         prepared.info.save(tmp_path / "file" / "saved")
 
 
+def test_a_project_s_own_folder_is_no_place_for_checkpoints(tmp_path, monkeypatch):
+    for name in (".git/HEAD", "frozen/lake.txt", "train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 4}, global_batch=GLOBAL_BATCH)
+    with pytest.raises(
+        StudyError, match=r"holds \.git, frozen, train\.py and no checkpoint.*give one that is new or empty"
+    ):
+        prepared.info.save(".")
+    assert all((tmp_path / name).read_text() == "mine" for name in (".git/HEAD", "frozen/lake.txt", "train.py"))
+    assert prepared.info.save("saved").is_dir()
+
+
 def evaluations(config, first, second):
     """Losses of a step, without gradients first, and of a number of samples that no micro-batch divides."""
     prepared = redline.accelerate(make_llama(), make_data(ignored=False), strategy=config, global_batch=GLOBAL_BATCH)

@@ -122,11 +122,13 @@ class Driver:
         self.source = replace(source, spec=str(self.workload.spec))  # which is found from any folder
         if self.workload.optimizer is not None and request.lr is not None:
             raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
+        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
+        if obstacle := self.checkpoints.obstacle():
+            raise StudyError(obstacle)
         self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
         make_folder(path)
         held.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
-        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         self.device = detect()
         self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
