@@ -39,8 +39,8 @@ from ...training.checkpoint.folder import CheckpointFolder
 from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
-from ...training.loop import LoopPlan
-from ...writing import make_folder
+from ...training.loop import Ended, LoopPlan
+from ...writing import free_mib, make_folder
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener
@@ -51,6 +51,8 @@ LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
 REPLACE_S, RETRY_S = 120.0, 5.0
 """How long devices that were lost may take to be replaced, and how often it is tried, s."""
+FULL_MIB = 1.0
+"""Free space of a training's disk below which it is said to be full, MiB."""
 LOOK_S = 0.2
 """How often the log is looked at, s."""
 
@@ -134,8 +136,8 @@ class Driver:
         self.data: Mapping[str, Any] = {}
         """What the samples say of themselves."""
         self._failed: list[Config] = []
-        self._last: Mapping[str, Any] = {}
-        """What the log says of the end."""
+        self._end: Ended | None = None
+        """What the ranks reported of how they ended: their log is on a disk that may be full."""
 
     @property
     def step(self) -> int:
@@ -315,9 +317,14 @@ class Driver:
             seed=request.seed,
         )
         self.listener.waiting("starting ranks")
-        with runner_on(request.runner, Trainings(self.program()), terms, address=request.ray_address) as runner:
+        work = Trainings(self.program())
+        with runner_on(request.runner, work, terms, address=request.ray_address) as runner:
             self.listener.began(self.begun())
-            return self._watched(runner)
+            measured = self._watched(runner)
+        self._end = work.ended
+        for line in self._end.unlogged if self._end is not None else ():
+            self.listener.line(line)
+        return measured
 
     def _kept_up(self) -> Measurement:
         """Starts the ranks, again where they are lost, and on fewer devices where nothing takes the place of those; how they
@@ -358,22 +365,36 @@ class Driver:
             try:
                 self._follow(future, reader)
             except KeyboardInterrupt:
-                (self.path / STOP).touch()
-                self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
+                self._ask_to_stop()
                 self._follow(future, reader)
             return future.result()
+
+    def _ask_to_stop(self) -> None:
+        """Has the ranks save a checkpoint and end."""
+        try:
+            (self.path / STOP).touch()
+        except OSError as error:
+            why = error.strerror or error
+            self.listener.said(
+                f"the ranks cannot be asked to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
+            )
+        else:
+            self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
 
     def _logs(self) -> Iterator[Path]:
         return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
 
     def _follow(self, future: "Future[Measurement]", reader: LogReader) -> None:
-        over = False
+        over, full = False, False
         while not over:
             over = future.done()
             for line in reader.lines():
-                if line.get("kind") == "end":
-                    self._last = line
                 self.listener.line(line)
+            was, full = full, free_mib(self.path) < FULL_MIB
+            if full and not was:
+                self.listener.said(
+                    f"THE DISK OF '{self.path}' IS FULL: no checkpoint can be saved and no line logged until there is room"
+                )
             if not over:
                 time.sleep(LOOK_S)
 
@@ -383,13 +404,23 @@ class Driver:
         Raises:
             TrainingFailed: its last step could not be saved.
         """
-        if failure := self._last.get("failure"):
+        assert self._end is not None, "ranks that ended well have reported"
+        self.check_saved(self._end)
+        return self._trained(measured)
+
+    def check_saved(self, end: Ended) -> None:
+        """Refuses to take a training for one that ended well whose last step has no checkpoint.
+
+        Raises:
+            TrainingFailed: says why, and what there is.
+        """
+        if end.failure:
             kept = "there is no checkpoint, and --resume begins anew"
             if self.step:
                 kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
-            step = self._last.get("step")
-            raise TrainingFailed(f"the training came to step {step}, which could not be saved: {failure}; {kept}")
-        return self._trained(measured)
+            raise TrainingFailed(
+                f"the training came to step {end.step}, which could not be saved: {end.failure}; {kept}"
+            )
 
     def _trained(self, measured: Measurement | None) -> Trained:
         source, request = self.source, self.request
@@ -398,8 +429,8 @@ class Driver:
         )
         return Trained(
             folder=self.path,
-            step=self.step,
-            stopped=self.step < request.steps,
+            step=self.step if self._end is None else self._end.step,
+            stopped=self._end is not None and self._end.stopped,
             measurement=measured,
             strategies=tuple(self.strategies),
             predicted=source.predicted if same else None,
