@@ -16,6 +16,7 @@ from ...lock import FolderLock
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.flops import flops_of
+from ...models.layouts.save import main_dtype
 from ...models.lora import AdaptedArchitecture
 from ...results import Measurement, Status
 from ...results.trained import (
@@ -46,6 +47,7 @@ from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener
 from .request import MAY_CHANGE, OF_A_START, TrainRequest, as_listed
 from .strategy import Source, after_oom, anew, read_source, winner
+from .tokenizer import with_tokenizer
 
 LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
@@ -135,6 +137,8 @@ class Driver:
         self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
         """What the samples say of themselves."""
+        self._weights_dtype: str | None = self.document.get("weights_dtype")
+        """What the weights that it began with were stored in; None where it began with none."""
         self._failed: list[Config] = []
         self._end: Ended | None = None
         """What the ranks reported of how they ended: their log is on a disk that may be full."""
@@ -163,6 +167,8 @@ class Driver:
             NothingFound: no configuration fits on the devices.
         """
         self.listener.waiting("reading the data")
+        if not self.document:
+            self.request = with_tokenizer(self.request, self.listener.said)
         plan = self.request.section(DataPlan)
         samples = training_data(plan, self.workload, self.path / DATA, self.listener.reading)
         self.data = samples.describe()
@@ -182,7 +188,9 @@ class Driver:
                 "and teaches it nothing; --data names files to learn from"
             )
         if self.request.weights is not None and not self.step:
-            weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            begun = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            dtype = main_dtype(begun.shapes.values())
+            self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         if self.document and not self.step:
             self.listener.said("there is no checkpoint to go on from: it begins anew")
         self._take(self._begin())
@@ -301,6 +309,7 @@ class Driver:
             "steps": self.request.steps,
             "name": self.source.name or self.workload.name,
             "unit": self.workload.unit,
+            "weights_dtype": self._weights_dtype,
             "strategies": [each.to_dict() for each in self.strategies],
         }
         write_document(self.path, self.document)
