@@ -139,6 +139,11 @@ class CheckpointFolder:
             return sorted(filter(_written_as_one, found), key=lambda each: -each.step)
         return []
 
+    @property
+    def step(self) -> int:
+        """Steps that the latest has behind it; 0 where there is none."""
+        return next((each.step for each in self.all()), 0)
+
     def obstacle(self) -> str:
         """Why no checkpoints may be saved here: files of something else. Empty where the folder is absent, empty, or holds
         checkpoints already."""

@@ -114,9 +114,12 @@ class Driver:
             path = Path("train", source.name) if again else fresh_folder(source.name)
         assert path is not None, "what is taken up again has a folder"
         self.document: dict[str, Any] = {}
+        note = ""
         if request.resume or (again and holds_training(path)):
             self.document = read_document(path)
+            before = TrainRequest.again(request.source, self.document["asked"])
             request = taken_up(request, self.document["asked"])
+            request, note = with_schedule(request, before, CheckpointFolder(path / CHECKPOINTS).step)
             source = Source.from_dict(self.document["source"])
         elif holds_training(path):
             raise StudyError(f"'{path}' holds a training already; go on with it by --resume, or give another --out")
@@ -126,6 +129,7 @@ class Driver:
         self.source = replace(source, spec=str(self.workload.spec))  # which is found from any folder
         if self.workload.optimizer is not None and request.lr is not None:
             raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
+        self._notes = [note] if note else []
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
@@ -146,7 +150,7 @@ class Driver:
     @property
     def step(self) -> int:
         """Steps that the latest checkpoint has behind it."""
-        return next((each.step for each in self.checkpoints.all()), 0)
+        return self.checkpoints.step
 
     @property
     def done(self) -> bool:
@@ -166,6 +170,8 @@ class Driver:
             UsageError: the data cannot be read, or is another than before; or the weights to begin with are another model's.
             NothingFound: no configuration fits on the devices.
         """
+        for note in self._notes:
+            self.listener.said(note)
         self.listener.waiting("reading the data")
         if not self.document:
             self.request = with_tokenizer(self.request, self.listener.said)
@@ -463,6 +469,41 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
             )
     starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
     return TrainRequest.again(request.source, asked, **{**given, **starts})
+
+
+def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:
+    """A request that has other steps than the training had so far, with a learning rate that goes on by the schedule of
+    before; and what a user should know of that, empty where there is nothing to know.
+
+    The schedule moves along with the steps only where that changes nothing at the step the training goes on from, as in the
+    stable part of `wsd`; otherwise the rate would jump.
+
+    Args:
+        request: what is asked.
+        before: what was asked until now.
+        step: steps that are done.
+    """
+    old, new = before.section(Hyperparameters), request.section(Hyperparameters)
+    was, horizon = old.lr_factor(step), old.lr_steps or old.steps
+    if new.lr_factor(step) == was:
+        return request, ""
+    if request.lr_steps == before.lr_steps:
+        request = replace(request, lr_steps=horizon)
+        kept = request.section(Hyperparameters)
+        end = f" and stays at {_rate(kept, horizon)} behind it" if request.steps > horizon else ""
+        return request, (
+            f"the learning rate goes on by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
+            f"--lr-steps {request.steps} has it fall over all {request.steps}, from {_rate(new, step)}"
+        )
+    return request, (
+        f"by --lr-steps {request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
+    )
+
+
+def _rate(hyper: Hyperparameters, step: int) -> str:
+    """The learning rate of a step, in words."""
+    factor = hyper.lr_factor(step)
+    return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"
 
 
 def _layout(workload: Workload) -> str | None:

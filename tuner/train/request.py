@@ -157,6 +157,7 @@ MAY_CHANGE = (
     "fix",
     "log_to",
     "steps",
+    "lr_steps",
     *(each.name for each in fields(LoopPlan)),
 )
 """What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
