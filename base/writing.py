@@ -105,8 +105,7 @@ def make_folder(path: Path) -> bool:
         raise StudyError(f"'{path}' is a file, and a run needs a folder; give another --out")
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     try:
-        disk = os.statvfs(existing)
-        free = disk.f_bavail * disk.f_frsize / MIB
+        free = free_mib(existing)
         if free < MIN_FREE_MIB:
             raise StudyError(
                 f"only {free:.1f} MiB are free where '{path}' lies, and a run needs {MIN_FREE_MIB} MiB "
@@ -117,6 +116,12 @@ def make_folder(path: Path) -> bool:
         return new
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def free_mib(path: Path) -> float:
+    """Space that is free on the disk of a file or folder, MiB."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize / MIB
 
 
 def cannot_write(path: Path, error: OSError) -> StudyError:

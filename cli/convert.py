@@ -29,4 +29,9 @@ def convert(folder: str, out: str, **options: Any) -> None:
     from ..tuner.train.convert import convert as write
 
     found = write(folder, out, ConvertRequest(**options))
-    click.echo(f"wrote {out}: step {found.step} of {folder}, for {options['to']}")
+    rounded = (
+        f", rounded to {found.rounded_to} as --from had them (--dtype float32 keeps all digits)"
+        if found.rounded_to
+        else ""
+    )
+    click.echo(f"wrote {out}: step {found.checkpoint.step} of {folder}, for {options['to']}{rounded}")

@@ -35,7 +35,8 @@ def train(as_json: bool, **options: Any) -> int:
     of a training. The order of samples, the learning rate and the loss follow from the seed and the step alone: a
     training that is taken up on other devices, in another configuration, goes on as if nothing had happened.
 
-    Exit codes: 0 trained, 1 the ranks failed, 2 bad usage or input, 3 nothing fits, 130 ended early, with a checkpoint.
+    Exit codes: 0 trained, 1 the ranks failed or the last step could not be saved, 2 bad usage or input, 3 nothing fits, 130
+    ended early, with a checkpoint.
     """
     from .tune import end_in_order
 

@@ -18,7 +18,8 @@ MAX_TEXT_BYTES = 4 * 1024 * 1024
 MASKED_SHARE = 0.15
 BYTE_OFFSET = 3
 """Byte b is token b + 3: the first three are left to padding, end and unknown (ByT5, arXiv:2105.13626)."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+"""By any of which a folder is known to hold a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +240,7 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         WorkloadError: it cannot be loaded.
     """
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     from ..base._transformers import quiet, refusals
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
     from .runner import TrialRequest
     from .work import Known, TrialTerms
+
+
+_WAITING = 200
+"""Lines that are kept for a log whose disk is full, the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,8 @@ class TrainRank:
                 join(context)
             group = torch.distributed.new_group(backend="gloo")
         with ExitStack() as held:
-            log = held.enter_context(_logging(self.folder, self.heard)) if context.rank == 0 else _nowhere
+            written = held.enter_context(_Log(self.folder, self.heard)) if context.rank == 0 else None
+            log = written or _nowhere
             context.phase("data")
             samples = self._samples()
             context.phase("build")
@@ -119,7 +125,8 @@ class TrainRank:
                 average=average,
             )
             context.phase("training")
-            return loop.run()
+            ended = loop.run()
+            return replace(ended, unlogged=written.unwritten) if written is not None else ended
 
     def _samples(self) -> TrainingData:
         return training_data(self.data, self.workload, self.folder / DATA)
@@ -179,6 +186,8 @@ class Trainings(Work):
 
     def __init__(self, program: TrainRank) -> None:
         self.program = program
+        self.ended: Ended | None = None
+        """What the first rank reported of how its loop ended; None where it reported nothing."""
         self.imports = (*COMMON_IMPORTS, "redline.runners.train", *program.workload.imports)
 
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
@@ -200,6 +209,7 @@ class Trainings(Work):
         """How it ended, and how fast it was in between."""
         unit = self.program.workload.unit
         ends = [each.report for each in outcome.ranks if isinstance(each.report, Ended)]
+        self.ended = next(iter(ends), None)
         peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
         found = Measurement(
             status=outcome.status,
@@ -244,30 +254,55 @@ def _nowhere(line: Mapping[str, Any]) -> None:
     """The log of a rank that keeps none."""
 
 
-@contextmanager
-def _logging(folder: Path, heard: Callable[[], None] | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Appends lines of JSON to a training's log. A disk that is full must not end a training: what could not be
-    written is printed, and the next line is tried again, apart from what there is of one that was cut."""
-    path = folder / LOG
-    cut = path.exists() and path.read_bytes()[-1:] not in (b"\n", b"")
-    with path.open("ab", buffering=0) as file:
+class _Log:
+    """Appends lines of JSON to a training's log. A full disk must not end a training: a line that cannot be written is printed,
+    and unless it is a step's it is written once there is room again, apart from what there is of one that was cut.
 
-        def log(line: Mapping[str, Any]) -> None:
-            nonlocal cut
-            text = json.dumps({"time": time.time(), **line}, allow_nan=False)
-            data = b"\n" * cut + text.encode() + b"\n"
-            try:
-                written = file.write(data)
-                cut = written < len(data) if written else cut
-                reason = "cut short" if written < len(data) else ""
-            except OSError as error:
-                reason = str(error.strerror)
-            if reason:
-                print(f"redline: the log cannot be written ({reason}): {text}", flush=True)
-            if heard is not None:
-                heard()
+    Args:
+        folder: the training's.
+        heard: called behind every line.
+    """
 
-        yield log
+    def __init__(self, folder: Path, heard: Callable[[], None] | None) -> None:
+        path = folder / LOG
+        self._cut = path.exists() and path.read_bytes()[-1:] not in (b"\n", b"")
+        self._file = path.open("ab", buffering=0)
+        self._heard = heard
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
+
+    def __enter__(self) -> "_Log":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @property
+    def unwritten(self) -> tuple[Mapping[str, Any], ...]:
+        """Lines that the disk has had no room for so far."""
+        return tuple(self._waiting)
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        lines = [*self._waiting, {"time": time.time(), **line}]
+        self._waiting.clear()
+        reason = ""
+        for each in lines:
+            reason = reason or self._write(each)
+            if reason and each.get("kind") != "step":
+                self._waiting.append(each)
+        if reason:
+            print(f"redline: the log cannot be written ({reason}): {json.dumps(lines[-1])}", flush=True)
+        if self._heard is not None:
+            self._heard()
+
+    def _write(self, line: Mapping[str, Any]) -> str:
+        """Writes a line; why that is not possible, empty where it was."""
+        data = b"\n" * self._cut + json.dumps(line, allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            return str(error.strerror)
+        self._cut = written < len(data) if written else self._cut
+        return "cut short" if written < len(data) else ""
 
 
 @contextmanager

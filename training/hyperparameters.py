@@ -25,13 +25,23 @@ class Hyperparameters:
     """
 
     steps: Annotated[int, Asked("Optimizer steps in all.", type=int, metavar="N")] = 1000
-    """Optimizer steps in all, by which the learning rate falls."""
+    """Optimizer steps in all."""
     lr: Annotated[float | None, Asked("Highest learning rate.  [default: 1e-4]", type=float)] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
     lr_schedule: Annotated[str, Asked(f"How it falls: {either(LR_SCHEDULES)}.", metavar="NAME")] = "cosine"
     """How it falls behind the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
-    warmup: Annotated[int, Asked("Steps over which it rises.", type=int, metavar="N")] = 0
-    """Steps over which it rises linearly."""
+    lr_steps: Annotated[
+        int | None,
+        Asked(
+            "Steps after which it has fallen; it stays there.  [default: --steps, as first asked]",
+            type=int,
+            metavar="N",
+        ),
+    ] = None
+    """Steps after which it has fallen, and stays where it is; None for all steps."""
+    warmup: Annotated[int, Asked("Steps over which it rises; the first has lr/N.", type=int, metavar="N")] = 0
+    """Steps over which it rises linearly, n: step k of them, counted from 1, has k/n of the highest. Transformers' Trainer
+    counts from 0: there the first step has a rate of 0, and every other that of the step before here."""
     min_lr: Annotated[float, Asked("Where it ends, as a share of the highest.", type=float)] = 0.1
     """Where it ends, as a share of the highest."""
     decay: Annotated[float, Asked("Share of the steps over which wsd falls.", type=float)] = 0.2
@@ -53,6 +63,7 @@ class Hyperparameters:
         ranges = {
             "steps": (self.steps, self.steps >= 1, "at least 1"),
             "lr": (self.lr, self.lr is None or 0 < self.lr < math.inf, "above 0"),
+            "lr_steps": (self.lr_steps, self.lr_steps is None or self.lr_steps >= 1, "at least 1"),
             "warmup": (self.warmup, self.warmup >= 0, "at least 0"),
             "min_lr": (self.min_lr, 0 <= self.min_lr <= 1, "a share from 0 to 1"),
             "decay": (self.decay, 0 < self.decay <= 1, "a share above 0, of at most 1"),
@@ -69,7 +80,7 @@ class Hyperparameters:
         """The learning rate of a step, numbered from 0, as a share of the highest."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        left = max(1, self.steps - self.warmup)
+        left = max(1, (self.lr_steps or self.steps) - self.warmup)
         done = min(1.0, (step - self.warmup) / left)
         if self.lr_schedule == "constant":
             share = 1.0

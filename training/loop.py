@@ -73,6 +73,8 @@ class Ended:
     """Whether it was told to, before the last step."""
     failure: str = ""
     """Why the last step has no checkpoint; empty where it has one."""
+    unlogged: tuple[Mapping[str, Any], ...] = ()
+    """Lines of the log, except those of steps, that its disk had no room for."""
     step_ms: float | None = None
     """Median time of a step over the intervals of the log, the first one apart, ms; None where there was none."""
     samples_per_step: int = 0
@@ -352,7 +354,7 @@ class Loop:
             )
 
     def _end(self, stopped: bool) -> Ended:
-        failure = ""
+        failure, stopped = "", stopped and self.step < self.until
         if self.saver is not None:
             self._save()
             last = self.saver.wait()

@@ -1,7 +1,7 @@
 """Checkpoints for transformers, written shard by shard."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from ...base._transformers import as_saved, quiet
 from ...base.errors import UsageError, WorkloadError
 from ..architecture import Architecture, one_line, without_memory
 from .adapters import is_adapter
+from .beside import GENERATION
 from .fit import fit
 from .folder import whole_folder
 from .hugging_face import plain
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5 << 30
 """Bytes of a file above which another is begun; as much is in memory while it is written."""
 _TOKENIZER = (
-    "*token*", "vocab*", "merges*", "spiece*", "*.model", "chat_template*", "normalizer.json", "generation_config.json",
+    "*token*", "vocab*", "merges*", "spiece*", "*.model", "chat_template*", "normalizer.json", GENERATION,
 )  # fmt: skip
 """What belongs to a tokenizer in a folder, and how the model is to generate."""
 _NOT_TOKENIZER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "config.json", "*.py")
@@ -36,6 +37,7 @@ def write_hugging_face(
     *,
     dtype: "torch.dtype | None" = None,
     tokenizer: Path | str | None = None,
+    generation: Path | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a folder that `from_pretrained` loads: config.json, safetensors, and the tokenizer's files.
@@ -48,6 +50,7 @@ def write_hugging_face(
         out: a folder that is not there yet, or empty.
         dtype: what floating-point weights are rounded to; None keeps each as it is.
         tokenizer: a folder whose tokenizer's files are copied, or one such file.
+        generation: a generation_config.json that is copied; None takes the tokenizer's, or one by the model's configuration.
         max_shard_bytes: size of a file above which another is begun.
 
     Raises:
@@ -69,9 +72,13 @@ def write_hugging_face(
             ) from error
     with whole_folder(out) as folder:
         write_safetensors(stored, folder, max_shard_bytes)
-        write_configuration(folder, architecture, model, _main_dtype(stored))
+        write_configuration(
+            folder, architecture, model, main_dtype((each.shape, each.dtype) for each in stored.values())
+        )
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), folder)
+        if generation is not None:
+            shutil.copyfile(generation, folder / GENERATION)
 
 
 def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) -> None:
@@ -132,10 +139,10 @@ def _as(tensor: LazyTensor, dtype: "torch.dtype | None") -> LazyTensor:
     return cast(tensor, dtype) if dtype is not None and tensor.dtype.is_floating_point else tensor
 
 
-def _main_dtype(tensors: Mapping[str, LazyTensor]) -> "torch.dtype | None":
-    """The floating-point dtype that most entries have."""
+def main_dtype(tensors: "Iterable[tuple[torch.Size, torch.dtype]]") -> "torch.dtype | None":
+    """The floating-point dtype that most entries of tensors have, by shape and dtype of each."""
     totals: dict[torch.dtype, int] = {}
-    for each in tensors.values():
-        if each.dtype.is_floating_point:
-            totals[each.dtype] = totals.get(each.dtype, 0) + each.shape.numel()
+    for shape, dtype in tensors:
+        if dtype.is_floating_point:
+            totals[dtype] = totals.get(dtype, 0) + shape.numel()
     return max(totals, key=lambda each: totals[each], default=None)

@@ -129,19 +129,62 @@ def order(config):
     seen = []
     for _ in range(3):
         seen.append([batch["input_ids"][:, :3].tolist() for batch in prepared.loader])
-    return seen, prepared.loader.position
+    return seen
 
 
 def test_batches_follow_from_the_seed_alone(two):
-    alone, position = order({"micro_batch": 8})
+    alone = order({"micro_batch": 8})
     # 20 samples are two and a half steps: the third straddles two epochs, and belongs to the first.
     assert [len(each) for each in alone] == [3, 2, 3]
-    assert position == 64
     halves = two.run(order, {"dp": 2, "micro_batch": 2})
-    joined = [[a + b for a, b in zip(*epoch)] for epoch in zip(halves[0][0], halves[1][0])]
+    joined = [[a + b for a, b in zip(*epoch)] for epoch in zip(*halves)]
     assert joined == alone
     piped = two.run(order, {"pp": 2, "micro_batch": 4})
-    assert piped[0][0] == piped[1][0] == alone
+    assert piped[0] == piped[1] == alone
+
+
+def fetched_by_zip(loader):
+    yield from (batch for batch, _ in zip(loader, range(4)))
+
+
+def fetched_ahead(loader):
+    waiting = []
+    for batch in loader:
+        waiting.append(batch)
+        if len(waiting) > 2:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+@pytest.mark.parametrize("fetched", [fetched_by_zip, fetched_ahead])
+def test_a_batch_that_was_fetched_and_not_trained_on_is_the_next_one(tmp_path, fetched):
+    def trained(batches, steps):
+        """Losses of so many steps, of the 64 / 8 there are in an epoch."""
+        model, optimizer, loader, _ = prepared
+        losses = []
+        for batch in batches(loader):
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == steps:
+                break
+        return losses
+
+    def made():
+        data = [make_data()[number % 20] for number in range(64)]
+        return redline.accelerate(make_llama(), data, strategy={"micro_batch": 8}, global_batch=8)
+
+    prepared = made()
+    whole = trained(iter, 8)
+    prepared = made()
+    first = trained(fetched, 4)
+    assert prepared.loader.position == 32 and len(prepared.loader) == 4
+    prepared.info.save(tmp_path / "saved")
+    assert first + trained(iter, 4) == whole, "the next loop"
+    prepared = made()
+    assert prepared.info.load(tmp_path / "saved") and prepared.loader.position == 32
+    assert first + trained(iter, 4) == whole, "whoever loads it"
 
 
 def interrupted(config, folder, first):
@@ -206,6 +249,20 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     turns(prepared, 1)
     with pytest.raises(StudyError, match="file/saved.*cannot be made"):
         prepared.info.save(tmp_path / "file" / "saved")
+
+
+def test_a_project_s_own_folder_is_no_place_for_checkpoints(tmp_path, monkeypatch):
+    for name in (".git/HEAD", "frozen/lake.txt", "train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 4}, global_batch=GLOBAL_BATCH)
+    with pytest.raises(
+        StudyError, match=r"holds \.git, frozen, train\.py and no checkpoint.*give one that is new or empty"
+    ):
+        prepared.info.save(".")
+    assert all((tmp_path / name).read_text() == "mine" for name in (".git/HEAD", "frozen/lake.txt", "train.py"))
+    assert prepared.info.save("saved").is_dir()
 
 
 def evaluations(config, first, second):

@@ -24,7 +24,12 @@ FROZEN = "frozen"
 FORMAT = 1
 SEAL = "sha256"
 """By which a manifest holds the checksum of itself."""
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.step-\d{8,}\.(saving|removing)")
+"""What a save or a removal that was killed leaves."""
+_ASIDE = re.compile(r"damaged-step-\d{8,}(-\d+)?")
+_METADATA = ".metadata"
+"""Of a folder of torch.distributed.checkpoint, which every checkpoint is."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,14 @@ class Checkpoint:
         if document != _sealed(document) or document.get("step") != self.step:
             raise StudyError(f"'{self.path}' is damaged: its {MANIFEST} is not as it was when saved")
         return document
+
+    @property
+    def sound(self) -> bool:
+        """Whether its manifest is as it was when saved. No other checkpoint is ever removed."""
+        try:
+            return bool(self.manifest)
+        except StudyError:
+            return False
 
     @property
     def frozen(self) -> "Checkpoint | None":
@@ -119,11 +132,41 @@ class CheckpointFolder:
         self.path, self.keep = path, keep
 
     def all(self) -> list[Checkpoint]:
-        """The whole ones, the latest first."""
-        with contextlib.suppress(FileNotFoundError):
-            found = [each for each in self.path.iterdir() if _NAME.fullmatch(each.name) and each.is_dir()]
-            return sorted((Checkpoint(each) for each in found), key=lambda each: -each.step)
+        """The checkpoints, the latest first, damaged ones too. A folder that is named like one and was not written as one
+        is somebody else's."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = [Checkpoint(each) for each in self.path.iterdir() if _NAME.fullmatch(each.name)]
+            return sorted(filter(_written_as_one, found), key=lambda each: -each.step)
         return []
+
+    @property
+    def step(self) -> int:
+        """Steps that the latest has behind it; 0 where there is none."""
+        return next((each.step for each in self.all()), 0)
+
+    def obstacle(self) -> str:
+        """Why no checkpoints may be saved here: files of something else. Empty where the folder is absent, empty, or holds
+        checkpoints already."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if foreign := [] if self.all() else self._foreign():
+                more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+                return (
+                    f"'{self.path}' holds {', '.join(foreign[:3])}{more} and no checkpoint: checkpoints are saved in a folder "
+                    "of their own; give one that is new or empty"
+                )
+        return ""
+
+    def _foreign(self) -> list[str]:
+        """Names of what no training has saved here."""
+        ours = {each.path.name for each in self.all()}
+        return sorted(
+            each.name
+            for each in self.path.iterdir()
+            if each.name not in ours
+            and not _LEFT.fullmatch(each.name)
+            and not _ASIDE.fullmatch(each.name)
+            and not (each.name == FROZEN and each.is_dir() and not self.frozen._foreign())
+        )
 
     @property
     def frozen(self) -> "CheckpointFolder":
@@ -158,7 +201,7 @@ class CheckpointFolder:
             self._remove(made)
         os.rename(beside, made.path)
         _sync(self.path)
-        older = [each for each in self.all() if each.step < step]
+        older = [each for each in self.all() if each.step < step and each.sound]
         for each in older[self.keep - 1 :]:
             self._remove(each)
         return made
@@ -168,7 +211,7 @@ class CheckpointFolder:
         shutil.rmtree(self.beside(step), ignore_errors=True)
 
     def prepare(self, found: Checkpoint | None = None) -> None:
-        """Makes the folder, and removes what saves that were killed have left.
+        """Makes the folder, and removes what saves that were killed have left there; nothing else.
 
         Args:
             found: what the training goes on from. Later ones, which are damaged, get another name: they are not the latest
@@ -176,25 +219,55 @@ class CheckpointFolder:
 
         Raises:
             OSError: it cannot be made.
+            StudyError: it holds something else.
         """
+        if obstacle := self.obstacle():
+            raise StudyError(obstacle)
         self.path.mkdir(parents=True, exist_ok=True)
-        for each in self.path.iterdir():
-            if each.name.startswith("."):
-                shutil.rmtree(each, ignore_errors=True)
+        for folder in (self.path, self.frozen.path):
+            for each in folder.iterdir() if folder.is_dir() else ():
+                if _LEFT.fullmatch(each.name):
+                    shutil.rmtree(each, ignore_errors=True)
         if not self.all():  # of another training, which never came to a checkpoint
-            shutil.rmtree(self.frozen.path, ignore_errors=True)
+            for kept in self.frozen.all():
+                self._remove(kept)
+            with contextlib.suppress(OSError):  # there is none, or somebody else's
+                self.frozen.path.rmdir()
         for later in self.all():
             if found is not None and later.step > found.step:
-                aside = later.path.with_name(f"damaged-{later.path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                os.rename(later.path, aside)
+                os.rename(later.path, _free(later.path.with_name(f"damaged-{later.path.name}")))
 
     def _remove(self, old: Checkpoint) -> None:
-        # Renamed first: a process that is killed meanwhile must not leave half of one under its name.
+        """Removes a checkpoint: what its manifest names, and the folder where nothing else is in it."""
+        if not old.sound:
+            return
+        names = {MANIFEST, *old.files()}
         with contextlib.suppress(OSError):
-            gone = old.path.with_name(f".{old.path.name}.removing")
-            os.rename(old.path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            if {each.name for each in old.path.iterdir()} <= names:
+                # Renamed first: a process that is killed meanwhile must not leave half of one under its name.
+                gone = old.path.with_name(f".{old.path.name}.removing")
+                os.rename(old.path, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+                return
+            for name in sorted(names, key=lambda name: name != MANIFEST):  # without that it is no checkpoint any more
+                (old.path / name).unlink(missing_ok=True)
+
+
+def _written_as_one(each: Checkpoint) -> bool:
+    """Whether a folder was saved as a checkpoint, be it damaged now."""
+    path = each.path
+    if path.name != f"step-{each.step:08d}" or path.is_symlink() or not path.is_dir():
+        return False
+    return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.sound)
+
+
+def _free(path: Path) -> Path:
+    """The path, or with a number behind it where something is there."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def checksum(path: Path) -> str:

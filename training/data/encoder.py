@@ -12,13 +12,11 @@ from ...base.errors import WorkloadError
 from ...models.data import BYTE_OFFSET, load_tokenizer
 from .chat import encode_conversations
 from .documents import Piece
-from .plan import TrainOn
+from .plan import BYTES, TrainOn
 
 BATCH_CHARACTERS = 1 << 21
 """Text that is tokenised at once: enough for all threads of a fast tokenizer."""
 BATCH_PIECES = 1000
-BYTES = "bytes"
-"""The name of what makes tokens of bytes."""
 _END_OF_BYTES = 1
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -64,12 +62,12 @@ class Encoder:
 
 
 def encoder_of(folder: str | None) -> Encoder:
-    """The encoder of a tokenizer's folder; of bytes where there is none.
+    """The encoder of a tokenizer's folder; of bytes where there is none, or `bytes` is asked for.
 
     Raises:
         WorkloadError: the folder holds no tokenizer, or one that cannot be loaded.
     """
-    if folder is None:
+    if folder is None or folder == BYTES:
         return Encoder(
             name=BYTES, tokenizer=None, size=256 + BYTE_OFFSET, prefix=(), suffix=(_END_OF_BYTES,),
             end_id=_END_OF_BYTES, pad_id=0, mask_id=None,
@@ -102,7 +100,7 @@ def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def tokenizer_digest(folder: str | None) -> str:
     """SHA-256 of the files that tokens follow from, hex; `bytes` where there is no tokenizer."""
-    if folder is None:
+    if folder is None or folder == BYTES:
         return BYTES
     total = hashlib.sha256()
     for name in _FILES:

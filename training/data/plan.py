@@ -8,6 +8,8 @@ from ...models.request import Asked
 
 Packing = Literal["packed", "documents", "padded"]
 TrainOn = Literal["all", "assistant"]
+BYTES = "bytes"
+"""The tokenizer that takes text by bytes."""
 LARGEST_SHARE = 0.5
 """Of the samples, what may be held out."""
 
@@ -32,10 +34,12 @@ class DataPlan:
     """Files or folders: text (`.txt`, `.md`) and JSON lines (`.jsonl`, `.ndjson`, `.json`), either as it is or with `.gz`,
     Parquet, a folder of such or of Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron
     by either or their prefix."""
-    tokenizer: Annotated[str | None, Asked("Folder of a Hugging Face tokenizer.  [default: bytes]", metavar="DIR")] = (
-        None
-    )
-    """Folder of a Hugging Face tokenizer; None takes text by bytes. Of a `.bin` it says which token ends a document."""
+    tokenizer: Annotated[
+        str | None,
+        Asked("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
+    ] = None
+    """Folder of a Hugging Face tokenizer; None or `bytes` takes text by bytes. Of a `.bin` it says which token ends a
+    document."""
     field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
     """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content`, or
     ShareGPT's `from` and `value`, there is a conversation, written as text by the tokenizer's chat template."""

@@ -13,9 +13,9 @@ from ...base.errors import WorkloadError
 from ...models.data import Task, window
 from .cache import made_once
 from .documents import Piece, pieces_of
-from .encoder import BYTES, encoded, encoder_of, tokenizer_digest
+from .encoder import encoded, encoder_of, tokenizer_digest
 from .packing import Layout, Usable, usable_rows
-from .plan import DataPlan
+from .plan import BYTES, DataPlan
 from .samples import Samples
 from .sources import OF_TOKENS, Source, find_sources
 from .split import Split
@@ -64,7 +64,7 @@ def prepare(
     if task != "causal":
         plan = replace(plan, train_on="all")
     sources = find_sources(plan.paths)
-    if plan.tokenizer is None and vocab_size < encoder_of(None).size and sources[0].kind not in OF_TOKENS:
+    if plan.tokenizer in (None, BYTES) and vocab_size < encoder_of(None).size and sources[0].kind not in OF_TOKENS:
         raise WorkloadError(
             f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
             f"has {vocab_size}; give a tokenizer"
@@ -209,7 +209,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
 
 
 def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:
-    encoder = encoder_of(plan.tokenizer) if plan.tokenizer is not None else None
+    encoder = encoder_of(plan.tokenizer) if plan.tokenizer not in (None, BYTES) else None
     files: list[tuple[TokenFile, np.ndarray | None]] = [
         indexed_tokens(each) if each.kind == "indexed" else (plain_tokens(each, vocab_size), None) for each in sources
     ]

@@ -110,7 +110,7 @@ class Info:
         number of ranks; all ranks call it.
 
         Args:
-            path: the folder, on a file system that all ranks share.
+            path: the folder, on a file system that all ranks share: a new one, an empty one, or one of checkpoints.
             keep: checkpoints that it keeps.
             facts: what the checkpoint is to say beside, as plain data.
 
@@ -118,7 +118,8 @@ class Info:
             Where it is.
 
         Raises:
-            StudyError: it cannot be written, or the folder holds checkpoints of later steps; those of before are untouched.
+            StudyError: it cannot be written, or the folder holds checkpoints of later steps, or something else and no
+                checkpoint; what is there is untouched.
         """
         folder = CheckpointFolder(Path(path).absolute(), keep)
         self._prepare(folder)
@@ -155,6 +156,8 @@ class Info:
         here = self._found if self._found is not None and self._found.path.parent == folder.path else None
         try:
             folder.prepare(here)
+        except StudyError as error:
+            return str(error)
         except OSError as error:
             return f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"
         later = [str(each.step) for each in folder.all() if each.step > self.step]

@@ -136,7 +136,8 @@ def _prepared(
         samples, FromWorkload
     ):  # as dry runs have them, be the samples of a step chosen with the configuration
         samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
-    steps, loader = Steps(training, samples, clip), Loader(training, samples)
+    steps = Steps(training, samples, clip)
+    loader = Loader(steps, samples)
     info = Info(steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group)
     return Accelerated(PreparedModel(steps), PreparedOptimizer(steps), loader, info)
 

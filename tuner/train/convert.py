@@ -8,8 +8,10 @@ from ...base.errors import StudyError, UsageError, unknown
 from ...base.reading import path_of
 from ...models.architecture import Architecture
 from ...models.layouts.adapters import merged
+from ...models.layouts.beside import own_generation, own_tokenizer
 from ...models.layouts.find import LAYOUTS
 from ...models.layouts.lazy import LazyTensors
+from ...models.layouts.save import main_dtype
 from ...models.layouts.weights import LazyWeights, Weights
 from ...models.lora import AdaptedArchitecture
 from ...models.request import Asked, either
@@ -17,6 +19,7 @@ from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
 from ...training.checkpoint.restoring import check, stored_in
 from ...training.checkpoint.state import AVERAGE, MODEL
+from ...training.data.plan import BYTES
 from .request import TrainRequest
 from .strategy import Source
 
@@ -36,11 +39,17 @@ class ConvertRequest:
     step: Annotated[int | None, Asked("Of which step.  [default: the latest]", type=int, metavar="N")] = None
     """Of which step; None for the latest."""
     dtype: Annotated[
-        str | None, Asked("Round weights to float32, bfloat16 or float16.  [default: as they are]", metavar="NAME")
+        str | None,
+        Asked(
+            "Round weights to float32, bfloat16 or float16.  [default: as --from had them, else as they are]",
+            metavar="NAME",
+        ),
     ] = None
-    """What weights are rounded to; None keeps them."""
-    tokenizer: Annotated[str | None, Asked("Folder of the tokenizer.  [default: the training's]", metavar="DIR")] = None
-    """Whose files go with a Hugging Face checkpoint; None for the training's."""
+    """What weights are rounded to; None for what those that the training began with were stored in, if it began with some."""
+    tokenizer: Annotated[
+        str | None, Asked("Folder of the tokenizer.  [default: the training's, else that of --from]", metavar="DIR")
+    ] = None
+    """Whose files go with a Hugging Face checkpoint; None for the training's, or that of the weights it began with."""
     average: Annotated[bool, Asked("The moving average of the weights, where one was kept.")] = False
     """Take the moving average instead of the weights."""
     merge: Annotated[bool, Asked("Add adapters to the weights that they adapt.")] = False
@@ -58,16 +67,23 @@ class ConvertRequest:
             raise UsageError("--merge makes plain weights, and peft's checkpoints are adapters; give --to hf")
 
 
-def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Checkpoint:
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was converted."""
+
+    checkpoint: Checkpoint
+    """Which one."""
+    rounded_to: str | None
+    """The dtype that weights were rounded to though none was asked for: of those that the training began with."""
+
+
+def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Converted:
     """Writes a checkpoint of a training as another tool's; one file of it is in memory at a time.
 
     Args:
         folder: the training's.
         out: a folder that is not there yet, or empty.
         request: what it is to become.
-
-    Returns:
-        Which one was converted.
 
     Raises:
         StudyError: there is no such checkpoint, or it is damaged.
@@ -91,8 +107,16 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Che
     weights = _weights(found, stored_in(found), request.average)
     if request.merge and isinstance(workload.model, AdaptedArchitecture):
         weights = merged(weights, workload.model)
-    LAYOUTS[request.to](weights, workload.model, path_of(out), **_options(request, trained))
-    return found
+    began_in = document.get("weights_dtype")
+    rounded = request.to == "hf" and request.dtype is None and began_in in _DTYPES and began_in != _dtype_of(weights)
+    options = _options(request, trained, began_in if rounded else request.dtype)
+    LAYOUTS[request.to](weights, workload.model, path_of(out), **options)
+    return Converted(checkpoint=found, rounded_to=began_in if rounded else None)
+
+
+def _dtype_of(weights: Weights) -> str:
+    """The dtype that most of the weights have."""
+    return str(main_dtype(weights.shapes.values())).removeprefix("torch.")
 
 
 def _check_adapters(request: ConvertRequest, architecture: Architecture, folder: str | Path) -> None:
@@ -106,13 +130,18 @@ def _check_adapters(request: ConvertRequest, architecture: Architecture, folder:
         raise UsageError(f"the training in '{folder}' has no adapters; it was of all weights")
 
 
-def _options(request: ConvertRequest, trained: TrainRequest) -> dict[str, Any]:
+def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) -> dict[str, Any]:
     """What a layout is written with beside the weights."""
     if request.to == "hf":
         import torch
 
-        dtype = getattr(torch, request.dtype) if request.dtype else None
-        return {"dtype": dtype, "tokenizer": request.tokenizer or trained.tokenizer}
+        began = trained.weights if trained.weights is not None and Path(trained.weights).exists() else None
+        own = None if began is None else own_tokenizer(began)
+        given = request.tokenizer or trained.tokenizer
+        tokenizer = own if given is None else None if given == BYTES else Path(given)
+        # In another tokenizer another token ends a text.
+        generation = own_generation(began) if began is not None and tokenizer == own else None
+        return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer, "generation": generation}
     if request.to == "peft":
         return {"base": None if trained.weights is None else str(trained.weights)}
     return {}

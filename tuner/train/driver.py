@@ -12,11 +12,12 @@ from typing import Any
 from ...base.device import Device, detect, usable_cores
 from ...base.errors import RunnerError, StudyError, TrainingFailed, UsageError
 from ...base.lock import FolderLock
-from ...base.writing import make_folder
+from ...base.writing import free_mib, make_folder
 from ...estimator.hardware import recognise
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.flops import flops_of
+from ...models.layouts.save import main_dtype
 from ...models.lora import AdaptedArchitecture
 from ...results import Measurement, Status
 from ...results.trained import (
@@ -40,17 +41,20 @@ from ...training.checkpoint.folder import CheckpointFolder
 from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
-from ...training.loop import LoopPlan
+from ...training.loop import Ended, LoopPlan
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener
 from .request import MAY_CHANGE, OF_A_START, TrainRequest, as_listed
 from .strategy import Source, after_oom, anew, read_source, winner
+from .tokenizer import with_tokenizer
 
 LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
 REPLACE_S, RETRY_S = 120.0, 5.0
 """How long devices that were lost may take to be replaced, and how often it is tried, s."""
+FULL_MIB = 1.0
+"""Free space of a training's disk below which it is said to be full, MiB."""
 LOOK_S = 0.2
 """How often the log is looked at, s."""
 
@@ -110,9 +114,12 @@ class Driver:
             path = Path("train", source.name) if again else fresh_folder(source.name)
         assert path is not None, "what is taken up again has a folder"
         self.document: dict[str, Any] = {}
+        note = ""
         if request.resume or (again and holds_training(path)):
             self.document = read_document(path)
+            before = TrainRequest.again(request.source, self.document["asked"])
             request = taken_up(request, self.document["asked"])
+            request, note = with_schedule(request, before, CheckpointFolder(path / CHECKPOINTS).step)
             source = Source.from_dict(self.document["source"])
         elif holds_training(path):
             raise StudyError(f"'{path}' holds a training already; go on with it by --resume, or give another --out")
@@ -122,23 +129,28 @@ class Driver:
         self.source = replace(source, spec=str(self.workload.spec))  # which is found from any folder
         if self.workload.optimizer is not None and request.lr is not None:
             raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
+        self._notes = [note] if note else []
+        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
+        if obstacle := self.checkpoints.obstacle():
+            raise StudyError(obstacle)
         self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
         make_folder(path)
         held.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
-        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         self.device = detect()
         self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
         """What the samples say of themselves."""
+        self._weights_dtype: str | None = self.document.get("weights_dtype")
+        """What the weights that it began with were stored in; None where it began with none."""
         self._failed: list[Config] = []
-        self._last: Mapping[str, Any] = {}
-        """What the log says of the end."""
+        self._end: Ended | None = None
+        """What the ranks reported of how they ended: their log is on a disk that may be full."""
 
     @property
     def step(self) -> int:
         """Steps that the latest checkpoint has behind it."""
-        return next((each.step for each in self.checkpoints.all()), 0)
+        return self.checkpoints.step
 
     @property
     def done(self) -> bool:
@@ -158,7 +170,11 @@ class Driver:
             UsageError: the data cannot be read, or is another than before; or the weights to begin with are another model's.
             NothingFound: no configuration fits on the devices.
         """
+        for note in self._notes:
+            self.listener.said(note)
         self.listener.waiting("reading the data")
+        if not self.document:
+            self.request = with_tokenizer(self.request, self.listener.said)
         plan = self.request.section(DataPlan)
         samples = training_data(plan, self.workload, self.path / DATA, self.listener.reading)
         self.data = samples.describe()
@@ -178,7 +194,9 @@ class Driver:
                 "and teaches it nothing; --data names files to learn from"
             )
         if self.request.weights is not None and not self.step:
-            weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            begun = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            dtype = main_dtype(begun.shapes.values())
+            self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         if self.document and not self.step:
             self.listener.said("there is no checkpoint to go on from: it begins anew")
         self._take(self._begin())
@@ -297,6 +315,7 @@ class Driver:
             "steps": self.request.steps,
             "name": self.source.name or self.workload.name,
             "unit": self.workload.unit,
+            "weights_dtype": self._weights_dtype,
             "strategies": [each.to_dict() for each in self.strategies],
         }
         write_document(self.path, self.document)
@@ -313,9 +332,14 @@ class Driver:
             seed=request.seed,
         )
         self.listener.waiting("starting ranks")
-        with runner_on(request.runner, Trainings(self.program()), terms, address=request.ray_address) as runner:
+        work = Trainings(self.program())
+        with runner_on(request.runner, work, terms, address=request.ray_address) as runner:
             self.listener.began(self.begun())
-            return self._watched(runner)
+            measured = self._watched(runner)
+        self._end = work.ended
+        for line in self._end.unlogged if self._end is not None else ():
+            self.listener.line(line)
+        return measured
 
     def _kept_up(self) -> Measurement:
         """Starts the ranks, again where they are lost, and on fewer devices where nothing takes the place of those; how they
@@ -356,22 +380,36 @@ class Driver:
             try:
                 self._follow(future, reader)
             except KeyboardInterrupt:
-                (self.path / STOP).touch()
-                self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
+                self._ask_to_stop()
                 self._follow(future, reader)
             return future.result()
+
+    def _ask_to_stop(self) -> None:
+        """Has the ranks save a checkpoint and end."""
+        try:
+            (self.path / STOP).touch()
+        except OSError as error:
+            why = error.strerror or error
+            self.listener.said(
+                f"the ranks cannot be asked to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
+            )
+        else:
+            self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
 
     def _logs(self) -> Iterator[Path]:
         return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
 
     def _follow(self, future: "Future[Measurement]", reader: LogReader) -> None:
-        over = False
+        over, full = False, False
         while not over:
             over = future.done()
             for line in reader.lines():
-                if line.get("kind") == "end":
-                    self._last = line
                 self.listener.line(line)
+            was, full = full, free_mib(self.path) < FULL_MIB
+            if full and not was:
+                self.listener.said(
+                    f"THE DISK OF '{self.path}' IS FULL: no checkpoint can be saved and no line logged until there is room"
+                )
             if not over:
                 time.sleep(LOOK_S)
 
@@ -381,13 +419,23 @@ class Driver:
         Raises:
             TrainingFailed: its last step could not be saved.
         """
-        if failure := self._last.get("failure"):
+        assert self._end is not None, "ranks that ended well have reported"
+        self.check_saved(self._end)
+        return self._trained(measured)
+
+    def check_saved(self, end: Ended) -> None:
+        """Refuses to take a training for one that ended well whose last step has no checkpoint.
+
+        Raises:
+            TrainingFailed: says why, and what there is.
+        """
+        if end.failure:
             kept = "there is no checkpoint, and --resume begins anew"
             if self.step:
                 kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
-            step = self._last.get("step")
-            raise TrainingFailed(f"the training came to step {step}, which could not be saved: {failure}; {kept}")
-        return self._trained(measured)
+            raise TrainingFailed(
+                f"the training came to step {end.step}, which could not be saved: {end.failure}; {kept}"
+            )
 
     def _trained(self, measured: Measurement | None) -> Trained:
         source, request = self.source, self.request
@@ -396,8 +444,8 @@ class Driver:
         )
         return Trained(
             folder=self.path,
-            step=self.step,
-            stopped=self.step < request.steps,
+            step=self.step if self._end is None else self._end.step,
+            stopped=self._end is not None and self._end.stopped,
             measurement=measured,
             strategies=tuple(self.strategies),
             predicted=source.predicted if same else None,
@@ -421,6 +469,41 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
             )
     starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
     return TrainRequest.again(request.source, asked, **{**given, **starts})
+
+
+def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:
+    """A request that has other steps than the training had so far, with a learning rate that goes on by the schedule of
+    before; and what a user should know of that, empty where there is nothing to know.
+
+    The schedule moves along with the steps only where that changes nothing at the step the training goes on from, as in the
+    stable part of `wsd`; otherwise the rate would jump.
+
+    Args:
+        request: what is asked.
+        before: what was asked until now.
+        step: steps that are done.
+    """
+    old, new = before.section(Hyperparameters), request.section(Hyperparameters)
+    was, horizon = old.lr_factor(step), old.lr_steps or old.steps
+    if new.lr_factor(step) == was:
+        return request, ""
+    if request.lr_steps == before.lr_steps:
+        request = replace(request, lr_steps=horizon)
+        kept = request.section(Hyperparameters)
+        end = f" and stays at {_rate(kept, horizon)} behind it" if request.steps > horizon else ""
+        return request, (
+            f"the learning rate goes on by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
+            f"--lr-steps {request.steps} has it fall over all {request.steps}, from {_rate(new, step)}"
+        )
+    return request, (
+        f"by --lr-steps {request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
+    )
+
+
+def _rate(hyper: Hyperparameters, step: int) -> str:
+    """The learning rate of a step, in words."""
+    factor = hyper.lr_factor(step)
+    return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"
 
 
 def _layout(workload: Workload) -> str | None:

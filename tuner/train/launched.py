@@ -27,13 +27,14 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
 
     Raises:
         RedlineError: on every rank, where rank 0 refuses what is asked.
+        TrainingFailed: on rank 0, where the last step could not be saved.
     """
     import torch
     import torch.distributed as dist
 
     with contextlib.ExitStack() as held:
-        told = [listener]
-        program, joined = decided(place, lambda: _decide(request, place, told, held))
+        told, drivers = [listener], list[Driver]()
+        program, joined = decided(place, lambda: _decide(request, place, told, drivers, held))
         if dist.is_initialized():
             held.callback(dist.destroy_process_group)
         meter: MemoryMeter = HostMemoryMeter()
@@ -55,23 +56,36 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         reader = LogReader(program.folder, log_size(program.folder))
         following = replace(program, heard=lambda: _follow(reader, told[0])) if place.rank == 0 else program
         try:
-            return following(context).stopped
+            ended = following(context)
         except (RuntimeError, MemoryError) as error:
             if failure.is_oom(error):
                 note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
                 with contextlib.suppress(OSError):  # what ended the rank is what is to be heard
                     write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
             raise
+        for driver in drivers:
+            for line in ended.unlogged:
+                told[0].line(line)
+            driver.check_saved(ended)
+        return ended.stopped
 
 
-def _decide(request: TrainRequest, place: Place, told: list[TrainListener], held: contextlib.ExitStack) -> TrainRank:
-    """What all ranks are to do. Who hears of it from then on, trackers too, takes the place of `told`'s only one."""
+def _decide(
+    request: TrainRequest,
+    place: Place,
+    told: list[TrainListener],
+    drivers: list[Driver],
+    held: contextlib.ExitStack,
+) -> TrainRank:
+    """What all ranks are to do; adds the driver. Who hears of it from then on, trackers too, takes the place of `told`'s only
+    one."""
     if request.devices not in (None, place.size):
         raise UsageError(
             f"devices={request.devices} contradicts the launcher, whose ranks are {place.size}; leave --devices out"
         )
     driver = Driver(replace(request, devices=place.size), told[0], held, again=True)
     driver.prepare()
+    drivers.append(driver)
     told[0] = driver.listener
     driver.listener.began(driver.begun())
     return driver.program()

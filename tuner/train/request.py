@@ -11,6 +11,7 @@ from ...base.reading import absolute
 from ...models.request import Asked, either
 from ...runners.places import PLACES
 from ...training.data import DataPlan
+from ...training.data.plan import BYTES
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ..budget import parse_memory
@@ -101,7 +102,7 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         for section in (LoopPlan, Hyperparameters, DataPlan):
             section.__post_init__(self)
         for name in ("tokenizer", "weights"):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) is not None and (name, value) != ("tokenizer", BYTES):
                 object.__setattr__(self, name, absolute(value))
         object.__setattr__(self, "paths", tuple(absolute(each) for each in self.paths))
         if self.runner not in PLACES:
@@ -156,6 +157,7 @@ MAY_CHANGE = (
     "fix",
     "log_to",
     "steps",
+    "lr_steps",
     *(each.name for each in fields(LoopPlan)),
 )
 """What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from redline.base.errors import StudyError
 from redline.training.checkpoint.folder import CheckpointFolder, described
 from redline.training.checkpoint.restoring import check
 
@@ -102,3 +103,64 @@ def test_what_is_saved_stays_even_where_later_ones_lie(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 8), write(folder, 3), write(folder, 4)
     assert [each.step for each in folder.all()] == [8, 4] and damage_of(folder) == []
+
+
+# -- what is somebody else's ---------------------------------------------------------------------------------
+
+FOREIGN = (
+    ".git/HEAD", ".hydra/config.yaml", ".step-notes/x", "frozen/lake.txt", "frozen/.cache/x", "step-00000001/model.bin",
+    "step-2/x", "step-00000002/manifest.json", "damaged-step-00000003/x",
+)  # fmt: skip
+
+
+def lay(folder, names=FOREIGN):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"mine: {name}")
+
+
+def there(folder):
+    return {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+
+
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path):
+    lay(tmp_path)
+    folder = CheckpointFolder(tmp_path)
+    assert folder.all() == []
+    with pytest.raises(
+        StudyError, match=r"holds \.git, \.hydra, \.step-notes and 4 more and no checkpoint.*new or empty"
+    ):
+        folder.prepare()
+    assert there(tmp_path) == set(FOREIGN)
+
+
+def test_what_came_beside_checkpoints_is_neither_counted_nor_touched(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    write(folder, 3)
+    lay(tmp_path)
+    (tmp_path / "step-00000003" / "notes.txt").write_text("good one")
+    (tmp_path / ".step-00000009.saving").mkdir()
+    (tmp_path / ".step-00000001.removing").mkdir()
+    folder.prepare(folder.all()[0])
+    assert not list(tmp_path.glob(".step-0*")), "what kills left is swept"
+    write(folder, 4), write(folder, 5)
+    assert [each.step for each in folder.all()] == [5]
+    assert {each for each in there(tmp_path) if "step-00000005" not in each} == {*FOREIGN, "step-00000003/notes.txt"}
+
+
+@pytest.mark.parametrize("left", [(), (".step-00000004.saving/x",), ("frozen/.step-00000000.saving/x",)], ids=str)
+def test_a_folder_that_is_empty_or_holds_what_a_first_save_left_is_taken(tmp_path, left):
+    lay(tmp_path, left)
+    CheckpointFolder(tmp_path).prepare()
+    assert there(tmp_path) == set()
+
+
+def test_an_older_damaged_one_that_was_put_aside_stays_beside_the_next(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    write(folder, 1)
+    for number in (1, 2):
+        write(folder, 2)
+        (folder.whole(2).path / "__0_0.distcp").write_text(f"damage {number}")
+        folder.prepare(folder.all()[-1])
+    aside = sorted(each for each in there(tmp_path) if each.endswith("__0_0.distcp") and each.startswith("damaged"))
+    assert [(tmp_path / each).read_text() for each in aside] == ["damage 2", "damage 1"]

@@ -108,27 +108,32 @@ def test_a_last_save_that_fails_is_told_at_the_end(small):
 
 
 def full_log(folder, workload):
-    from redline.runners.train import _logging
+    from redline.runners.train import _Log
 
-    with _logging(Path(folder), None) as log:
+    with _Log(Path(folder), None) as log:
         log({"kind": "step", "step": 1})
         fill(folder)
         for _ in range(50):
             log({"kind": "step", "step": 2, "text": "x" * 200})
+        log({"kind": "checkpoint", "step": 2, "failure": "no room"})
+        kept = [each["failure"] for each in log.unwritten]
         free(folder)
         log({"kind": "step", "step": 3})
-    return Path(folder, "log.jsonl").read_text()
+        assert not log.unwritten
+    return kept, Path(folder, "log.jsonl").read_text()
 
 
 def test_a_log_that_cannot_be_written_ends_no_training(small, capfd):
-    lines = on_small_disk(1 << 20, full_log, small("llama")).splitlines()
-    whole = []
-    for line in lines:
+    kept, text = on_small_disk(1 << 20, full_log, small("llama"))
+    whole, failures = [], []
+    for line in text.splitlines():
         try:
-            whole.append(json.loads(line)["step"])
+            found = json.loads(line)
         except ValueError:
             continue
-    assert whole[0] == 1
+        whole.append(found["step"])
+        failures += [found["failure"]] if "failure" in found else []
+    assert whole[0] == 1 and failures == kept == ["no room"], "what happened meanwhile is written once there is room"
     assert "the log cannot be written (No space left on device)" in capfd.readouterr().out
     assert 3 in whole
 

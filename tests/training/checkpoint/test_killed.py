@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -145,14 +144,3 @@ def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
         assert steps[0] > told
         told = steps[-1]
         holds(tmp_path / "here", told)
-
-
-def test_what_is_not_named_by_a_step_is_no_checkpoint_and_stays(tmp_path):
-    """People keep things beside: what redline did not make it does not remove."""
-    (tmp_path / "step-7-of-mine").mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "step-00000003").write_text("a file")
-    folder = CheckpointFolder(tmp_path)
-    folder.prepare()
-    assert folder.all() == []
-    assert sorted(each.name for each in Path(tmp_path).iterdir()) == ["notes.txt", "step-00000003", "step-7-of-mine"]
