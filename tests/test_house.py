@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from house import ROOT, graph, importers, sources
+from house import ROOT, graph, importers
 
 FLOORS = (
     ("base", "knobs"),
@@ -89,11 +89,6 @@ def test_optional_packages_are_imported_in_one_place_only(package, allowed):
     users = importers(package)
     assert users, f"nothing imports {package}"
     assert all(user.startswith(allowed) for user in users)
-
-
-def test_files_stay_near_one_idea():
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(ROOT).values()}
-    assert {path.relative_to(ROOT).as_posix(): count for path, count in lines.items() if count > 500} == {}
 
 
 def test_no_files_import_each_other_in_a_circle(house):
