@@ -37,7 +37,7 @@ from .service.client import Client as Client
 from .space import Config as Config, Space as Space
 from .training.applying import apply_schedule as apply_schedule
 from .tuner import Result as Result, Sampler as Sampler, tune as tune
-from .tuner.own_loop.accelerate import Accelerated as Accelerated, accelerate as accelerate
+from .tuner.accelerate.api import Accelerated as Accelerated, accelerate as accelerate
 
 __version__: str
 from .tuner.scaling import scale as scale

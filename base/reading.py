@@ -28,11 +28,11 @@ LONGEST_PATH, LONGEST_NAME = 4096, 255
 """Bytes of a path and of each name in it (path_resolution(7), Linux)."""
 
 
-class Refused(ValueError):
+class Malformed(ValueError):
     """What was read is damaged, or `TooMuch`; says in what."""
 
 
-class TooMuch(Refused):
+class TooMuch(Malformed):
     """It is larger or deeper than anything that redline writes."""
 
 
@@ -187,7 +187,7 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
 
     Raises:
         TooMuch: it is larger, deeper or wider than the limits.
-        Refused: it is not YAML, or has other tags.
+        Malformed: it is not YAML, or has other tags.
     """
     import yaml
 
@@ -198,12 +198,12 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
         _measure(text, nodes)
         return yaml.load(text, Loader=_loader())
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise Refused(f"it is not UTF-8 at {error.start}") from error
+        raise Malformed(f"it is not UTF-8 at {error.start}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         problem = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
-        raise Refused(f"{place}{problem or ' '.join(str(error).split())}") from error
+        raise Malformed(f"{place}{problem or ' '.join(str(error).split())}") from error
 
 
 def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
@@ -220,7 +220,7 @@ def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
         _measure(text, nodes)
     except TooMuch:
         raise
-    except (Refused, yaml.YAMLError, UnicodeEncodeError):
+    except (Malformed, yaml.YAMLError, UnicodeEncodeError):
         return
 
 
@@ -242,7 +242,7 @@ def _measure(text: str, nodes: int) -> None:
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise Refused(
+                raise Malformed(
                     f"line {event.start_mark.line + 1}: the alias *{event.anchor[:60]} has no complete anchor"
                 )
             count += sizes[event.anchor]
@@ -285,7 +285,7 @@ def _loader() -> Any:
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if isinstance(key, list | dict):
-                    raise Refused(f"line {key_node.start_mark.line + 1}: a key of a mapping is a list or a mapping")
+                    raise Malformed(f"line {key_node.start_mark.line + 1}: a key of a mapping is a list or a mapping")
                 made[key if isinstance(key, str) else _key(key)] = self.construct_object(value_node, deep=deep)
             return made
 
@@ -298,7 +298,7 @@ def _loader() -> Any:
             try:
                 return construct(loader, node)
             except (ValueError, KeyError, IndexError, OverflowError):
-                raise Refused(f"line {node.start_mark.line + 1}: {node.value!r} is not a valid {kind}") from None
+                raise Malformed(f"line {node.start_mark.line + 1}: {node.value!r} is not a valid {kind}") from None
 
         Loader.yaml_constructors[core + kind] = checked
 
@@ -326,7 +326,7 @@ def parse_json(data: bytes) -> Any:
         data: UTF-8; its caller limits how long it is.
 
     Raises:
-        Refused: it is no JSON, too deep, or has a number with too many digits.
+        Malformed: it is no JSON, too deep, or has a number with too many digits.
     """
     # Few brackets cannot be deep; of many, each pass takes the innermost away.
     if data.count(b"[") + data.count(b"{") > DEEPEST:
@@ -338,7 +338,7 @@ def parse_json(data: bytes) -> Any:
     try:
         found = json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        raise Refused(str(error)) from None
+        raise Malformed(str(error)) from None
     return _whole_text(found) if b"\\ud" in data or b"\\uD" in data else found
 
 

@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
-from frameworks import CONSTANTS
 from redline.base.errors import RedlineError
 from redline.estimator import (
     Estimator,
@@ -48,6 +47,8 @@ from redline.estimator import (
     find_hardware,
 )
 from redline.results import Measurement, Status, Trial
+
+from frameworks import CONSTANTS
 
 KNOBS = (
     "tp", "pp", "dp", "zero", "micro_batch", "grad_accum",
@@ -112,9 +113,9 @@ def hardware_of(data: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
     if rate is not None:
         # EFA's latency is about twice InfiniBand's.
         latency = 45.0 if "efa" in text.lower() else device.inter_node.latency_us
-        device = device.but(inter_node=Link(name=text, gb_per_s=rate, latency_us=latency))
+        device = device.replace(inter_node=Link(name=text, gb_per_s=rate, latency_us=latency))
         notes.append(f"network: {rate:g} GB/s a device, {latency:g} us")
-    return device.but(devices_per_node=per_node), notes
+    return device.replace(devices_per_node=per_node), notes
 
 
 def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str) -> tuple[TrainingSetup, list[str]]:

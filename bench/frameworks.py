@@ -9,7 +9,7 @@ _FITTED = Constants(
     compute_std=0.07, launch_std=0.12, link_std=0.15, stall_std=0.25, time_noise=0.07, network_noise=0.14
 )
 CONSTANTS: Mapping[str, Constants] = {
-    "megatron": _FITTED.but(
+    "megatron": _FITTED.replace(
         launch_us=30.0,
         # The vocabulary-parallel loss is a chain of plain operators in fp32.
         loss_traffic=2.0,
@@ -17,7 +17,7 @@ CONSTANTS: Mapping[str, Constants] = {
         sharded_overlap=0.1,
         straggler_ms=10.0,
     ),
-    "nanotron": _FITTED.but(
+    "nanotron": _FITTED.replace(
         slack=0.12,
         slack_lasting=0.1,
         loss_factor=2.5,

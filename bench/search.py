@@ -36,9 +36,9 @@ import redline as rl
 from peers import PEERS, Ask
 from redline.estimator import find_hardware
 from redline.results import Status, Trial
+from redline.tuner.default_prior import CPU, DefaultPrior, default_prior
 from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.prior import Vague
-from redline.tuner.vague import CPU, VaguePrior, vague_prior
+from redline.tuner.samplers.prior import ShapePrior
 from surrogates import SURROGATES
 from tables import Surface, read_folder
 
@@ -101,17 +101,17 @@ def vague_of(surface: Surface) -> Any:
     """
     hardware = surface.facts.get("hardware") or {}
     if "device" not in hardware:
-        raise LookupError("no vague prior, as no YAML beside the table states hardware")
+        raise LookupError("no default prior, as no YAML beside the table states hardware")
     machine = CPU if hardware["device"] == "cpu" else find_hardware(hardware["device"])
     devices = hardware.get("gpus")
-    prior = vague_prior(surface.space, devices if isinstance(devices, int) else 1, machine)
+    prior = default_prior(surface.space, devices if isinstance(devices, int) else 1, machine)
     if prior is None:
-        raise LookupError("no vague prior, as fewer than two knobs have a standard name")
+        raise LookupError("no default prior, as fewer than two knobs have a standard name")
     return prior
 
 
-class Misleading(Vague):
-    """A vague prior in a world where the knobs have the standard names and mean something else.
+class Misleading(ShapePrior):
+    """A default prior in a world where the knobs have the standard names and mean something else.
 
     Args:
         prior: what it would be.
@@ -120,9 +120,9 @@ class Misleading(Vague):
             something has the name of the next.
     """
 
-    def __init__(self, prior: VaguePrior, rows: Sequence[Mapping[str, Any]], how: str) -> None:
+    def __init__(self, prior: DefaultPrior, rows: Sequence[Mapping[str, Any]], how: str) -> None:
         if how not in ("reversed", "renamed"):
-            raise SystemExit(f"a vague prior may be vague-reversed or vague-renamed, but not vague-{how}")
+            raise SystemExit(f"a default prior may be vague-reversed or vague-renamed, but not vague-{how}")
         self._prior, self._how = prior, how
         self._names = [name for name in ("tp", "pp", "micro_batch", "dp", "grad_accum") if name in rows[0]]
 

@@ -91,7 +91,7 @@ class World:
                 latency_us=link.latency_us * np.exp(0.5 * self.normal(name, "latency")),
             )
         bandwidth = nominal.memory_gb_per_s * np.exp(0.1 * self.normal("bandwidth"))
-        return nominal.but(memory_gb_per_s=bandwidth, **links)
+        return nominal.replace(memory_gb_per_s=bandwidth, **links)
 
     def of(self, request: dict[str, Any]) -> "Truth":
         """What a request's configurations measure here."""
@@ -104,7 +104,7 @@ class World:
             name: min(getattr(guess.constants, name) * np.exp(spread * self.normal(name)), _most(name))
             for name, spread in EFFICIENCIES.items()
         }
-        estimator = Estimator(task.workload, self.hardware, guess.training, constants=guess.constants.but(**true))
+        estimator = Estimator(task.workload, self.hardware, guess.training, constants=guess.constants.replace(**true))
         return Truth(world=self, model=task.name, estimator=estimator)
 
 

@@ -4,14 +4,14 @@ Replays recorded tables (see `bench/tables.py`). For every table an earlier run 
 folder is taken, 30 trials of the default sampler, of a table with the same devices and another model, or of
 the same model and twice (or half), eight times (or an eighth of) the devices. `true` is that run as it is;
 `reversed` has its throughputs turned round, the fastest slowest; `shuffled` has them dealt out anew.
-`weighed` weighs it by likeness, as a search does; `full` takes it as one of the very same workload and
+`weighed` weighs it by task_similarity, as a search does; `full` takes it as one of the very same workload and
 devices. Printed is the mean share of the table's best that was found after so many dry runs. With
 `--estimate` all this is on top of the estimate of each table's YAML, and `carried` is `weighed` with what the run says of
 the estimate itself.
 
 `--correlations` prints, in place of searches, how well log throughput (with `--estimate`, what is left of it
 beside the estimate) of the configurations that two tables share goes together: what the weights in
-`tuner/likeness.py` rest on.
+`tuner/task_similarity.py` rest on.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from redline.results import Trial
-from redline.tuner.earlier import EarlierRun, take
+from redline.tuner.earlier_runs import EarlierRun, take
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.predictor import Predictor
 from redline.tuner.warm_start import WarmStart

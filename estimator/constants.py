@@ -112,7 +112,7 @@ class Constants:
     memory_noise: float = 0.11
     """Of a single measured peak about a perfectly calibrated prediction."""
 
-    def but(self, **changes: Any) -> "Constants":
+    def replace(self, **changes: Any) -> "Constants":
         """A copy with some changed."""
         return replace(self, **changes)
 

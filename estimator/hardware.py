@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError, unknown
-from ..base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ..knobs.meaning import FLOAT8
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -140,7 +140,7 @@ class Hardware:
             data = parse_yaml(read_named(path_of(where), at_most=LARGEST_DOCUMENT))
         except OSError as error:
             raise UsageError(f"hardware file {where} cannot be read: {error.strerror or error}") from error
-        except Refused as error:
+        except Malformed as error:
             raise UsageError(f"hardware file {where} is no YAML: {error}") from error
         if not isinstance(data, dict):
             raise UsageError(f"hardware file {where} must hold a mapping, but holds {type(data).__name__}")
@@ -196,14 +196,14 @@ class Hardware:
                 f"{ranks:,} ranks on one CPU would have {self.memory_gib * 1024 / ranks:,.0f} MiB of its "
                 f"{self.memory_gib * 1024:,.0f} MiB each; at most {max(most, 1):,} have room there: give fewer devices"
             )
-        return self.but(
+        return self.replace(
             tflops={name: max(rate / ranks, SLOWEST_TFLOPS) for name, rate in self.tflops.items()},
             memory_gb_per_s=self.memory_gb_per_s / ranks,
             memory_gib=self.memory_gib / ranks,
             devices_per_node=ranks,
         )
 
-    def but(self, **changes: Any) -> "Hardware":
+    def replace(self, **changes: Any) -> "Hardware":
         """A copy with some fields changed."""
         return replace(self, **changes)
 
@@ -321,7 +321,7 @@ def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
             f"'{text}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and "
             f"so are its links; a YAML file with `base: {taken.name}` corrects them"
         )
-    return taken.but(note="; ".join(notes)) if notes else taken
+    return taken.replace(note="; ".join(notes)) if notes else taken
 
 
 def recognise(name: str, memory_mib: float) -> Hardware | None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..base.errors import UsageError, unknown
 from ..knobs.meaning import REDUCED, hsdp_obstacle
-from ..knobs.pipeline import ORDERS
-from ..knobs.sequence import pieces_obstacle
+from ..knobs.pipeline import PIPELINE_SCHEDULES
+from ..knobs.sequence import sequence_shards_obstacle
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.parallel import CHUNKED, PIPELINES
 from .facts.model_facts import Variant
@@ -93,9 +93,9 @@ class KnobArrays:
         return self.replicas // self.hsdp
 
     def order_that(self, fact: str) -> np.ndarray:
-        """Where a `fact` of `redline.knobs.pipeline.Order` is true of the order of micro-batches: booleans."""
+        """Where a `fact` of `redline.knobs.pipeline.PipelineSchedule` is true of the order of micro-batches: booleans."""
         found = np.zeros(len(self), bool)
-        for name, order in ORDERS.items():
+        for name, order in PIPELINE_SCHEDULES.items():
             if getattr(order, fact):
                 found |= self.pipeline_schedule == name
         return found
@@ -169,7 +169,7 @@ def knob_arrays(
             raise UsageError(f"configuration {table.show(at)}: {why}")
     pieces = np.unique(np.stack([sp, cp]), axis=1)
     for ranks, ring in pieces.T.tolist():
-        if why := pieces_obstacle(setup.seq_len or 1, ranks, ring):
+        if why := sequence_shards_obstacle(setup.seq_len or 1, ranks, ring):
             table.refuse((sp == ranks) & (cp == ring), why)
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)

@@ -181,7 +181,7 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
     device = detect()
     known = table_entry(device)
     if known is not None:
-        return known.but(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
+        return known.replace(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
     from ..models.fingerprint import digest
 
     what = {"device": device.to_dict(), "cores": usable_cores(), "version": disk_cache.VERSION}

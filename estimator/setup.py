@@ -133,7 +133,7 @@ class TrainingSetup:
         given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
         return given == (None,) * 3 and self.master_weights in (None, "none")
 
-    def but(self, **changes: Any) -> "TrainingSetup":
+    def replace(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""
         return replace(self, **changes)
 

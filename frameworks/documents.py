@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError
-from ..base.reading import LARGEST_DOCUMENT, Refused, parse_json, parse_yaml, read_named
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, read_named
 
 
 def read_document(path: Path) -> Any:
@@ -19,7 +19,7 @@ def read_document(path: Path) -> Any:
         return parse(read_named(path, at_most=LARGEST_DOCUMENT))
     except OSError as error:
         raise UsageError(f"the space's file {path} cannot be read: {error.strerror or error}") from error
-    except Refused as error:
+    except Malformed as error:
         raise UsageError(f"the space's file {path} is no {kind}: {error}") from error
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..knobs.lossy import LOSSY, lossy_values
-from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, order_of
+from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
 from ..knobs.standard import MOST_DEVICES, STANDARD, is_whole
 from ..results.columns import fold
 from ..results.measurement import Trial
@@ -193,7 +193,7 @@ class Setup:
     def order_of_stages(self) -> str | None:
         """How a pipeline's micro-batches are ordered, by the knob's value; None without a pipeline."""
         self._used.update(("pipeline_schedule", "virtual_stages"))
-        return order_of(self._standard, self.grad_accum) if self.pp > 1 else None
+        return pipeline_schedule_of(self._standard, self.grad_accum) if self.pp > 1 else None
 
     def finish(self) -> tuple[str, ...]:
         """All notes; a knob that nobody asked for is among them."""

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 
-from ..knobs.pipeline import ORDERS, Order
+from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from .common import note_lora, note_partial_checkpointing, note_reduction
 from .launcher import Launcher
 from .setup import Setup, words
@@ -93,9 +93,9 @@ def flags(setup: Setup) -> list[str]:
     return out
 
 
-def _order(setup: Setup) -> Order:
+def _order(setup: Setup) -> PipelineSchedule:
     """The order of a pipeline's micro-batches; 1F1B in place of one that is not known."""
-    return ORDERS.get(setup.order_of_stages() or "", ORDERS["1f1b"])
+    return PIPELINE_SCHEDULES.get(setup.order_of_stages() or "", PIPELINE_SCHEDULES["1f1b"])
 
 
 def _chunks(setup: Setup, give: Give) -> None:

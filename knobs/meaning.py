@@ -104,8 +104,8 @@ def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
     return replace(EXCHANGES[int(config.get("zero", 0))], hsdp=int(config.get("hsdp", 1)), summed=SUMMED[pipelined])
 
 
-def order_of(config: Mapping[str, Any], micro_batches: int | None) -> str:
-    """In which of `redline.knobs.pipeline.ORDERS` a pipeline runs so many micro-batches (None: enough), by the knobs
+def pipeline_schedule_of(config: Mapping[str, Any], micro_batches: int | None) -> str:
+    """In which of `redline.knobs.pipeline.PIPELINE_SCHEDULES` a pipeline runs so many micro-batches (None: enough), by the knobs
     `pipeline_schedule`, `virtual_stages` and `pp`."""
     if named := config.get("pipeline_schedule"):
         return str(named)

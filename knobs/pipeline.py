@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class PipelineSchedule:
     """In which order the stages of a pipeline run the micro-batches of a batch."""
 
     made_by: str
@@ -29,12 +29,14 @@ class Order:
     stage would wait."""
 
 
-ORDERS: Mapping[str, Order] = {
-    "1f1b": Order(made_by="Schedule1F1B"),
-    "gpipe": Order(made_by="ScheduleGPipe", waits=True),
-    "interleaved": Order(made_by="ScheduleInterleaved1F1B", least=2, most=None, in_rounds=True),
-    "zero_bubble": Order(made_by="ScheduleInterleavedZeroBubble", most=None, in_rounds=True, splits_backward=True),
-    "zbv": Order(made_by="ScheduleZBVZeroBubble", least=2, most=2, v_shaped=True, splits_backward=True),
+PIPELINE_SCHEDULES: Mapping[str, PipelineSchedule] = {
+    "1f1b": PipelineSchedule(made_by="Schedule1F1B"),
+    "gpipe": PipelineSchedule(made_by="ScheduleGPipe", waits=True),
+    "interleaved": PipelineSchedule(made_by="ScheduleInterleaved1F1B", least=2, most=None, in_rounds=True),
+    "zero_bubble": PipelineSchedule(
+        made_by="ScheduleInterleavedZeroBubble", most=None, in_rounds=True, splits_backward=True
+    ),
+    "zbv": PipelineSchedule(made_by="ScheduleZBVZeroBubble", least=2, most=2, v_shaped=True, splits_backward=True),
 }
 """By the knob `pipeline_schedule`."""
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
+class SequenceShards:
     """Ranks that have a piece each of the same sequences.
 
     With a ring a sequence is 2 P stretches, and rank r of it has r and 2 P - 1 - r: where tokens look back alone, all
@@ -40,11 +40,11 @@ class Sharing:
         return value.chunk(self.sp, dim)[self.rank % self.sp].contiguous()
 
 
-def pieces_obstacle(length: int | None, sp: int, cp: int) -> str:
+def sequence_shards_obstacle(length: int | None, sp: int, cp: int) -> str:
     """Why samples of so many tokens cannot be cut over `sp * cp` ranks; empty where they can. A rank of a ring has a piece
     of each half of a sample, so that all have as much to look back at.
 
-    >>> pieces_obstacle(12, 2, 4)
+    >>> sequence_shards_obstacle(12, 2, 4)
     '2 * cp, 8, must divide the 12 tokens of a sample'
     """
     if sp * cp == 1:

@@ -2,9 +2,9 @@
 
 from ..base.errors import WorkloadError
 from .batches import entries, make_batch
-from .blame import blamed
 from .flops import flops_of
 from .skeleton import skeleton
+from .user_code import user_code_errors
 from .workload import Workload
 
 
@@ -20,7 +20,7 @@ def check_workload(workload: Workload) -> None:
     import torch
 
     skeleton(workload)
-    with blamed(f"{workload.name}: batch(2, 0)"):
+    with user_code_errors(f"{workload.name}: batch(2, 0)"):
         first, second = (entries(make_batch(workload, 2, 0)) for _ in range(2))
     for key in {**first, **second}:
         value, other = first.get(key), second.get(key)

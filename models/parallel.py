@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ..base.device import Device
 from ..base.errors import SpaceError
 from ..knobs.meaning import FLOAT8
-from ..knobs.pipeline import ORDERS
-from ..knobs.sequence import pieces_obstacle
+from ..knobs.pipeline import PIPELINE_SCHEDULES
+from ..knobs.sequence import sequence_shards_obstacle
 from ..space import Expression, Space
 from .families.standard import Support
 
@@ -18,11 +18,11 @@ HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the los
 with ZeRO 3 where the loss is not the model's own."""
 SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
 """Why `kernels` cannot be with fp16."""
-PIPELINES = tuple(ORDERS)
+PIPELINES = tuple(PIPELINE_SCHEDULES)
 """Orders of a pipeline's micro-batches."""
-CHUNKED = tuple(name for name, each in ORDERS.items() if each.most != 1)
+CHUNKED = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.most != 1)
 """Those of which a rank may hold several chunks of the model."""
-SPLITTING = tuple(name for name, each in ORDERS.items() if each.splits_backward)
+SPLITTING = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.splits_backward)
 """Those that compute the gradients of weights apart from those of inputs."""
 VIRTUAL_STAGES = (1, 2, 4)
 """Model chunks of a pipeline rank that are tried."""
@@ -167,7 +167,7 @@ def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_l
         return why
     if own_loss:
         return "the workload's own loss is of whole samples, and ranks that share them have a piece each"
-    return pieces_obstacle(seq_len, sp, cp)
+    return sequence_shards_obstacle(seq_len, sp, cp)
 
 
 def _not_together(
@@ -182,7 +182,7 @@ def _not_together(
             why = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
             if why:
                 reasons[("tp", degree), ("sp", sp)] = why
-        if not refused["cp"][degree] and (why := pieces_obstacle(seq_len, sp, degree)):
+        if not refused["cp"][degree] and (why := sequence_shards_obstacle(seq_len, sp, degree)):
             reasons[("sp", sp), ("cp", degree)] = why
     return reasons
 
@@ -306,7 +306,7 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         help="order of the micro-batches: backward as soon as possible, or after all forwards (gpipe); over "
         "several chunks (interleaved); gradients of weights where a rank would wait (zero_bubble, zbv)",
     )
-    for name, order in ORDERS.items():
+    for name, order in PIPELINE_SCHEDULES.items():
         if order.least == order.most:
             space.require((virtual == order.most) | (kind != name), _runs(name, order.most))
         elif order.least > 1:
@@ -326,10 +326,10 @@ def _runs(order: str, chunks: int | str) -> str:
 
 
 def _order(space: Space) -> None:
-    """What the orders of micro-batches ask of all other knobs; `schedule/parallel/order_check.py` refuses the rest."""
+    """What the orders of micro-batches ask of all other knobs; `schedule/parallel/schedule_check.py` refuses the rest."""
     names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
-    rounds = [name for name, each in ORDERS.items() if each.in_rounds]
-    early = [name for name, each in ORDERS.items() if not each.waits and not each.in_rounds]
+    rounds = [name for name, each in PIPELINE_SCHEDULES.items() if each.in_rounds]
+    early = [name for name, each in PIPELINE_SCHEDULES.items() if not each.waits and not each.in_rounds]
     space.require(~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank")
     space.require(
         ~kind.isin(rounds) | (steps % pp == 0),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .blame import blamed
+from .user_code import user_code_errors
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
     """
     import torch
 
-    with torch.random.fork_rng(devices=[]), blamed(f"{workload.name}: building the model"):
+    with torch.random.fork_rng(devices=[]), user_code_errors(f"{workload.name}: building the model"):
         try:
             with torch.device("meta"):
                 return workload.build_model(config)

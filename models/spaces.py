@@ -12,11 +12,11 @@ from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..space import Space
 from . import parallel
 from .architecture import Architecture
-from .blame import blamed
 from .families import generic_schedule
 from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
 from .skeleton import skeleton
+from .user_code import user_code_errors
 from .workload import NEUTRAL, Workload
 
 TRAINER_MICRO_BATCH = 8
@@ -336,7 +336,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         return _Facts(followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch))
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
-    with blamed(f"{workload.name}: schedule(sch, config)"):
+    with user_code_errors(f"{workload.name}: schedule(sch, config)"):
         schedule(sch, recorder)
 
     def ignored(name: str) -> str:

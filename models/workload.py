@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ..base.device import Device, detect
 from ..base.errors import WorkloadError
 from ..space import Config, Space
-from .blame import blamed
 from .fingerprint import digest, of_callable
+from .user_code import user_code_errors
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ class Workload:
         parameters = inspect.signature(self.space).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         taken = {name: value for name, value in given.items() if takes_all or name in parameters}
-        with blamed(f"{self.name}: space({', '.join(taken)})"):
+        with user_code_errors(f"{self.name}: space({', '.join(taken)})"):
             made = self.space(**taken)
         if not isinstance(made, Space):
             raise WorkloadError(f"{self.name}: space must return a redline.Space, but returned {_short(made)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base._optuna import trial_id
 from ..base.errors import StudyError, UsageError
-from ..base.reading import Refused, parse_json
+from ..base.reading import Malformed, parse_json
 from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
 from .measurement import Measurement, Trial
@@ -81,11 +81,11 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
             raise StudyError(f"{where} has more than {MOST_RECORDS:,} records")
         try:
             if len(line) > LONGEST_RECORD:
-                raise Refused(f"it is longer than {LONGEST_RECORD >> 20} MiB")
+                raise Malformed(f"it is longer than {LONGEST_RECORD >> 20} MiB")
             record = parse_json(line)
             kind = _field(record, "op_code", int)
             if kind not in _KNOWN:
-                raise Refused(f"it has the unknown operation {shown(kind)}")
+                raise Malformed(f"it has the unknown operation {shown(kind)}")
             if kind == _CREATE_STUDY:
                 name = _field(record, "study_name", str)
                 if all(each.name != name for each in studies.values()):
@@ -115,7 +115,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
                     made[at].finished = _field(record, "state", int) in _FINISHED
                 else:
                     _keep(made[at], _field(record, "user_attr", dict))
-        except Refused as error:
+        except Malformed as error:
             raise StudyError(
                 f"line {place} of {where} is not a record of a study ({error}): {line[:60]!r}; "
                 "restore the file, delete that line, or start with another --out"
@@ -126,7 +126,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
 def _field(record: Any, name: str, kind: type) -> Any:
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise Refused(f"it has no {name}" if value is None else f"its {name} is {shown(value)}")
+        raise Malformed(f"it has no {name}" if value is None else f"its {name} is {shown(value)}")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import StudyError
-from ..base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_inside
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..base.writing import as_data
 from . import environment, schema, table
 from .names import LEDGER, RUN, TABLE
@@ -39,7 +39,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
         document = parse_yaml(read_inside(folder, RUN, at_most=LARGEST_DOCUMENT))
     except OSError as error:
         raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
-    except Refused as error:
+    except Malformed as error:
         raise StudyError(f"'{path}' is not valid YAML: {error}; restore it or start with another --out") from error
     if not isinstance(document, dict):
         found = "nothing" if document is None else f"a {type(document).__name__}"

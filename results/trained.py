@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import StudyError
-from ..base.reading import LARGEST_DOCUMENT, Refused, open_inside, parse_json, parse_yaml, read_inside
+from ..base.reading import LARGEST_DOCUMENT, Malformed, open_inside, parse_json, parse_yaml, read_inside
 from ..base.writing import cannot_write, write_yaml
 
 DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
@@ -44,7 +44,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except OSError as error:
         why = error.strerror or error
         raise StudyError(f"'{path}' holds no training: {DOCUMENT} cannot be read ({why})") from error
-    except Refused as error:
+    except Malformed as error:
         raise StudyError(f"'{file}' is damaged: {str(error)[:200]}") from error
     shapes = {"asked": dict, "strategies": list}
     if not isinstance(document, dict) or any(not isinstance(document.get(k), t) for k, t in shapes.items()):
@@ -121,7 +121,7 @@ class LogReader:
         for line in whole:
             try:
                 found = parse_json(line)
-            except Refused:
+            except Malformed:
                 found = None
             if isinstance(found, dict):
                 yield found

@@ -1,6 +1,6 @@
 """The host agent: a fork server that has imported torch and transformers but never touched a device.
 
-Run as `python -m redline.runners.agent FD FOLDER` (see `Companion`). By the connection it gets its set-up and
+Run as `python -m redline.runners.agent FD FOLDER` (see `HelperProcess`). By the connection it gets its set-up and
 says when it is ready; standard output is for whatever the modules that it imports print there, and goes to its
 log. It listens on a Unix socket in the folder and forks a process for every client, which supervises its job or does
 its errand. It ends, with everything it started, when the connection closes: when the process that started it ends,
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 from ..base.scratch import remove
-from .job import Errand, Job
+from .job import AgentTask, Job
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 
 SOCKET = "socket"
@@ -139,10 +139,10 @@ def _fork(client: Connection, listener: Listener, starter: Connection) -> tuple[
 
 def _serve_client(client: Connection, folder: str) -> None:
     try:
-        asked: Job | Errand = client.recv()
+        asked: Job | AgentTask = client.recv()
     except EOFError:
         return
-    if isinstance(asked, Errand):
+    if isinstance(asked, AgentTask):
         asked.run(client)
         return
     from .supervisor import Supervisor

@@ -172,7 +172,7 @@ class DryRuns(Work):
     def _timed(
         self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: "_Common"
     ) -> Measurement:
-        from . import truth
+        from . import numerics_check as truth
 
         config = request.config
         slowest = max(reports, key=lambda each: each.step_ms)
@@ -185,7 +185,7 @@ class DryRuns(Work):
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
         retries = sum(each.allocation_retries for each in reports)
         probe = truth.together([each.probe for each in reports], [each.first for each in reports])
-        wrong = truth.why_wrong(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
+        wrong = truth.numerics_mismatch(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
         notes = [wrong or slowest.note]
         if slowest.soak is not None and not wrong:
             notes.append(f"soaked for {slowest.soak.words}")

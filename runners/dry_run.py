@@ -11,11 +11,11 @@ from ..training import Training
 from ..training.first_step import StepPart, first_step
 from ..training.probe import ProbePart, take
 from .compiling import Compilation
+from .interleaved import Turn
 from .load import HostLoad, Watch
 from .rank import RankContext
 from .soak import SoakPlan, SoakReport, soak
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
-from .turns import Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

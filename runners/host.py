@@ -19,9 +19,9 @@ from ..base.scratch import sweep
 from ..results import Status
 from . import failure
 from .agent import SOCKET, AgentSetup, MoreImports
-from .companion import Companion
 from .deadline import Deadline
-from .job import STOP, Begun, Compiling, Errand, Job, Outcome
+from .helper_process import HelperProcess
+from .job import STOP, AgentTask, Begun, Compiling, Job, Outcome
 from .process import kill_tree
 
 PLAIN_IMPORTS = (
@@ -70,7 +70,7 @@ class HostAgent:
 
     def _start(self) -> None:
         self._awaited = 1  # answers that it owes, one for each time it is told what to import
-        self._process = Companion("redline.runners.agent", "agent")
+        self._process = HelperProcess("redline.runners.agent", "agent")
         self._address = str(self._process.folder / SOCKET)
         sys_path = tuple(os.path.abspath(each) for each in sys.path)
         self._process.send(AgentSetup(sys_path=sys_path, imports=self._imports))
@@ -165,7 +165,7 @@ class HostAgent:
                     self._running.pop(key, None)
                     self._stopped.discard(key)
 
-    def begin(self, errand: Errand) -> Connection:
+    def begin(self, errand: AgentTask) -> Connection:
         """Has the agent do an errand in a fork of itself; the connection with that, which closes when it ends.
 
         Raises:
@@ -175,7 +175,7 @@ class HostAgent:
         with self._heard():
             return self._asked(errand)
 
-    def _asked(self, what: Job | Errand) -> Connection:
+    def _asked(self, what: Job | AgentTask) -> Connection:
         connection = Client(self._address, "AF_UNIX")
         _bound_sending(connection, BEGIN_S)
         connection.send(what)

@@ -80,7 +80,7 @@ class Job:
         return self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
 
 
-class Errand(ABC):
+class AgentTask(ABC):
     """Something other than a trial that a host agent does in a fork of itself: nobody watches over it, and it ends with the
     agent. It travels as a pickle, so its module must be importable there."""
 

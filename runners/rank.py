@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 
 from ..results import Status
 from . import failure
+from .interleaved import Turn, run_interleaved
 from .job import Job, RankOutcome
 from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
-from .turns import Turn, run_in_turns
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a rank print the stack of every thread to its log."""
@@ -74,7 +74,7 @@ def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, t
         faulthandler.register(DUMP_STACKS, file=sys.stderr, all_threads=True, chain=False)
         if job.beside:
             # Before there are threads, which a fork would not copy.
-            outcome = run_in_turns(
+            outcome = run_interleaved(
                 job,
                 job.rendezvous.first_rank + local_rank,
                 reports,

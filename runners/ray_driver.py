@@ -1,6 +1,6 @@
 """The process that speaks to Ray: joins or starts it, places the hosts of trials, and passes jobs on to them.
 
-Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `Companion`). Ray's library ends the process
+Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `HelperProcess`). Ray's library ends the process
 that it is in when its head is gone for a minute, hangs where a node stands still, and installs signal handlers, so it
 has a process of its own: killing that one and all it started leaves nothing, whatever has happened to Ray.
 """
@@ -24,10 +24,10 @@ from typing import Any, NoReturn, TypeVar
 from ..base.errors import RedlineError, RunnerError, UsageError
 from ..base.scratch import remove
 from . import failure
-from .gang import Gang, Layout, lay_out
 from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
 from .ray_host import RayHost, RayMember
+from .worker_group import Layout, WorkerGroup, lay_out
 
 Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
@@ -187,7 +187,7 @@ class Cluster:
         self._setup = setup
         self._kind = "GPU" if setup.cuda else "CPU"
         self._groups: list[Any] = []
-        self._gangs: dict[int, Gang] = {}
+        self._gangs: dict[int, WorkerGroup] = {}
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._connect()
         try:
@@ -263,7 +263,7 @@ class Cluster:
             self._gangs[slot] = self._gang(slot)
             self._free.put(slot)
 
-    def _gang(self, slot: int) -> Gang:
+    def _gang(self, slot: int) -> WorkerGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         layout = self.layout
@@ -279,11 +279,11 @@ class Cluster:
                 ),
             )
             members.append(RayMember(make.remote(self._setup.imports)))
-        return Gang(members, layout.per_host)
+        return WorkerGroup(members, layout.per_host)
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
-        self._watched(0, Gang.wait_ready)
+        self._watched(0, WorkerGroup.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
         """The outcome of a job on free devices.
@@ -297,7 +297,7 @@ class Cluster:
         finally:
             self._free.put(slot)
 
-    def _watched(self, slot: int, call: Callable[[Gang], Found]) -> Found:
+    def _watched(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
         exceptions = self._ray.exceptions
         try:
             return call(self._gangs[slot])

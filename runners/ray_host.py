@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .gang import Host, Member
+from .worker_group import Host, HostWorker
 
 
 class RayHost(Host):
@@ -25,7 +25,7 @@ class RayHost(Host):
         return tuple(str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
-class RayMember(Member):
+class RayMember(HostWorker):
     """One of them, asked through Ray.
 
     Args:

@@ -12,8 +12,8 @@ from ..base.errors import MissingDependency, RunnerError
 from ..base.scratch import sweep
 from ..models import Workload
 from . import failure
-from .companion import Companion
 from .dispatch import DryRunner
+from .helper_process import HelperProcess
 from .job import Job, Outcome
 from .ray_driver import READY, Alive, Placed, RaySetup, Reply
 from .work import TrialTerms, Work
@@ -111,7 +111,7 @@ class _Link:
     """One life of the process that speaks to Ray."""
 
     def __init__(self, setup: RaySetup) -> None:
-        self._process = Companion("redline.runners.ray_driver", "ray")
+        self._process = HelperProcess("redline.runners.ray_driver", "ray")
         self._process.send(setup)
         self._lock = threading.Lock()
         self._why = ""

@@ -25,11 +25,11 @@ from ..base.errors import MissingDependency, RunnerError, UsageError
 from ..base.scratch import Scratch
 from ..models import Workload
 from .dispatch import DryRunner
-from .gang import Gang, Layout, Member, lay_out
 from .job import Job, Outcome
 from .process import kill_tree
 from .slurm_host import KEY
 from .work import TrialTerms, Work
+from .worker_group import HostWorker, Layout, WorkerGroup, lay_out
 
 Found = TypeVar("Found")
 _GPUS_ASKED = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
@@ -100,20 +100,20 @@ class SlurmRunner(DryRunner):
             self._allocation.close()
             raise
         groups = shares(members, self._layout, terms.device.count if cuda else 0)
-        self._gangs: queue.SimpleQueue[Gang | None] = queue.SimpleQueue()
+        self._gangs: queue.SimpleQueue[WorkerGroup | None] = queue.SimpleQueue()
         """Those that are free; None once all were lost."""
         self._left = self.slots
         for slot in range(self.slots):
-            self._gangs.put(Gang(groups[slot % len(groups)], self.per_host))
+            self._gangs.put(WorkerGroup(groups[slot % len(groups)], self.per_host))
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
-        self._with_gang(Gang.wait_ready)
+        self._with_gang(WorkerGroup.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
         return self._with_gang(lambda gang: gang.run(job))
 
-    def _with_gang(self, call: Callable[[Gang], Found]) -> Found:
+    def _with_gang(self, call: Callable[[WorkerGroup], Found]) -> Found:
         """What a free gang answers. One that is lost gets no further trial.
 
         Raises:
@@ -163,7 +163,7 @@ def _layout(terms: TrialTerms, count: int, several_hosts: bool) -> Layout:
     return found
 
 
-def shares(members: Sequence[Member], layout: Layout, gpus: int) -> list[list[Member]]:
+def shares(members: Sequence[HostWorker], layout: Layout, gpus: int) -> list[list[HostWorker]]:
     """Who runs a trial together, for each that there is room for.
 
     Args:
@@ -303,7 +303,7 @@ def _wait_at_most(connected: socket.socket, seconds: float) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
-class _Slice(Member):
+class _Slice(HostWorker):
     """Some of a node's GPUs.
 
     Args:
@@ -311,7 +311,7 @@ class _Slice(Member):
         places: which of the GPUs that it was given.
     """
 
-    def __init__(self, member: Member, places: Sequence[int]) -> None:
+    def __init__(self, member: HostWorker, places: Sequence[int]) -> None:
         self._member, self.here = member, member.here
         self._ids = tuple(map(str, places))
 
@@ -325,7 +325,7 @@ class _Slice(Member):
         self._member.kill()
 
 
-class _SlurmMember(Member):
+class _SlurmMember(HostWorker):
     """A task of the step.
 
     Args:

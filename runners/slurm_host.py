@@ -14,9 +14,9 @@ from multiprocessing.connection import Client, Connection
 
 from ..base.device import visible_gpus
 from ..base.errors import RedlineError, RunnerError
-from .gang import Host
 from .job import Job, Outcome
 from .process import adopt_orphans, kill_descendants
+from .worker_group import Host
 
 KEY = "REDLINE_SLURM_KEY"
 """The variable with the key of the connection, hexadecimal."""

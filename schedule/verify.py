@@ -15,6 +15,7 @@ from ..base.errors import ScheduleError
 from .build import Context, complete, home, itself, prepare
 from .compare import Numbers, compare, gradients_of, weights_of
 from .forward import layers_of
+from .fused_logits import FusedLogits, formed
 from .graph.examples import as_call
 from .outputs import loss_of, tensors_of
 from .parallel.collectives import Axis, all_gather, axis_of
@@ -24,7 +25,6 @@ from .quiet import quiet
 from .rounding import Tolerance, allowance, departure
 from .schedule import Schedule
 from .tree import find_module
-from .unformed import UnformedLogits, formed
 
 Loss = Callable[..., torch.Tensor]
 
@@ -152,7 +152,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     record: dict[str, torch.Tensor] = {}
 
     def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
-        found = _wholes(output) if not isinstance(output, (SplitLogits, UnformedLogits)) else []
+        found = _wholes(output) if not isinstance(output, (SplitLogits, FusedLogits)) else []
         if found and path not in record:
             record[path] = found[0].clone()
 

@@ -2,7 +2,7 @@
 
     python -m redline.service.code_process FD FOLDER
 
-Started by `CodeRunners` (see `Companion`), which tells it what to run. It has nothing of the worker's: no token, no
+Started by `CodeRunners` (see `HelperProcess`), which tells it what to run. It has nothing of the worker's: no token, no
 connection to the server, no files but those it is given. Its answers are JSON and never a pickle, as who runs here is not
 trusted there.
 """

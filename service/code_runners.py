@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RunnerError
-from ..base.reading import Refused, parse_json
-from ..runners.companion import Companion
+from ..base.reading import Malformed, parse_json
+from ..runners.helper_process import HelperProcess
 from ..runners.shared_devices import SharedDevices
 from ..runners.unix_user import UnixUser
 from .records import Assignment
@@ -39,7 +39,7 @@ class _Process:
 
     def __init__(self, user: UnixUser, devices: int) -> None:
         self.users = 0
-        self._companion = Companion("redline.service.code_process", "code", user=user)
+        self._companion = HelperProcess("redline.service.code_process", "code", user=user)
         self._lock = threading.Lock()
         self._answers: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
@@ -91,7 +91,7 @@ class _Process:
                     answer.set_result(dict(said["outcome"]))
                 else:
                     answer.set_exception(RunnerError(str(said["lost"])[:2000]))
-        except (EOFError, OSError, Refused, KeyError, TypeError, ValueError):  # it has ended, or talks nonsense
+        except (EOFError, OSError, Malformed, KeyError, TypeError, ValueError):  # it has ended, or talks nonsense
             self._companion.kill()
             with self._lock:
                 self.lost = True

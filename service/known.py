@@ -12,7 +12,7 @@ from ..base.errors import UsageError
 from ..results import Measurement, Status, Trial, request as run_yaml
 from ..results.names import RUN
 from ..space import Config
-from ..tuner.earlier import read_runs, take
+from ..tuner.earlier_runs import read_runs, take
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task

@@ -97,4 +97,4 @@ def described(devices: int) -> tuple[dict[str, Any], int]:
         return known, memory
     if device.type == "cpu":
         hardware = hardware.shared(devices)
-    return {**known, "hardware": asdict(hardware.but(memory_gib=max(memory / 1024, 0.1)))}, memory
+    return {**known, "hardware": asdict(hardware.replace(memory_gib=max(memory / 1024, 0.1)))}, memory

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError
-from ..base.reading import Refused, parse_json, path_of, read_named
+from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..runners.command.command import Command
 from ..space import Space
 
@@ -86,7 +86,7 @@ def _text(path: str | Path) -> str:
 def _configuration(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(_text(path).encode())
-    except Refused as error:
+    except Malformed as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path} is not a Hugging Face model's configuration: it holds no mapping")

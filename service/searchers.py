@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ..base.errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
-from ..runners.job import Begun, Errand
-from .errand import IMPORTS, OF_MODELS, SearchErrand, driver_of
+from ..runners.job import AgentTask, Begun
 from .logs import folder_of
 from .placing import obstacle
 from .records import Search, SearchState
+from .searcher_task import IMPORTS, OF_MODELS, SearchErrand, driver_of
 from .store import Store
 
 MOST = 8
@@ -76,7 +76,7 @@ class Searchers:
     """The server's data."""
     most: int = MOST
     """Searches that run at once."""
-    errand: Callable[..., Errand] = SearchErrand
+    errand: Callable[..., AgentTask] = SearchErrand
     """What is done for a search, made as `SearchErrand` is."""
     imports: tuple[str, ...] = IMPORTS
     """What the agent imports at once, beside the database's driver."""

@@ -21,12 +21,12 @@ from ..runners.unix_user import unix_user
 from ..views.dashboard.serve import is_local, listen
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
-from .errand import IMPORTS, driver_of
 from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
 from .records import Role
 from .runs import Runs
+from .searcher_task import IMPORTS, driver_of
 from .searchers import MOST, Searchers
 from .store import Store
 

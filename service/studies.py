@@ -119,9 +119,9 @@ def _trial(trial: Trial) -> dict[str, Any]:
 def _sampler(name: str, space: Space, seed: int) -> Sampler:
     options = {}
     if name == "bayes":
-        from ..tuner.vague import assumed_hardware, vague_prior
+        from ..tuner.default_prior import assumed_hardware, default_prior
 
-        options["prior"] = vague_prior(space, 1, assumed_hardware(detect(), space, 1))
+        options["prior"] = default_prior(space, 1, assumed_hardware(detect(), space, 1))
     return make_sampler(name, space, seed=seed, **options)
 
 

@@ -193,16 +193,16 @@ def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
 
 def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], start: str) -> str:
     """`start`, and which rules leave no configuration: constraints each of which is needed for it."""
-    blamed = list(constraints)
-    if _possible(knobs, blamed):
+    user_code_errors = list(constraints)
+    if _possible(knobs, user_code_errors):
         return start
     for constraint in constraints:
-        fewer = [each for each in blamed if each is not constraint]
+        fewer = [each for each in user_code_errors if each is not constraint]
         if not _possible(knobs, fewer):
-            blamed = fewer
-    if not blamed:
+            user_code_errors = fewer
+    if not user_code_errors:
         return start + _without_value(knobs, start)
-    named = [str(each) for each in blamed if str(each) not in start]
+    named = [str(each) for each in user_code_errors if str(each) not in start]
     return f"{start}: it contradicts {' and '.join(named)}" if named else start
 
 

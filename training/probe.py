@@ -249,10 +249,10 @@ class _Probed:
         """Projects the logits of a micro-batch over V, which may be cut over ranks."""
         import torch
 
+        from ..schedule.fused_logits import FusedLogits
         from ..schedule.outputs import logits_of, loss_of
         from ..schedule.parallel.collectives import all_reduce
         from ..schedule.parallel.vocabulary import SplitLogits
-        from ..schedule.unformed import UnformedLogits
 
         loss = output if isinstance(output, torch.Tensor) else loss_of(output)
         if loss is not None:
@@ -262,7 +262,7 @@ class _Probed:
             return  # nothing tells which of them belong to which sample
         self.width, columns = logits.shape[-1], logits.shape[-1]
         pieces: Iterable[torch.Tensor]
-        if isinstance(logits, UnformedLogits):
+        if isinstance(logits, FusedLogits):
             # As the loss forms them, a few tokens at a time.
             axis, self.width, pieces = logits.product.axis, logits.product.vocabulary, logits.chunks()
         elif isinstance(logits, SplitLogits):

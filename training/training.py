@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import liger_obstacle
 from ..base.errors import ScheduleError, WorkloadError, unknown
-from ..knobs.meaning import REDUCED, exchange_of, hsdp_obstacle, order_of
-from ..knobs.sequence import pieces_obstacle
+from ..knobs.meaning import REDUCED, exchange_of, hsdp_obstacle, pipeline_schedule_of
+from ..knobs.sequence import sequence_shards_obstacle
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
 from ..models.workload import Batch, Workload
 from .applying import share_out
-from .outline import Outline
+from .model_structure import ModelStructure
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
 from .seeds import step_seed
@@ -65,7 +65,7 @@ class Training:
     """What this rank is."""
     precision: Precision
     """The number formats."""
-    outline: Outline
+    outline: ModelStructure
     """The model before its schedule rewrote it."""
     compiled: bool
     """Whether torch.compile is part of its schedule."""
@@ -217,7 +217,7 @@ class Training:
         sharing = self.world.sharing
         if sharing.ranks > 1:
             own = "the workload's own loss is of whole samples" if workload.loss is not None else ""
-            if why := own or pieces_obstacle(workload.seq_len, sharing.sp, sharing.cp):
+            if why := own or sequence_shards_obstacle(workload.seq_len, sharing.sp, sharing.cp):
                 raise WorkloadError(f"{sharing} cannot be: {why}")
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
@@ -278,7 +278,7 @@ class Training:
         sch = create_schedule(module, self._mesh)
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
-        self.outline = Outline.of(module, [each.path for each in standard.blocks(sch)])
+        self.outline = ModelStructure.of(module, [each.path for each in standard.blocks(sch)])
         if schedule is standard and self.config.get("kernels") and not liger_obstacle(self.device.type):
             replace_modules(sch)  # before it is cut
         schedule(sch, self.config)
@@ -317,7 +317,7 @@ class Training:
             if "pipeline" not in done:
                 # The standard way of splitting the batch: its micro-batches are the pipeline's.
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
-                kind = order_of({**self.config, "virtual_stages": held}, self.grad_accum)
+                kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..knobs.sequence import Sharing
+    from ..knobs.sequence import SequenceShards
 
 AXES = ("pp", "dp", "tp")
 """Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
@@ -82,11 +82,11 @@ class World:
         return self.replica // (self.sp * self.cp)
 
     @property
-    def sharing(self) -> "Sharing":
+    def sharing(self) -> "SequenceShards":
         """Which piece of their sequences."""
-        from ..knobs.sequence import Sharing
+        from ..knobs.sequence import SequenceShards
 
-        return Sharing(sp=self.sp, cp=self.cp, rank=self.replica % (self.sp * self.cp))
+        return SequenceShards(sp=self.sp, cp=self.cp, rank=self.replica % (self.sp * self.cp))
 
     @property
     def pp_rank(self) -> int:

@@ -11,11 +11,11 @@ from ..models import Workload
 from ..results import Trial
 from ..results.columns import speed
 from ..space import Config, Space
+from .default_prior import assumed_hardware
 from .feasibility import OutOfMemoryKnowledge
 from .listener import SearchListener
 from .running import share_of_host
 from .same_training import beginning_with, smallest, training_space, with_samples_of
-from .vague import assumed_hardware
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ from ..models import Workload
 from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest, either
 from ..runners import Runner
 from ..runners.command.command import Command
-from ..runners.places import PLACES
+from ..runners.registry import RUNNERS
 from ..runners.slurm import nodes
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
@@ -22,7 +22,7 @@ from .samplers import sampler_names
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
-RUNNERS = (*PLACES, "simulate")
+SEARCH_RUNNERS = (*RUNNERS, "simulate")
 IN_PROCESS = "function"
 """The runner of a callable that is not isolated."""
 
@@ -121,7 +121,7 @@ class RunRequest:
 
     runner: Annotated[
         str | Runner | None,
-        Asked(f"Who runs the trials: {either(RUNNERS)}.  [default: ray]", metavar="NAME"),
+        Asked(f"Who runs the trials: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
     hardware: Annotated[
@@ -218,8 +218,8 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         if isinstance(self.runner, Runner):
             return self.runner.name
         if self.isolate:
-            if self.runner is not None and self.runner not in RUNNERS:
-                raise UsageError(unknown("runner", self.runner, RUNNERS))
+            if self.runner is not None and self.runner not in SEARCH_RUNNERS:
+                raise UsageError(unknown("runner", self.runner, SEARCH_RUNNERS))
             return self.runner or self.runs_by_default_on
         if not self.called:
             raise UsageError("isolate=False belongs to a callable: trials of a workload are processes of their own")

@@ -15,7 +15,7 @@ from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
-from ..runners.places import runner_on
+from ..runners.registry import runner_on
 from ..runners.shared_devices import SharedDevices
 from ..runners.work import Work
 from ..space import Space

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..base.errors import UsageError
 from ..models.resolve import workload as resolve_workload
 from ..space import Space
-from .earlier import Taken
+from .earlier_runs import Transferred
 from .predicting import estimator_of
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def calibrations(
-    earlier: Sequence[Taken], hardware: "str | Path | Hardware | None", warn: Callable[[str], None]
+    earlier: Sequence[Transferred], hardware: "str | Path | Hardware | None", warn: Callable[[str], None]
 ) -> "list[Estimator | None]":
     """For each earlier run the estimator of what it trained, with what it measured; None for a run on other devices, or
     of which nothing can be predicted.
@@ -34,7 +34,7 @@ def calibrations(
     return found
 
 
-def _calibrated(taken: Taken, hardware: "str | Path | Hardware | None") -> "Estimator | None":
+def _calibrated(taken: Transferred, hardware: "str | Path | Hardware | None") -> "Estimator | None":
     asked = taken.run.asked
     what = asked.get("workload") or {}
     spec = what.get("spec")

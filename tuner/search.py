@@ -86,7 +86,7 @@ class Search:
     """Devices of a trial, for device-hours."""
     predictor: "Predictor | None" = None
     """States what is expected of a trial; None states nothing."""
-    blamed: str = ""
+    user_code_errors: str = ""
     """What is to blame, in words, where the first two trials crash alike, which ends the search; empty goes on."""
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
@@ -234,13 +234,17 @@ class Search:
         """Why further trials would crash as the first two did, in words; None if they may not."""
         finished = [trial for trial in trials if not trial.pending and not _skipped(trial)]
         if (
-            not self.blamed
+            not self.user_code_errors
             or len(finished) != 2
             or any(trial.measured.status is not Status.CRASH for trial in finished)
         ):
             return None
         first, second = (re.sub(r"\d+", "N", trial.measured.reason) for trial in finished)
-        return f"the first two trials crashed alike, so that {self.blamed} is to blame" if first == second else None
+        return (
+            f"the first two trials crashed alike, so that {self.user_code_errors} is to blame"
+            if first == second
+            else None
+        )
 
     def _no_use(self, trials: list[Trial]) -> str | None:
         """Why further trials are not worth their time, in words; None if they may be."""

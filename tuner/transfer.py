@@ -4,7 +4,7 @@ Notation, logarithms throughout:
 
     f(x)      what departs from the estimate, or without one from the mean, at configuration x of this search
     f_r(x)    the same in the earlier run r, of which y_j was observed at x_j, with noise s
-    w_r       how alike run r is to this one, 0 to 1 (see `likeness`): the correlation of f_r with f
+    w_r       how alike run r is to this one, 0 to 1 (see `task_similarity`): the correlation of f_r with f
     k         covariance of f; f and f_r have w_r k, two runs w_r w_q k, a run with itself k
 
 so that the mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within

@@ -15,9 +15,8 @@ from ..runners import Runner
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.soak import SoakPlan
 from ..space import Config
-from .beginning import Beginning, begin
 from .budget import Stopwatch
-from .earlier import Taken, read_runs, take
+from .earlier_runs import Transferred, read_runs, take
 from .feasibility import tight_winner
 from .listener import SearchListener
 from .loggers import check_trackers, logging_to
@@ -28,6 +27,7 @@ from .result import Result, make_result
 from .running import check_honoured, imports_early, make_runner
 from .samplers import make_sampler
 from .search import Search
+from .search_setup import SearchSetup, begin
 from .task import Task, resolve_task
 
 
@@ -89,7 +89,7 @@ class _Told:
         self.listener.said(message)
 
 
-def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Taken]:
+def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Transferred]:
     """Refuses whatever can be refused before anything takes time; what counts of earlier runs.
 
     Raises:
@@ -131,7 +131,7 @@ def _open(request: Request, task: Task, asked: Mapping[str, Any], path: Path, to
 def _search(
     request: Request,
     task: Task,
-    beginning: Beginning,
+    beginning: SearchSetup,
     folder: RunFolder,
     watch: Stopwatch,
     agent: HostAgent | None,
@@ -162,7 +162,7 @@ def _search(
                 listener=told.listener,
                 judge=beginning.judge if request.budget.patience else None,
                 devices=task.devices,
-                blamed="the command" if task.command is not None else "",
+                user_code_errors="the command" if task.command is not None else "",
                 predictor=beginning.predictor,
                 peak_rate=peak_rate(estimator) if estimator is not None else None,
                 watch=watch,
@@ -185,7 +185,7 @@ def _search(
 def _conclude(
     request: Request,
     task: Task,
-    beginning: Beginning,
+    beginning: SearchSetup,
     folder: RunFolder,
     ended: str,
     cause: BaseException | None,

@@ -3,7 +3,7 @@
 Runs on the same devices, of which the estimate can be made again, say first how far off its groups of terms are, which
 holds whatever is trained (`Estimator.carrying`), and then what single knobs did beside that. Of others the second is all.
 
-How much each counts begins with how alike it is (`likeness`), and the search learns it from its own trials.
+How much each counts begins with how alike it is (`task_similarity`), and the search learns it from its own trials.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..base.errors import SpaceError
 from ..space import Config, Space
-from .earlier import Taken
+from .earlier_runs import Transferred
 from .samplers.encoding import Encoding
 from .samplers.features import Features
 from .samplers.prior import Correction, Prior
@@ -61,7 +61,7 @@ class WarmStart(Correction):
     def __init__(
         self,
         space: Space,
-        taken: Sequence[Taken],
+        taken: Sequence[Transferred],
         base: Callable[[Config], Any] | None = None,
         warn: Callable[[str], None] | None = None,
         calibrated: "Sequence[Estimator | None]" = (),
@@ -124,7 +124,7 @@ class WarmStart(Correction):
         told.log_throughput_effects = np.column_stack([own, effects])
         return told
 
-    def _residuals(self, taken: Taken, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
+    def _residuals(self, taken: Transferred, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
         """Logs of what was measured over what was expected: throughputs, the run's own mean taken off since
         the level says nothing here, and peak memories; NaN where that is not known; shape (n,) each."""
         trials = taken.trials

@@ -1,7 +1,7 @@
 """What the knob `kernels` changes: the loss without the logits of a micro-batch.
 
 Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes
-of one in the products, 4 or 2. See `schedule/unformed.py` for what is computed.
+of one in the products, 4 or 2. See `schedule/fused_logits.py` for what is computed.
 
 | of the head | in bytes |
 |---|---|
@@ -24,7 +24,7 @@ OPERATORS = 20.0
 
 def unformed(facts: ModelFacts) -> ModelFacts:
     """The facts with the logits unformed, from those with them; as they are where there is no vocabulary."""
-    from ...schedule.unformed import most_chunk
+    from ...schedule.fused_logits import most_chunk
 
     head = _head(facts)
     if head is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import WorkloadError
-from ...base.reading import Refused, parse_json, read_named
+from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture, Lora
 from .fit import differences, unlike
@@ -103,7 +103,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     """
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
-    except (OSError, Refused) as error:
+    except (OSError, Malformed) as error:
         raise WorkloadError(f"'{folder}' is no folder of adapters: {CONFIG}: {error}") from error
     if not isinstance(document, dict):
         raise WorkloadError(f"'{folder / CONFIG}' should hold a mapping")

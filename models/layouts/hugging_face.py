@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...base._transformers import as_loaded, quiet
 from ...base.errors import WorkloadError
-from ...base.reading import Refused, parse_json, path_of, read_named
+from ...base.reading import Malformed, parse_json, path_of, read_named
 from ..architecture import Architecture, one_line, without_memory
 from .adapters import with_adapters
 from .fit import fit
@@ -54,7 +54,7 @@ def _says(path: Path, architecture: Architecture) -> str:
     folder = path if path.is_dir() else path.parent
     try:
         document = parse_json(read_named(folder / "config.json", at_most=1 << 20))
-    except (OSError, Refused):
+    except (OSError, Malformed):
         return ""
     family = document.get("model_type") if isinstance(document, dict) else None
     if family in (None, architecture.model_type):

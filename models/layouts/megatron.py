@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import WorkloadError
-from ...base.reading import Refused, parse_json, path_of, read_named
+from ...base.reading import Malformed, parse_json, path_of, read_named
 from ..architecture import Architecture
 from .adapters import with_adapters
 from .dcp import dcp_tensors, write_dcp
@@ -237,7 +237,7 @@ def _check_backend(folder: Path) -> None:
         raise WorkloadError(f"'{folder}' is no checkpoint of Megatron-LM: it has no {CONFIG}")
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
-    except (OSError, Refused) as error:
+    except (OSError, Malformed) as error:
         raise WorkloadError(f"cannot read '{folder / CONFIG}': {error}") from error
     backend = document.get("sharded_backend") if isinstance(document, dict) else None
     if backend != BACKEND:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from ...base.reading import Refused, parse_json, read_named
+from ...base.reading import Malformed, parse_json, read_named
 from .lazy import Box, LazyTensor, Stored
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def read_index(path: Path) -> dict[str, str]:
     """
     try:
         document = parse_json(read_named(path, at_most=_LARGEST_INDEX))
-    except (Refused, OSError) as error:
+    except (Malformed, OSError) as error:
         raise WorkloadError(f"cannot read '{path}': {error}") from error
     named = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...base.errors import UsageError, unknown
-from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ...frameworks.launchers import LAUNCHERS
 from ...models.request import Asked, either
 
@@ -98,7 +98,7 @@ class Command:
             given = parse_yaml(read_named(where, at_most=LARGEST_DOCUMENT))
         except OSError as error:
             raise UsageError(f"the command's file {where} cannot be read: {error.strerror or error}") from error
-        except Refused as error:
+        except Malformed as error:
             raise UsageError(f"the command's file {where} is no YAML: {error}") from error
         known = [each.name for each in fields(cls)]
         if not isinstance(given, dict) or "command" not in given:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError
-from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
+from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
 from ...base.writing import as_data
 from ...frameworks.launcher import PLACED, written
 from ...space.expression import Expression
@@ -90,7 +90,7 @@ def _parsed(path: Path) -> Any:
         return _FORMATS[suffix][0](read_named(path, at_most=LARGEST_DOCUMENT))
     except OSError as error:
         raise UsageError(f"the file to be rendered, {path}, cannot be read: {error.strerror or error}") from error
-    except (Refused, ValueError, configparser.Error) as error:
+    except (Malformed, ValueError, configparser.Error) as error:
         raise UsageError(f"the file to be rendered, {path}, is no {suffix[1:].upper()}: {error}") from error
 
 

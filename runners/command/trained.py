@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
+from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
 from ...frameworks.launcher import PLACED
 from ...frameworks.launchers import find_launcher
 from ...models.architecture import Architecture
@@ -142,7 +142,7 @@ def _keys(path: str) -> Iterator[tuple[str, str]]:
     if file.name.endswith((".yaml", ".yml", ".json", ".yaml.in", ".yml.in", ".json.in")) and file.is_file():
         try:
             document = parse_yaml(read_named(file, at_most=LARGEST_DOCUMENT))
-        except (OSError, Refused):  # which is said where it is rendered; of others the command says it
+        except (OSError, Malformed):  # which is said where it is rendered; of others the command says it
             return
         for name, value in document.items() if isinstance(document, dict) else ():
             if isinstance(value, str | int):

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...base._torch import parameters_of
 from ...base.errors import MissingDependency, ScheduleError, not_installed
-from ...base.reading import LARGEST_DOCUMENT, Refused, parse_json, read_named
+from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_json, read_named
 from ..parallel.collectives import axis_of
 from ..parallel.pipeline import Pipeline
 from ..parallel.sharding import shards_of
@@ -119,7 +119,7 @@ def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if isinstance(given, str | Path):
         try:
             found = parse_json(read_named(Path(given), at_most=LARGEST_DOCUMENT))
-        except (OSError, Refused) as error:
+        except (OSError, Malformed) as error:
             raise _refused(f"its configuration {given} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise _refused(f"config must be DeepSpeed's configuration or the path of its JSON file, but got {found!r}")

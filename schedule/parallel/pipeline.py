@@ -10,11 +10,11 @@ from torch import nn
 
 from ...base._torch import parameters_of, set_call, tree_flatten, tree_map
 from ...base.errors import ScheduleError
-from ...knobs.pipeline import ORDERS, Placement
+from ...knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from ..tree import Tree
 from .collectives import Axis
-from .order_check import check_order
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
+from .schedule_check import check_order
 from .sharding import holders, is_dtensor
 from .split import leave, splits
 
@@ -29,7 +29,7 @@ class Pipeline:
         self.num_stages = len(tree.cuts) + 1
         kind, micro_batches = tree.pipeline or (None, None)
         self.kind = kind or ("1f1b" if self.num_stages == axis.size else "interleaved")
-        self.order = ORDERS[self.kind]
+        self.order = PIPELINE_SCHEDULES[self.kind]
         self.micro_batches = micro_batches or self.num_stages
         check_order(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
         self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
-from ...knobs.sequence import Sharing, pieces_obstacle
+from ...knobs.sequence import SequenceShards, sequence_shards_obstacle
 from ..forward import Layer, add_layer
 from . import ring, ulysses
 from .collectives import Axis
@@ -54,7 +54,7 @@ class _Whole:
 _whole: ContextVar[_Whole] = ContextVar("whole")
 
 
-def cut_sequence(model: Any, sharing: Sharing, sp: Axis | None, cp: Axis | None, tp: int) -> None:
+def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, tp: int) -> None:
     """Has a model of transformers, cut over `tp` ranks, compute on this rank's piece of every sequence it is given.
 
     Args:
@@ -127,7 +127,7 @@ def _first_position(model: nn.Module) -> int | None:
     return 0
 
 
-def _registered(name: str, sharing: Sharing, sp: Axis | None, cp: Axis | None, model: nn.Module) -> str:
+def _registered(name: str, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, model: nn.Module) -> str:
     """The name under which transformers finds an attention by its name, and its masks, with the exchanges around it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -209,7 +209,7 @@ class CutSequence(Layer):
     order = 60
     divisible = True
 
-    def __init__(self, sharing: Sharing, shifts: bool, first_position: int | None) -> None:
+    def __init__(self, sharing: SequenceShards, shifts: bool, first_position: int | None) -> None:
         self.sharing, self.shifts, self.first_position = sharing, shifts, first_position
 
     def __call__(
@@ -219,7 +219,7 @@ class CutSequence(Layer):
         kwargs = {**dict(zip(names, args)), **kwargs}
         tokens = kwargs["inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"]
         length = tokens.shape[1]
-        if why := pieces_obstacle(length, self.sharing.sp, self.sharing.cp):
+        if why := sequence_shards_obstacle(length, self.sharing.sp, self.sharing.cp):
             raise ScheduleError(f"sequences cut over ranks: {why}")
         labels, documents = kwargs.pop("labels", None), self._positions(kwargs, tokens)
         padding = kwargs.get("attention_mask")

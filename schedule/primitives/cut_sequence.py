@@ -3,7 +3,7 @@
 from math import prod
 
 from ...base.errors import ScheduleError
-from ...knobs.sequence import Sharing
+from ...knobs.sequence import SequenceShards
 from ..forward import layers_of
 from ..parallel.collectives import Axis, axis_of, divided
 from ..parallel.planned import PlannedMesh
@@ -53,7 +53,7 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
     if why := obstacle(sch.module, sp, cp, tp):
         raise ScheduleError(f"{'sp' if cp == 1 else 'cp' if sp == 1 else 'sp and cp'}: {why}")
     axes = _axes(sch.mesh, {"cp": cp, "sp": sp}, along)
-    sharing = Sharing(sp=sp, cp=cp, rank=along.rank % (sp * cp))
+    sharing = SequenceShards(sp=sp, cp=cp, rank=along.rank % (sp * cp))
     cut(sch.module, sharing, sp=axes.get("sp"), cp=axes.get("cp"), tp=tp)
 
 

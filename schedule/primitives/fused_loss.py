@@ -8,11 +8,11 @@ from torch import nn
 
 from ...base.errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
+from ..fused_logits import FusedLogits, Product
 from ..graph.called import check_called
 from ..parallel.exchange import syncs_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
-from ..unformed import Product, UnformedLogits
 
 
 @primitive
@@ -64,4 +64,4 @@ class FusedLoss(Layer):
                 "fused_loss: gradients are formed before the loss is scaled, as float16 needs it; use bf16"
             )
         product = Product(module.weight, module.bias, dtype, None, module.weight.shape[0], self.formed_for)
-        return UnformedLogits.of(hidden, product)
+        return FusedLogits.of(hidden, product)

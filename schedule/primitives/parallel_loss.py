@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from ...base.errors import ScheduleError
+from ..fused_logits import FusedLogits
 from ..graph.called import check_called
 from ..parallel.sharding import shards_of
 from ..parallel.vocabulary import SplitLogits
 from ..primitive import primitive
 from ..tree import ScheduledModule
-from ..unformed import UnformedLogits
 from .kinds import output_of
 from .shard import tensor_parallel
 
@@ -43,6 +43,6 @@ class _Split:
         self.vocabulary = vocabulary
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        if isinstance(output, UnformedLogits):
+        if isinstance(output, FusedLogits):
             return output.cut(self.axis, self.vocabulary)
         return SplitLogits.of(output, self.axis, self.vocabulary)

@@ -1,7 +1,7 @@
 """pipeline: how the micro-batches of a batch run through the stages."""
 
 from ...base.errors import ScheduleError, unknown
-from ...knobs.pipeline import ORDERS
+from ...knobs.pipeline import PIPELINE_SCHEDULES
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -22,7 +22,7 @@ def pipeline(sch: ScheduledModule, schedule: str = "1f1b", micro_batches: int | 
     Raises:
         ScheduleError: not the root; unknown schedule; a number below 1; called before.
 
-    What a schedule cannot run, `build` refuses: see `schedule/parallel/order_check.py`.
+    What a schedule cannot run, `build` refuses: see `schedule/parallel/schedule_check.py`.
 
     Source: https://pytorch.org/docs/stable/distributed.pipelining.html; Narayanan et al., arXiv:2104.04473;
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
@@ -30,8 +30,8 @@ def pipeline(sch: ScheduledModule, schedule: str = "1f1b", micro_batches: int | 
     label = f"pipeline on '{sch.name}'"
     if sch.path:
         raise ScheduleError(f"{label}: there is one pipeline, so call it on the root's schedule")
-    if schedule not in ORDERS:
-        raise ScheduleError(f"{label}: {unknown('schedule', schedule, ORDERS)}")
+    if schedule not in PIPELINE_SCHEDULES:
+        raise ScheduleError(f"{label}: {unknown('schedule', schedule, PIPELINE_SCHEDULES)}")
     if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
         raise ScheduleError(f"{label}: micro_batches must be at least 1, but got {micro_batches!r}")
     if sch.tree.pipeline is not None:

@@ -174,7 +174,7 @@ def test_an_oom_where_it_was_thought_to_fit_raises_memory(plain):
 
 
 def test_an_oom_where_it_was_expected_says_nothing():
-    plain = Estimator(SHAPE, "a100-80gb", SETUP.but(memory_limit_mib=16000))
+    plain = Estimator(SHAPE, "a100-80gb", SETUP.replace(memory_limit_mib=16000))
     table = plain.table(CONFIGS)
     at = int(np.argmax(np.where(np.isfinite(table.peak_memory_mib), table.peak_memory_mib, 0)))
     assert table.peak_memory_mib[at] > 1.2 * table.memory_limit_mib

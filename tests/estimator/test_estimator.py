@@ -115,7 +115,7 @@ def test_a_memory_limit_decides_what_fits():
     config = {"micro_batch": 8}
     need = made()(config).peak_memory_mib
     tight, wide = (
-        Estimator(SHAPE, "h100", SETUP.but(memory_limit_mib=limit))(config) for limit in (0.7 * need, 1.4 * need)
+        Estimator(SHAPE, "h100", SETUP.replace(memory_limit_mib=limit))(config) for limit in (0.7 * need, 1.4 * need)
     )
     assert not tight.fits and tight.probability_fits < 0.1
     assert wide.fits and wide.probability_fits > 0.9
@@ -126,7 +126,7 @@ def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
     need = made()(config).peak_memory_mib
 
     def retries(limit, **more):
-        setup = SETUP.but(memory_limit_mib=limit * need, **more)
+        setup = SETUP.replace(memory_limit_mib=limit * need, **more)
         return Estimator(SHAPE, "h100", setup)(config).breakdown["time.allocator retries"]
 
     assert retries(3) < 1e-6

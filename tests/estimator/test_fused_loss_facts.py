@@ -8,7 +8,7 @@ import torch
 from live import Live
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.facts.traced import TracedFacts, trace_facts
-from redline.schedule.unformed import most_chunk
+from redline.schedule.fused_logits import most_chunk
 from torch.nn import functional as F
 
 

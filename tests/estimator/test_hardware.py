@@ -79,7 +79,7 @@ def test_every_device_is_found_by_its_own_name():
 def test_what_a_name_leaves_open_is_chosen_and_said(name, device, said):
     found = find_hardware(name)
     assert said in found.note
-    assert found.but(note="") == DEVICES[device]
+    assert found.replace(note="") == DEVICES[device]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_hardware_of_another_kind_is_an_error(spec):
 
 
 def test_more_ranks_than_a_cpu_has_memory_for_are_refused():
-    cpu = DEVICES["v100-16gb"].but(name="this-cpu", kind="cpu", cores=2, memory_gib=16.0, devices_per_node=1)
+    cpu = DEVICES["v100-16gb"].replace(name="this-cpu", kind="cpu", cores=2, memory_gib=16.0, devices_per_node=1)
     assert cpu.shared(160).memory_gib == pytest.approx(0.1)
     with pytest.raises(UsageError) as refused:
         cpu.shared(4096)

@@ -65,7 +65,7 @@ def test_a_gpu_is_measured_in_a_process_of_its_own(quick, tmp_path, monkeypatch)
         type="cuda", name="NVIDIA Unheard-of", count=1, memory_mib=24_000, capability=(9, 0), features=frozenset()
     )
     asked = []
-    written = json.dumps(asdict(measure().to_hardware().but(name="this-machine", kind="cuda")))
+    written = json.dumps(asdict(measure().to_hardware().replace(name="this-machine", kind="cuda")))
     monkeypatch.setattr(measuring, "detect", lambda: gpu)
     monkeypatch.setattr(measuring, "_in_a_process", lambda function, *_, **__: asked.append(function) or written)
     assert this_machine(tmp_path).name == "this-machine"

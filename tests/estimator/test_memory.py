@@ -179,7 +179,7 @@ def test_gradients_are_there_only_when_they_are():
     assert terms(GPT2, setup, micro_batch=64)["gradients"] * MIB == 50257 * 768 * 4
     assert terms(GPT2, setup, micro_batch=32)["gradients"] * MIB == 124_439_808 * 4
     # Little to keep: the peak is at the end, with all gradients.
-    assert terms(GPT2, setup.but(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB == 124_439_808 * 4
+    assert terms(GPT2, setup.replace(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB == 124_439_808 * 4
 
 
 def test_gradient_buckets_are_no_larger_than_the_gradients():

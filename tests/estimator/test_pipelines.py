@@ -8,7 +8,7 @@ from redline.estimator import Estimator, ModelFacts, TrainingSetup
 from redline.estimator.hardware import find_hardware
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.stages import crossings, idle_slot, in_flight, stages
-from redline.knobs.pipeline import ORDERS, Placement
+from redline.knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from torch.distributed import pipelining
 
 LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
@@ -26,8 +26,8 @@ def actions(kind, pp, chunks, micro_batches):
         )
         for index in range(chunks)
     ]  # fmt: skip
-    several = ORDERS[kind].most != 1
-    schedule = getattr(pipelining, ORDERS[kind].made_by)(
+    several = PIPELINE_SCHEDULES[kind].most != 1
+    schedule = getattr(pipelining, PIPELINE_SCHEDULES[kind].made_by)(
         made if several else made[0], micro_batches, loss_fn=lambda output, target: output
     )
     order = schedule.pipeline_order if several else schedule._get_pipeline_order()
@@ -127,7 +127,7 @@ def test_a_zero_bubble_is_a_third_of_1f1bs_where_parts_are_equal():
 @pytest.mark.parametrize("pp", [2, 3, 8])
 @pytest.mark.parametrize(("kind", "chunks"), WAYS)
 def test_messages_are_as_many_as_boundaries_of_the_busiest_rank(kind, chunks, pp):
-    placed = Placement(pp * chunks, pp, ORDERS[kind].v_shaped)
+    placed = Placement(pp * chunks, pp, PIPELINE_SCHEDULES[kind].v_shaped)
     ends = [
         rank
         for stage in range(pp * chunks - 1)
@@ -165,7 +165,7 @@ def test_orders_with_a_smaller_bubble_are_faster_and_hold_more():
     assert turned.step_ms < zero.step_ms < plain.step_ms
     assert plain.peak_memory_mib < four.peak_memory_mib < two.peak_memory_mib
     # What a setup says holds where there is no such knob.
-    assert steps(SETUP.but(pipeline="interleaved", virtual_stages=2)).step_ms == two.step_ms
+    assert steps(SETUP.replace(pipeline="interleaved", virtual_stages=2)).step_ms == two.step_ms
 
 
 def test_gradients_that_wait_for_those_of_weights_take_memory():

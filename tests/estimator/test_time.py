@@ -72,11 +72,11 @@ SMALL = {"layers": 8, "hidden": 128, "heads": 4, "vocabulary": 1000}
 
 def test_on_a_core_of_their_own_ranks_of_a_pipeline_idle_on_a_shared_one_another_computes():
     config = {"pp": 2, "micro_batch": 4}
-    apart, shared = (terms(ON_CPU, SMALL, SHARED.but(cores=cores), CPU, **config) for cores in (2, 1))
+    apart, shared = (terms(ON_CPU, SMALL, SHARED.replace(cores=cores), CPU, **config) for cores in (2, 1))
     assert apart["bubble"] > 0 == shared["bubble"]
     assert sum(shared.values()) < sum(apart.values())
     # Nothing is computed twice or less: what the stages have to do is shared out evenly.
-    work = terms(ON_CPU.but(devices=1), SMALL, SHARED, CPU, pp=1, dp=1, micro_batch=4)
+    work = terms(ON_CPU.replace(devices=1), SMALL, SHARED, CPU, pp=1, dp=1, micro_batch=4)
     assert shared["matmul"] == pytest.approx(work["matmul"] / 2)
 
 
@@ -84,7 +84,7 @@ def test_a_collective_among_ranks_that_share_a_core_waits_for_their_turns():
     found = {}
     for cores in (2, 1):
         for knobs in ({"tp": 2}, {"tp": 2, "sequence_parallel": True}):
-            made = terms(ON_CPU, SMALL, SHARED.but(cores=cores), CPU, micro_batch=4, **knobs)
+            made = terms(ON_CPU, SMALL, SHARED.replace(cores=cores), CPU, micro_batch=4, **knobs)
             found[cores, len(knobs)] = made["tensor parallel"]
     more = [found[1, knobs] - found[2, knobs] for knobs in (1, 2)]
     # Four reductions a block and micro-batch, one each way around the embedding and the head.
@@ -141,11 +141,11 @@ def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
     assert ring(64).gather(one(1e9), 1e-3, 33)[0] - ring(64).gather(one(1e9), 1e-3)[0] == pytest.approx(
         32 * (1e-3 + ring(64).latency[0])
     )
-    setup = SETUP.but(devices=64, global_batch=64)
+    setup = SETUP.replace(devices=64, global_batch=64)
 
     def gathers(zero, latency_us):
         link = Link(name="network", gb_per_s=25.0, latency_us=latency_us)
-        found = terms(setup, hardware=A100.but(inter_node=link), dp=64, zero=zero, micro_batch=1,
+        found = terms(setup, hardware=A100.replace(inter_node=link), dp=64, zero=zero, micro_batch=1,
                       constants=Constants(max_overlap=0.0, straggler_ms=0.0))  # fmt: skip
         return found["parameter gathers"], found["data parallel"]
 
@@ -158,7 +158,7 @@ def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
 
 
 def test_all_reduced_and_scattered_gradients_hide_behind_the_backward_as_the_framework_lets_them():
-    setup = SETUP.but(devices=8, global_batch=64, overlap_gradients=True)
+    setup = SETUP.replace(devices=8, global_batch=64, overlap_gradients=True)
 
     def exposed(zero, **changed):  # fmt: skip
         return terms(setup, constants=Constants(**changed), dp=8, zero=zero, micro_batch=8)["data parallel"]
@@ -177,7 +177,7 @@ def test_a_collective_of_nothing_still_costs_its_start():
 def test_the_bubble_is_p_minus_1_slots_of_m(pp, accum):
     # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the ideal time, for stages that all take the same.
     shape = {**LLAMA2_7B, "vocabulary": 16}
-    setup = SETUP.but(devices=pp, global_batch=accum)
+    setup = SETUP.replace(devices=pp, global_batch=accum)
     found = terms(setup, shape, pp=pp, dp=1, grad_accum=accum, micro_batch=1)
     in_slots = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel")
     ideal = sum(found[name] for name in in_slots)
@@ -187,7 +187,7 @@ def test_the_bubble_is_p_minus_1_slots_of_m(pp, accum):
 def test_a_heavy_head_is_waited_for_by_no_bubble():
     # The last stage's head is in every slot of that stage, but fills and drains pass through the others.
     shape = {**LLAMA2_7B, "vocabulary": 2_000_000}
-    found = terms(SETUP.but(devices=4, global_batch=4), shape, pp=4, dp=1, grad_accum=4, micro_batch=1)
+    found = terms(SETUP.replace(devices=4, global_batch=4), shape, pp=4, dp=1, grad_accum=4, micro_batch=1)
     in_slots = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel")
     assert found["bubble"] < 0.3 * sum(found[name] for name in in_slots)
 
@@ -201,9 +201,9 @@ def test_stages_stand_for_all_of_them():
 
 
 def test_interleaving_divides_the_bubble():
-    setup = SETUP.but(devices=4, global_batch=8)
+    setup = SETUP.replace(devices=4, global_batch=8)
     plain = terms(setup, pp=4, dp=1, micro_batch=1)["bubble"]
-    virtual = terms(setup.but(pipeline="interleaved", virtual_stages=4), pp=4, dp=1, micro_batch=1)["bubble"]
+    virtual = terms(setup.replace(pipeline="interleaved", virtual_stages=4), pp=4, dp=1, micro_batch=1)["bubble"]
     assert virtual == pytest.approx(plain / 4, rel=0.01)
 
 
@@ -216,14 +216,16 @@ def test_recomputation_is_the_share_of_the_forward_that_is_checkpointed():
 
 
 def test_accumulating_is_what_it_is_called():
-    short, long = (terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n)["matmul"] for n in (2, 16))
+    short, long = (
+        terms(SETUP.replace(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n)["matmul"] for n in (2, 16)
+    )
     assert long == pytest.approx(8 * short)
 
 
 def test_gradients_are_reduced_once_a_step_below_zero_2_and_every_micro_batch_above():
     reduced = {
         zero: [
-            terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n, zero=zero)["data parallel"]
+            terms(SETUP.replace(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n, zero=zero)["data parallel"]
             for n in (1, 8)
         ]
         for zero in (0, 1, 2)
@@ -243,14 +245,14 @@ def test_zero_3_gathers_for_every_pass_what_zero_2_gathers_once_a_step():
 
 
 def test_groups_of_replicas_gather_within_a_node_and_sum_pieces_over_the_network_once_a_step():
-    setup = SETUP.but(devices=32, overlap_gradients=False)
+    setup = SETUP.replace(devices=32, overlap_gradients=False)
     constants = Constants(max_overlap=0.0, straggler_ms=0.0)
 
     def found(**config):
         return terms(setup, constants=constants, zero=3, micro_batch=1, **config)
 
     # Within a node it is as on a node alone.
-    alone = terms(setup.but(devices=8), constants=constants, zero=3, micro_batch=1, grad_accum=8)
+    alone = terms(setup.replace(devices=8), constants=constants, zero=3, micro_batch=1, grad_accum=8)
     many = found(hsdp=4, grad_accum=8)
     assert many["parameter gathers"] == pytest.approx(alone["parameter gathers"])
     assert many["parameter gathers"] < found(grad_accum=8)["parameter gathers"]
@@ -263,7 +265,7 @@ def test_groups_of_replicas_gather_within_a_node_and_sum_pieces_over_the_network
     moved = 2 * piece * 3 / 4 / ring.bandwidth[0]
     assert moved < sums < 1.2 * moved
     # In a pipeline of as many replicas each micro-batch is summed.
-    staged = setup.but(devices=64)
+    staged = setup.replace(devices=64)
     few, many = (
         terms(staged, constants=constants, zero=3, micro_batch=1, pp=2, hsdp=4, grad_accum=accum)["data parallel"]
         for accum in (2, 8)
@@ -272,7 +274,7 @@ def test_groups_of_replicas_gather_within_a_node_and_sum_pieces_over_the_network
 
 
 def test_a_tensor_parallel_group_across_nodes_is_slow():
-    setup = SETUP.but(devices=16)
+    setup = SETUP.replace(devices=16)
     inside = terms(setup, tp=8, micro_batch=2)["tensor parallel"]
     outside = terms(setup, tp=16, micro_batch=2)["tensor parallel"]
     assert outside > 1.5 * inside
@@ -281,7 +283,7 @@ def test_a_tensor_parallel_group_across_nodes_is_slow():
 
 def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
     """Queries, keys, values and the output of 32 layers, 2 bytes a number, of which a rank sends 7 of 8 parts."""
-    setup = SETUP.but(global_batch=1)
+    setup = SETUP.replace(global_batch=1)
     found = terms(setup, micro_batch=1, sp=8, zero=3)
     link = A100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
     passes, moved = 2 * 32 * 4, 2048 / 8 * 4096 * 2 * 7 / 8 / link
@@ -300,7 +302,7 @@ def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
 def test_a_ring_waits_for_what_attention_does_not_hide():
     """Keys and values of 32 layers, 2 bytes a number and 4 of their gradients, of which a rank sends 7 of 8 parts; and
     once more an eighth of the gradients, when nothing is left to compute."""
-    setup = SETUP.but(global_batch=1)
+    setup = SETUP.replace(global_batch=1)
     constants = Constants()
     link = A100.intra_node.gb_per_s * 1e9 * constants.link_efficiency
     start = constants.collective_us * 1e-6 + 7 * A100.intra_node.latency_us / 4 * 1e-6
@@ -313,16 +315,16 @@ def test_a_ring_waits_for_what_attention_does_not_hide():
     grouped = {**LLAMA2_7B, "kv_heads": 8}
     assert terms(setup, grouped, micro_batch=1, cp=8, zero=3)["sequence exchange"] < found["sequence exchange"] / 2
     # With more tokens a rank computes for longer than keys are on their way: what is left is their way home.
-    long = terms(setup.but(seq_len=131072), grouped, micro_batch=1, cp=8, zero=3)
+    long = terms(setup.replace(seq_len=131072), grouped, micro_batch=1, cp=8, zero=3)
     home = 2 * 1024 * 131072 * 7 / 8 / link * 4 + start
     assert long["sequence exchange"] == pytest.approx(32 * home / 7, rel=1e-3)
 
 
 @pytest.mark.parametrize("axis", ["sp", "cp"])
 def test_ranks_of_a_sequence_divide_its_work(axis):
-    setup = SETUP.but(global_batch=8)
+    setup = SETUP.replace(global_batch=8)
     whole = terms(setup, micro_batch=1, zero=3, grad_accum=1)
-    cut = terms(setup.but(global_batch=8), micro_batch=8, zero=3, grad_accum=1, **{axis: 8})
+    cut = terms(setup.replace(global_batch=8), micro_batch=8, zero=3, grad_accum=1, **{axis: 8})
     # A rank has as many tokens either way, and as much of their attention.
     for name in ("matmul", "attention", "memory-bound", "data parallel", "parameter gathers", "optimizer"):
         assert cut[name] == pytest.approx(whole[name])
@@ -330,10 +332,10 @@ def test_ranks_of_a_sequence_divide_its_work(axis):
 
 
 def test_slices_make_transfers_between_stages_shorter():
-    setup = SETUP.but(devices=32, global_batch=64)
+    setup = SETUP.replace(devices=32, global_batch=64)
     config = {"tp": 8, "pp": 4, "micro_batch": 4}
     whole = terms(setup, **config)["pipeline transfers"]
-    assert terms(setup.but(scatter_transfers=True), **config)["pipeline transfers"] < whole / 3
+    assert terms(setup.replace(scatter_transfers=True), **config)["pipeline transfers"] < whole / 3
 
 
 def test_a_small_model_waits_for_the_host():
@@ -353,7 +355,7 @@ def test_an_offloaded_optimizer_costs_time_in_place_of_memory():
 
 
 def test_faster_hardware_is_faster():
-    twice = A100.but(
+    twice = A100.replace(
         tflops={name: 2 * rate for name, rate in A100.tflops.items()},
         memory_gb_per_s=2 * A100.memory_gb_per_s,
         intra_node=Link(name="twice", gb_per_s=600.0, latency_us=3.0),

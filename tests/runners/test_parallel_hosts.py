@@ -7,9 +7,9 @@ import sys
 import pytest
 from redline.base.errors import RunnerError
 from redline.results import Status
-from redline.runners import gang
-from redline.runners.gang import Layout, lay_out, merge
+from redline.runners import worker_group as gang
 from redline.runners.job import Outcome, RankOutcome
+from redline.runners.worker_group import Layout, lay_out, merge
 
 SCRIPT = """
 import os, pathlib, sys, time

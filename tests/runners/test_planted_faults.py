@@ -12,7 +12,7 @@ import torch.distributed as dist
 from redline.base.device import Device
 from redline.models import make_space
 from redline.runners import Reference
-from redline.runners.truth import together, why_wrong
+from redline.runners.numerics_check import numerics_mismatch, together
 from redline.training import Training, numerics
 from redline.training.first_step import first_step
 from redline.training.probe import take
@@ -88,7 +88,7 @@ def workload(name):
 
 
 def verdict(probe, reference):
-    return why_wrong(probe, Reference(probe=reference), loss=1.0, last_loss=1.0)
+    return numerics_mismatch(probe, Reference(probe=reference), loss=1.0, last_loss=1.0)
 
 
 def one(name):

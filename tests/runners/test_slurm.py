@@ -19,9 +19,9 @@ from redline.results import Status
 from redline.runners import SlurmRunner, TrialTerms, slurm as slurm_runner
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
-from redline.runners.gang import Member, lay_out
 from redline.runners.job import Job, Outcome
 from redline.runners.slurm import _cores, shares
+from redline.runners.worker_group import HostWorker, lay_out
 from redline.space import Space
 from redline.tuner.request import Request
 
@@ -273,7 +273,7 @@ def test_the_cores_of_each_node_are_read(monkeypatch, said, expected):
     assert _cores(3) == (expected or [usable_cores()] * 3)
 
 
-class Node(Member):
+class Node(HostWorker):
     def __init__(self, name):
         self.name, self.asked = name, []
 

@@ -8,9 +8,9 @@ import torch
 from live import Live
 from numeric import caught, gradients, same, within
 from redline.base.errors import ScheduleError
-from redline.schedule import rounding, unformed
+from redline.schedule import fused_logits as unformed, rounding
+from redline.schedule.fused_logits import FusedLogits
 from redline.schedule.primitives.fused_loss import formed_for
-from redline.schedule.unformed import UnformedLogits
 from torch import nn
 from torch.nn import functional as F
 
@@ -209,7 +209,7 @@ def test_to_look_at_logits_forms_them_with_their_gradient(seed):
     plain, fused = made(seed, bias=True)
     inputs, _ = data(seed, 2, 40)
     expected, found = plain(inputs), fused(inputs)
-    assert isinstance(found, UnformedLogits)
+    assert isinstance(found, FusedLogits)
     assert (found.shape, found.dtype, found.device, found.dim()) == (
         expected.shape, expected.dtype, expected.device, 3,
     )  # fmt: skip
@@ -250,7 +250,7 @@ def test_a_part_of_the_tokens_stays_unformed_and_a_part_of_the_vocabulary_does_n
     plain, fused = made(seed)
     inputs, _ = data(seed, 2, 3)
     expected, found = take(plain(inputs)), take(fused(inputs))
-    assert isinstance(found, UnformedLogits) is stays
+    assert isinstance(found, FusedLogits) is stays
     assert found.shape == expected.shape and found.dtype == expected.dtype
     same(unformed.formed(found), expected, rounding.allowance(plain, 1, dtype=expected.dtype))
 
@@ -270,7 +270,7 @@ def test_verify_holds_and_names_in_the_state_stay():
         sch["lm_head"].fused_loss()
     model, _ = rl.build(sch)
     assert list(model.state_dict()) == names
-    assert isinstance(model(input_ids=tokens).logits, UnformedLogits)
+    assert isinstance(model(input_ids=tokens).logits, FusedLogits)
     with rl.deferred():
         again = rl.create_schedule(GPT2LMHeadModel(config))
     rl.schedule.apply_recipe(again, sch.recipe())

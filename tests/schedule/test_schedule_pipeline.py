@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.base.errors import ScheduleError
-from redline.knobs.pipeline import ORDERS, Placement
+from redline.knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, full_state_dict, verify
 from redline.schedule.parallel import split
@@ -35,7 +35,7 @@ def check_transformer(make, name, seed, axes, cuts, layers=2, kind=None, micro_b
         blocks = schedule_of(name).blocks(sch)
         for index in cuts:
             blocks[index].cut_pipeline_stage()
-        for block in blocks[::2] if kind is None or not ORDERS[kind].splits_backward else ():
+        for block in blocks[::2] if kind is None or not PIPELINE_SCHEDULES[kind].splits_backward else ():
             block.checkpoint()
         if kind is not None:
             sch.pipeline(kind, micro_batches)

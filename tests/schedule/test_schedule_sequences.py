@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.base.errors import ScheduleError
-from redline.knobs.sequence import Sharing
+from redline.knobs.sequence import SequenceShards
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, ulysses
 from redline.schedule.parallel.planned import PlannedMesh
@@ -496,7 +496,7 @@ def test_roberta_counts_positions_from_behind_its_padding():
     from transformers import RobertaConfig
 
     model = AutoModelForMaskedLM.from_config(RobertaConfig(**SIZES, num_attention_heads=4, pad_token_id=1))
-    layer = sequences.CutSequence(Sharing(sp=2, rank=1), False, sequences._first_position(model))
+    layer = sequences.CutSequence(SequenceShards(sp=2, rank=1), False, sequences._first_position(model))
     given = {}
     layer._positions(given, torch.zeros(1, 6))
     assert given["position_ids"].tolist() == [[2, 3, 4, 5, 6, 7]]

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from redline.runners.job import Begun, Errand
+from redline.runners.job import AgentTask, Begun
 
 
 @dataclass
-class InPlaceOfASearch(Errand):
+class InPlaceOfASearch(AgentTask):
     """Of the same fields."""
 
     url: str

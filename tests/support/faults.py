@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from redline.schedule import unformed
+from redline.schedule import fused_logits as unformed
 from torch import nn
 
 ATTENTION = {

@@ -13,7 +13,7 @@ from redline.knobs.meaning import FLOAT8
 from redline.models import workload
 from redline.models.spaces import default_space, lossy_of_space, without_float8
 from redline.runners import Reference
-from redline.runners.truth import together, why_incomparable, why_wrong
+from redline.runners.numerics_check import numerics_mismatch, together, why_incomparable
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
@@ -141,7 +141,7 @@ def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precis
     made = small("llama")
     expected = probed(made, "fp32", micro_batch=8)
     found, half = probed(made, precision, micro_batch=8), probed(made, "bf16", micro_batch=8)
-    assert why_wrong(found, Reference(probe=expected), loss=found.quiet.loss, last_loss=found.quiet.loss) == ""
+    assert numerics_mismatch(found, Reference(probe=expected), loss=found.quiet.loss, last_loss=found.quiet.loss) == ""
     assert (found.roundoff, half.roundoff) == (2.0**-4, 2.0**-8)
 
     def distance(probe):
@@ -159,7 +159,7 @@ def test_a_wrong_gradient_is_found_in_8_bits_too(small, precision):
     for factor in (0.0, 2.0):  # lost; not averaged over two replicas
         blocks = tuple(factor * each for each in own.blocks)
         wrong = replace(found, quiet=replace(own, gradient=factor * own.gradient, blocks=blocks))
-        said = why_wrong(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
+        said = numerics_mismatch(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
         assert "the norm of the gradient of repeated block 0" in said
 
 
@@ -214,7 +214,7 @@ def test_ranks_that_share_a_model_convert_what_they_hold(two, small, precision, 
     expected = together([each[2] for each in reference], [each[1] for each in reference])
     probe = together([each[2] for each in found], [each[1] for each in found])
     assert not why_incomparable(probe, Reference(probe=expected))
-    assert why_wrong(probe, Reference(probe=expected), loss=found[0][0], last_loss=found[0][0]) == ""
+    assert numerics_mismatch(probe, Reference(probe=expected), loss=found[0][0], last_loss=found[0][0]) == ""
     assert probe.quiet.gradient != expected.quiet.gradient
 
 
@@ -284,4 +284,4 @@ def test_a_gpu_computes_what_is_emulated(small, precision):
         found = together([take(training)])
         loss = float(training.step())
         assert converted(training.model)
-        assert why_wrong(found, expected, loss=loss, last_loss=loss) == ""
+        assert numerics_mismatch(found, expected, loss=loss, last_loss=loss) == ""

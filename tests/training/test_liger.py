@@ -15,7 +15,7 @@ from numeric import caught, within
 from redline.base.device import liger_obstacle
 from redline.models.spaces import default_space
 from redline.runners import Reference
-from redline.runners.truth import together, why_wrong
+from redline.runners.numerics_check import numerics_mismatch, together
 from redline.schedule import create_schedule
 from redline.schedule.liger import replace_modules
 from redline.training import Training
@@ -214,4 +214,4 @@ def test_a_gpu_trains_with_them(precision):
         assert type(training.model.model.norm).__name__ == "LigerRMSNorm"
         found = together([take(training)])
         loss = float(training.step())
-        assert why_wrong(found, expected, loss=loss, last_loss=loss) == ""
+        assert numerics_mismatch(found, expected, loss=loss, last_loss=loss) == ""

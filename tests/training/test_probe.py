@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from redline.models import Workload
 from redline.runners import Reference
-from redline.runners.truth import together, why_wrong
+from redline.runners.numerics_check import numerics_mismatch, together
 from redline.training import Training
 from redline.training.first_step import first_step
-from redline.training.outline import Outline
+from redline.training.model_structure import ModelStructure
 from redline.training.probe import Cut, samples, take
 from tiers import tiered
 from torch import nn
@@ -32,7 +32,7 @@ def probed(workload, step=False, device=CPU, **knobs):
 
 
 def verdict(probe, expected):
-    return why_wrong(probe, Reference(probe=expected), loss=1.0, last_loss=1.0)
+    return numerics_mismatch(probe, Reference(probe=expected), loss=1.0, last_loss=1.0)
 
 
 # How samples fill micro-batches
@@ -522,7 +522,7 @@ def test_an_outline_knows_tied_weights_by_their_first_name(small):
     assert outline.group("transformer.h.2.attn.c_attn.bias") == 2
     assert outline.group("transformer.wte.weight") == outline.group("lm_head.weight") == 4
     assert outline.depth == 2 + 4 * 4 + 1
-    assert Outline.of(nn.LayerNorm(4), []).depth == 1
+    assert ModelStructure.of(nn.LayerNorm(4), []).depth == 1
 
 
 # The first step

@@ -144,7 +144,7 @@ def test_what_can_be_refused_is_before_anything_is_predicted(capsys, tmp_path, m
         pytest.fail("predicted first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("redline.tuner.beginning.estimate_to_begin_with", predicted)
+    monkeypatch.setattr("redline.tuner.search_setup.estimate_to_begin_with", predicted)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "trials.csv").write_text("trial,status,throughput\n")
     code, _, err = run(capsys, "tune", "gpt2-tiny", *arguments)

@@ -8,9 +8,9 @@ import redline
 import torch
 from redline.base.errors import UsageError
 from redline.models.families.standard import BLOCK_KNOBS
-from redline.tuner.own_loop import decision
-from redline.tuner.own_loop.decision import KNOBS, Wanted, decide
-from redline.tuner.own_loop.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
+from redline.tuner.accelerate import decision
+from redline.tuner.accelerate.decision import KNOBS, Wanted, decide
+from redline.tuner.accelerate.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
 from redline.tuner.ranks import Place
 
 LISTS = {

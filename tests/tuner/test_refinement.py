@@ -16,7 +16,7 @@ from redline.results.again import judged
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
-from redline.tuner.earlier import read_runs
+from redline.tuner.earlier_runs import read_runs
 from redline.tuner.listener import SearchListener
 from redline.tuner.predicting import refiner
 from redline.tuner.search import REFINEMENT, Refinement, Search

@@ -12,10 +12,10 @@ from redline.frameworks.autotuners import FORMATS
 from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.launchers import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
-from redline.runners.places import PLACES
+from redline.runners.registry import RUNNERS
 from redline.training.hyperparameters import LR_SCHEDULES
 from redline.tuner.loggers import logger_names
-from redline.tuner.request import RUNNERS, SECTIONS, Request
+from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request
 from redline.tuner.samplers import sampler_names
 
 PYTHON_ONLY = {"prior", "isolate", "listener"}
@@ -53,11 +53,11 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
     ("command", "option", "names"),
     [
         ("tune", "sampler", sampler_names()),
-        ("tune", "runner", RUNNERS),
+        ("tune", "runner", SEARCH_RUNNERS),
         ("tune", "launcher", LAUNCHERS),
         ("tune", "log_to", logger_names()),
         ("tune", "taken_from", [each.name for each in FORMATS]),
-        ("train", "runner", PLACES),
+        ("train", "runner", RUNNERS),
         ("train", "log_to", logger_names()),
         ("train", "lr_schedule", LR_SCHEDULES),
         ("convert", "to", LAYOUTS),

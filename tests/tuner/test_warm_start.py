@@ -9,10 +9,10 @@ import redline as rl
 import yaml
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
-from redline.tuner.earlier import EarlierRun, read_runs, take
-from redline.tuner.likeness import likeness
+from redline.tuner.earlier_runs import EarlierRun, read_runs, take
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.predictor import Predictor
+from redline.tuner.task_similarity import task_similarity
 from redline.tuner.warm_start import WarmStart
 
 HERE = {
@@ -175,24 +175,24 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
     ],
 )
 def test_likeness_follows_from_what_the_runs_were_asked(there, weight, said):
-    found = likeness(there, HERE)
+    found = task_similarity(there, HERE)
     assert found.weight == pytest.approx(weight)
     assert str(found) == said
 
 
 def test_simulated_runs_are_alike_where_they_drew_the_same_cluster():
     simulated = other(simulated=True)
-    assert likeness(simulated, simulated).weight == 1
-    drawn = likeness(other(simulated=True, seed=1), simulated)
+    assert task_similarity(simulated, simulated).weight == 1
+    drawn = task_similarity(other(simulated=True, seed=1), simulated)
     assert (drawn.weight, drawn.differences) == (0.2, ("another simulated cluster (seed 1 -> 0)",))
-    assert likeness(HERE, simulated).differences == ("measured there, simulated here",)
+    assert task_similarity(HERE, simulated).differences == ("measured there, simulated here",)
 
 
 def test_callables_are_alike_by_their_name():
     fn, gn = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
-    assert likeness(fn, fn).weight == 1
-    assert str(likeness(gn, fn)) == "at 70 % weight: another callable (gn -> fn)"
-    assert likeness(HERE, fn).weight == pytest.approx(0.7)
+    assert task_similarity(fn, fn).weight == 1
+    assert str(task_similarity(gn, fn)) == "at 70 % weight: another callable (gn -> fn)"
+    assert task_similarity(HERE, fn).weight == pytest.approx(0.7)
 
 
 def test_a_run_half_as_alike_moves_half_as_much():
@@ -401,7 +401,7 @@ def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
     from redline.tuner.same_devices import calibrations
 
     hardware = find_hardware("h100-80gb")
-    slow = hardware.but(intra_node=replace(hardware.intra_node, gb_per_s=hardware.intra_node.gb_per_s / 3))
+    slow = hardware.replace(intra_node=replace(hardware.intra_node, gb_per_s=hardware.intra_node.gb_per_s / 3))
     space = Space()
     space.choice("tp", [1, 2, 4, 8])
     space.choice("micro_batch", [1, 2, 4])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...base.errors import MissingDependency, WorkloadError, unknown
-from ...base.reading import Refused, parse_json
+from ...base.reading import Malformed, parse_json
 from .sources import GZIP, Source
 
 Conversation = list[dict[str, Any]]
@@ -169,7 +169,7 @@ def _json_lines(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
                 record = parse_json(line)
             except UnicodeDecodeError as error:
                 raise _not_utf8(where, error) from None
-            except Refused as error:
+            except Malformed as error:
                 raise WorkloadError(f"{where} is no JSON: {error}; each line must be a record of its own") from None
             if not isinstance(record, dict):
                 raise WorkloadError(

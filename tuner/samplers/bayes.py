@@ -7,8 +7,8 @@ import numpy as np
 
 from ...results import Trial
 from ...space import Config, Space
-from .beliefs import CAUTION, Beliefs, Knowledge
 from .containment import one_blas_thread
+from .posterior import CAUTION, SearchPosterior, SurrogatePrior
 from .sampler import Sampler, check_count
 from .surrogate import expected_improvement, throughput_model
 
@@ -25,7 +25,7 @@ class BayesSampler(Sampler):
     Args:
         space: the valid configurations.
         seed: seed of every random choice.
-        prior, warn, headroom: of `Knowledge`.
+        prior, warn, headroom: of `SurrogatePrior`.
         knowledge: in place of these, one that is shared with others who ask.
 
     Raises:
@@ -44,21 +44,21 @@ class BayesSampler(Sampler):
         prior: Any = None,
         warn: Callable[[str], None] | None = None,
         headroom: float = 0.0,
-        knowledge: Knowledge | None = None,
+        knowledge: SurrogatePrior | None = None,
     ) -> None:
         super().__init__(space, seed=seed)
-        self.knowledge = knowledge or Knowledge(space, seed=seed, prior=prior, warn=warn, headroom=headroom)
+        self.knowledge = knowledge or SurrogatePrior(space, seed=seed, prior=prior, warn=warn, headroom=headroom)
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
         with one_blas_thread():
-            return _Choice(Beliefs(self.knowledge, trials, self.surrogate)).choose(count)
+            return _Choice(SearchPosterior(self.knowledge, trials, self.surrogate)).choose(count)
 
 
 class _Choice:
     """One call of `propose`."""
 
-    def __init__(self, beliefs: Beliefs) -> None:
+    def __init__(self, beliefs: SearchPosterior) -> None:
         self.beliefs = beliefs
 
     def choose(self, count: int) -> list[Config]:

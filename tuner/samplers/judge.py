@@ -7,8 +7,8 @@ import numpy as np
 from scipy.special import stdtr
 
 from ...results import Trial
-from .beliefs import Beliefs, Knowledge
 from .containment import one_blas_thread
+from .posterior import SearchPosterior, SurrogatePrior
 
 WORTHWHILE = 0.01
 """Gain in log throughput for which a search goes on."""
@@ -34,13 +34,13 @@ class Judge:
         knowledge: of the space.
     """
 
-    def __init__(self, knowledge: Knowledge) -> None:
+    def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge
 
     def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
         """What can still be expected after these trials of the `ahead` most promising candidates."""
         with one_blas_thread():
-            beliefs = Beliefs(self.knowledge, trials)
+            beliefs = SearchPosterior(self.knowledge, trials)
             if not beliefs.open.any():
                 return Outlook(gain=0.0, works=0.0, need_mib=None)
             works = float(beliefs.works[beliefs.open].max())

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ...space import Config
-from .beliefs import Knowledge
+from .posterior import SurrogatePrior
 
 
 class Predictor:
@@ -13,7 +13,7 @@ class Predictor:
         knowledge: of the space.
     """
 
-    def __init__(self, knowledge: Knowledge) -> None:
+    def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge
 
     def prediction(self, config: Config) -> tuple[float | None, float | None]:

@@ -95,7 +95,7 @@ class Correction(ABC):
         """Corrected predictions of many configurations, as `Prior` reads them."""
 
 
-class Vague(Correction):
+class ShapePrior(Correction):
     """A prior that knows how things depend on each other, not how large they are: that of a model nobody named.
 
     Of memory too only ratios mean anything, and nothing is ruled out by them. As likely as not it is of no use, since the

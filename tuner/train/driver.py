@@ -33,7 +33,7 @@ from ...results.trained import (
     write_document,
 )
 from ...runners import TrialTerms
-from ...runners.places import runner_on
+from ...runners.registry import runner_on
 from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank, weights_to_begin_with
 from ...space import Config

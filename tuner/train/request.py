@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ...base.errors import UsageError, unknown
 from ...base.reading import absolute
 from ...models.request import Asked, either
-from ...runners.places import PLACES
+from ...runners.registry import RUNNERS
 from ...training.data import DataPlan
 from ...training.data.plan import BYTES
 from ...training.hyperparameters import Hyperparameters
@@ -30,7 +30,7 @@ class LaunchRequest:
         devices: how many; by default as many as the configuration is for, or as before. For others it is planned anew.
         memory_limit: of a device, MiB or as in `8GiB`; for another one than before it is planned anew.
         tune_trials: dry runs for planning anew; 0 takes the estimate's word for it.
-        runner: who places the ranks, a name in `redline.runners.places.PLACES`.
+        runner: who places the ranks, a name in `redline.runners.registry.RUNNERS`.
         ray_address: a Ray cluster to join.
         weights: a checkpoint of another tool to begin with, such as a Hugging Face model's folder.
         lora: train adapters only, such as `r=16`.
@@ -56,7 +56,7 @@ class LaunchRequest:
     tune_trials: Annotated[
         int, Asked("Dry runs for planning anew; 0 takes the estimate's word for it.", type=int, metavar="K")
     ] = 0
-    runner: Annotated[str, Asked(f"Who places the ranks: {either(PLACES)}.", metavar="NAME")] = "local"
+    runner: Annotated[str, Asked(f"Who places the ranks: {either(RUNNERS)}.", metavar="NAME")] = "local"
     ray_address: Annotated[
         str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
@@ -105,8 +105,8 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
             if (value := getattr(self, name)) is not None and (name, value) != ("tokenizer", BYTES):
                 object.__setattr__(self, name, absolute(value))
         object.__setattr__(self, "paths", tuple(absolute(each) for each in self.paths))
-        if self.runner not in PLACES:
-            raise UsageError(unknown("runner", self.runner, PLACES))
+        if self.runner not in RUNNERS:
+            raise UsageError(unknown("runner", self.runner, RUNNERS))
         for name in ("devices", "seq_len", "global_batch"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ...base.errors import StudyError
-from ...base.reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_inside
+from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_inside
 from ...knobs.lossy import lossy_of
 from ...results import request, schema
 from ...results.measurement import Trial
@@ -176,7 +176,7 @@ def _sidecar(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | N
     except OSError as error:
         problems.append(f"{name} cannot be read: {error.strerror or error}")
         return None
-    except Refused as error:
+    except Malformed as error:
         problems.append(f"{name} is damaged and left out: {error}")
         return None
     if not isinstance(found, dict):

@@ -9,8 +9,8 @@ from ..base.errors import StudyError, UsageError
 from ..results import Trial, View
 from ..space import Config, Space
 from .history import REFINEMENT
-from .likeness import Likeness, likeness, same_devices
 from .samplers.encoding import Encoding
+from .task_similarity import TaskSimilarity, same_devices, task_similarity
 
 RATES = {"tokens/s", "samples/s"}
 """Units between which only the level differs, of which nothing is taken."""
@@ -31,7 +31,7 @@ class EarlierRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class Transferred:
     """What of an earlier run counts."""
 
     run: EarlierRun
@@ -79,7 +79,7 @@ def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> l
     return runs
 
 
-def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = "") -> Taken:
+def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = "") -> Transferred:
     """What of a run counts in a search.
 
     Args:
@@ -102,7 +102,7 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
         if encoding.encode(here) is not None:
             trials.append(trial)
             configs.append(here)
-    like = likeness(run.asked, asked)
+    like = task_similarity(run.asked, asked)
     why = (
         _unlike(succeeded, shared, sorted(theirs), like)
         or _idle(trials, configs, shared)
@@ -118,7 +118,7 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     if foreign := len(succeeded) - len(trials):
         parts.append(f"{foreign} have values that no knob has here")
     said = f"warm start from {run.name}: {'; '.join(parts)}"
-    return Taken(
+    return Transferred(
         run=run,
         same_devices=same_devices(run.asked, asked),
         trials=tuple(trials),
@@ -128,11 +128,11 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     )
 
 
-def _share(count: int, of: int, like: Likeness) -> str:
+def _share(count: int, of: int, like: TaskSimilarity) -> str:
     return f"{count} of {of} trials count" + (f", {like}" if like.differences else "")
 
 
-def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], theirs: Sequence[str], like: Likeness) -> str:
+def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], theirs: Sequence[str], like: TaskSimilarity) -> str:
     if not succeeded:
         return "none of its trials succeeded"
     if not shared:

@@ -38,7 +38,7 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
     )
 
 
-def why_wrong(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
+def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
     """Why a candidate computes something else than the reference, or an empty string.
 
     Args:

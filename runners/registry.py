@@ -12,7 +12,7 @@ from .shared_devices import SharedDevices
 from .slurm import SlurmRunner
 from .work import TrialTerms, Work
 
-PLACES: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner, SlurmRunner)}
+RUNNERS: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner, SlurmRunner)}
 
 
 def runner_on(
@@ -28,7 +28,7 @@ def runner_on(
     """The runner of a name.
 
     Args:
-        name: one of `PLACES`.
+        name: one of `RUNNERS`.
         work: what its processes do.
         terms: what holds for all of it.
         concurrency: how much of it at once; None for what the devices allow.
@@ -40,8 +40,8 @@ def runner_on(
         UsageError: there is no such runner, or it has fewer devices than a trial needs.
         MissingDependency: what it needs is not installed.
     """
-    if name not in PLACES:
-        raise UsageError(unknown("runner", name, PLACES))
+    if name not in RUNNERS:
+        raise UsageError(unknown("runner", name, RUNNERS))
     own: Mapping[str, Mapping[str, Any]] = {"ray": {"address": address}, "local": {"agent": agent, "shared": shared}}
-    make: Any = PLACES[name]
+    make: Any = RUNNERS[name]
     return make(work, terms, concurrency=concurrency, **own.get(name, {}))

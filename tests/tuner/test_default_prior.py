@@ -10,12 +10,12 @@ from redline.base.device import Device
 from redline.estimator import Estimator, Shape, TrainingSetup, find_hardware
 from redline.results import Measurement, Status, Trial
 from redline.space import Space
-from redline.tuner.beginning import begin
+from redline.tuner.default_prior import CPU, assumed_hardware, default_prior
 from redline.tuner.request import Request
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.beliefs import Beliefs, Knowledge
+from redline.tuner.samplers.posterior import SearchPosterior, SurrogatePrior
+from redline.tuner.search_setup import begin
 from redline.tuner.task import resolve_task
-from redline.tuner.vague import CPU, assumed_hardware, vague_prior
 
 H100 = find_hardware("h100-80gb")
 TOTAL = 64
@@ -38,7 +38,7 @@ def make_space(names=("micro_batch", "tp", "pp", "zero", "checkpoint_ratio")):
 
 
 SPACE = make_space()
-VAGUE = vague_prior(SPACE, 16, H100)
+VAGUE = default_prior(SPACE, 16, H100)
 
 
 def table(**changes):
@@ -113,14 +113,14 @@ def test_every_configuration_has_a_finite_answer(pp, tp):
 
 
 def test_there_is_none_where_fewer_than_two_knobs_that_vary_have_a_standard_name():
-    assert vague_prior(make_space(("a", "b", "c", "d", "e")), 16, H100) is None
+    assert default_prior(make_space(("a", "b", "c", "d", "e")), 16, H100) is None
     one = Space()
     one.choice("micro_batch", [1, 2, 4])
     one.choice("tp", [2])
     one.choice("rate", [0.1, 0.2])
-    assert vague_prior(one, 8, H100) is None
+    assert default_prior(one, 8, H100) is None
     one.choice("pp", [1, 2])
-    assert vague_prior(one, 8, H100) is not None
+    assert default_prior(one, 8, H100) is not None
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
     space = Space()
     space.choice(name, values)
     space.choice("offload", ["none", "optimizer"])
-    assert vague_prior(space, 8, H100) is None
+    assert default_prior(space, 8, H100) is None
     space.choice("sequence_parallel", [False, True])
-    found = vague_prior(space, 8, H100).table(list(space))
+    found = default_prior(space, 8, H100).table(list(space))
     assert np.isfinite(found.throughput).all()
     for value in values[1:]:  # it makes no difference
         same = [config for config in space if config[name] in (values[0], value)]
-        told = vague_prior(space, 8, H100).table(same).throughput
+        told = default_prior(space, 8, H100).table(same).throughput
         assert told[: len(same) // 2] == pytest.approx(told[len(same) // 2 :])
 
 
@@ -154,25 +154,25 @@ def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_a
     space.choice("pp", [1, 2])
     space.flag("sequence_parallel", when=tp > 1)
     space.derive("grad_accum", 3 / (2 * tp))
-    found = vague_prior(space, 2, H100).table(list(space))
+    found = default_prior(space, 2, H100).table(list(space))
     assert np.isfinite(found.throughput).all() and len(found.throughput) == len(space)
 
 
 def test_nothing_is_ruled_out_before_memory_was_heard_of():
-    knowledge = Knowledge(SPACE, prior=VAGUE)
-    assert Beliefs(knowledge, []).works.min() >= 0.5
+    knowledge = SurrogatePrior(SPACE, prior=VAGUE)
+    assert SearchPosterior(knowledge, []).works.min() >= 0.5
     ran = [Trial(number=0, config=SPACE.default(), measurement=ok(3.0))]
-    assert Beliefs(knowledge, ran).works.min() >= 0.5
+    assert SearchPosterior(knowledge, ran).works.min() >= 0.5
 
 
 def test_one_oom_tells_the_scale_of_memory():
     small = SPACE.config({"micro_batch": 1, "tp": 8, "pp": 2, "zero": 0, "checkpoint_ratio": 1.0})
     middle = SPACE.config({"micro_batch": 4, "tp": 2, "pp": 1, "zero": 0, "checkpoint_ratio": 0.0})
-    knowledge = Knowledge(SPACE, prior=VAGUE)
+    knowledge = SurrogatePrior(SPACE, prior=VAGUE)
 
     def chance(config, oom):
         trial = Trial(number=0, config=oom, measurement=Measurement(status=Status.OOM, reason="does not fit"))
-        beliefs = Beliefs(knowledge, [trial])
+        beliefs = SearchPosterior(knowledge, [trial])
         return beliefs.works[beliefs.candidates.find({config})[0]]
 
     assert chance(small, middle) > 0.6  # it needs a fraction
@@ -212,7 +212,7 @@ def test_tuning_a_callable_imports_no_torch():
         "space = redline.Space()\n"
         "space.choice('micro_batch', [1, 2, 4]); space.choice('tp', [1, 2]); space.flag('fusion')\n"
         "redline.tune(lambda config: float(config['micro_batch']), space, trials=5, isolate=False)\n"
-        "assert 'redline.tuner.vague' in sys.modules\n"
+        "assert 'redline.tuner.default_prior' in sys.modules\n"
         "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -254,7 +254,7 @@ def test_it_is_given_up_once_trials_contradict_it():
             Trial(number=number, config=configs[row], measurement=ok(float((said[row] / said.mean()) ** power)))
             for number, row in enumerate(rows)
         ]
-        return Beliefs(Knowledge(SPACE, prior=VAGUE), trials).speed.weights[0]
+        return SearchPosterior(SurrogatePrior(SPACE, prior=VAGUE), trials).speed.weights[0]
 
     assert weight(1.0) > 0.9
     assert weight(-1.0) < 0.1

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outline:
+class ModelStructure:
     """The repeated blocks, names and depth of a model as its constructor made it."""
 
     blocks: tuple[str, ...]
@@ -24,7 +24,7 @@ class Outline:
     """Modules that hold a weight of at least two dimensions themselves."""
 
     @staticmethod
-    def of(module: "nn.Module", blocks: Sequence[str]) -> "Outline":
+    def of(module: "nn.Module", blocks: Sequence[str]) -> "ModelStructure":
         """The outline of a model as its constructor made it."""
         first: dict[Any, str] = {}
         names = {}
@@ -34,7 +34,7 @@ class Outline:
         shapes = {names.get(name, name): tuple(each.shape) for name, each in state.items() if hasattr(each, "shape")}
         deep = [each for each in module.modules() if any(p.dim() > 1 for p in each.parameters(recurse=False))]
         frozen = frozenset(name for param, name in first.items() if not param.requires_grad)
-        return Outline(blocks=tuple(blocks), names=names, shapes=shapes, frozen=frozen, depth=max(1, len(deep)))
+        return ModelStructure(blocks=tuple(blocks), names=names, shapes=shapes, frozen=frozen, depth=max(1, len(deep)))
 
     def group(self, name: str) -> int:
         """The number of the block that a parameter lies in; as many as there are blocks for one in none."""

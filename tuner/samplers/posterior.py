@@ -14,7 +14,7 @@ from .features import Features
 from .gaussian_process import Kernel, Posterior, Scales
 from .model_based import SAMPLE
 from .observations import observe
-from .prior import Answers, Correction, Predictions, Prior, Vague
+from .prior import Answers, Correction, Predictions, Prior, ShapePrior
 from .surrogate import Belief, chance_below, limit_model, throughput_model
 
 LIMIT = 8192
@@ -42,7 +42,7 @@ STATED_TRUST = 0.99
 HOPELESS = 0.02
 """Chance of working of what the estimate rules out without a number."""
 NO_LIMIT = 0.5
-"""Chance that memory is no matter at all, where a vague prior is all that speaks of it: above what is set aside."""
+"""Chance that memory is no matter at all, where a default prior is all that speaks of it: above what is set aside."""
 SET_ASIDE = 0.4
 """Chance of working below which a candidate is set aside, as long as there are others."""
 CAUTION = 2.0
@@ -53,14 +53,14 @@ nothing; squared, it costs about one trial more, which is what an OOM on a clust
 # factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
 WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
-WITH_VAGUE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
+WITH_SHAPE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
 MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
-MEMORY_VAGUE = Scales(length=1.0, joint=0.2, additive=0.2, noise=0.03)
+MEMORY_WITH_SHAPE = Scales(length=1.0, joint=0.2, additive=0.2, noise=0.03)
 MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
 FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
 
 
-class Knowledge:
+class SurrogatePrior:
     """What is known of a space before any trial, and does not change in a search.
 
     Args:
@@ -102,7 +102,7 @@ class Knowledge:
             beneath = Prior(prior.beneath, warn=lambda message: None)
             self.estimates.append((Answers(beneath, self.encoding), 1 - prior.weight))
         self.answers = self.estimates[0][0] if self.estimates else None
-        self.vague = prior if isinstance(prior, Vague) else None
+        self.vague = prior if isinstance(prior, ShapePrior) else None
         """The prior, where it knows no scale."""
         self.headroom = headroom
         self._favourites: list[Config] | None = None
@@ -148,7 +148,7 @@ def _liking(said: Predictions) -> np.ndarray:
     return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
 
-class Beliefs:
+class SearchPosterior:
     """What is believed after some trials of what may be tried next.
 
     Log throughput is the estimate, rescaled, plus a Gaussian process; beside it stands the process alone, and
@@ -163,7 +163,7 @@ class Beliefs:
     """
 
     def __init__(
-        self, knowledge: Knowledge, trials: Sequence[Trial], surrogate: Callable[..., Any] = throughput_model
+        self, knowledge: SurrogatePrior, trials: Sequence[Trial], surrogate: Callable[..., Any] = throughput_model
     ) -> None:
         self.knowledge, self.surrogate = knowledge, surrogate
         self.encoding, self.features = knowledge.encoding, knowledge.features
@@ -233,7 +233,7 @@ class Beliefs:
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
         beliefs = [
-            _estimated(each.rows(order), share, WITH_VAGUE if self.knowledge.vague else WITH_ESTIMATE)
+            _estimated(each.rows(order), share, WITH_SHAPE if self.knowledge.vague else WITH_ESTIMATE)
             for each, share in estimates
             if logs and np.isfinite(each.log_throughput[order]).any()
         ]
@@ -303,11 +303,11 @@ class Beliefs:
             )
             if vague:  # as above: what is common to all is near the limit
                 estimate = bound - 0.7 + estimate - middle
-            scales = MEMORY_VAGUE if vague else MEMORY_WITH
+            scales = MEMORY_WITH_SHAPE if vague else MEMORY_WITH
             beliefs.append(Belief(mean=estimate, basis=basis, scales=scales, weight=trust))
         mixture = limit_model(beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at)
         if limit is not None:
-            # A vague prior knows no scale: bounds alone, which only raise it, leave its figures too large.
+            # A default prior knows no scale: bounds alone, which only raise it, leave its figures too large.
             self.need = mixture.parts()[0][1] if vague else mixture.mean
         chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
         if vague and unheard:

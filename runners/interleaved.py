@@ -26,7 +26,7 @@ YOURS, ENOUGH = "yours", "enough"
 FEWEST_TURNS = 2
 """Turns of each program, however long they take."""
 
-Member = Callable[[int, Job, Connection, "Turn"], None]
+HostWorker = Callable[[int, Job, Connection, "Turn"], None]
 """Runs a program's job in the process forked for it, given the program's number; never returns."""
 
 
@@ -52,7 +52,7 @@ class Turn:
 class _Program:
     """A program's process, seen by who gives the turns."""
 
-    def __init__(self, number: int, job: Job, rank: int, limit_s: float | None, run: Member) -> None:
+    def __init__(self, number: int, job: Job, rank: int, limit_s: float | None, run: HostWorker) -> None:
         self.reports, sender = Pipe(duplex=False)
         self._channel, its = Pipe()
         self._rank, self._limit_s = rank, limit_s
@@ -105,14 +105,14 @@ class _Program:
         return True
 
 
-def run_in_turns(job: Job, rank: int, reports: Connection, run: Member) -> RankOutcome:
+def run_interleaved(job: Job, rank: int, reports: Connection, run: HostWorker) -> RankOutcome:
     """Runs all programs of a job as one of its ranks; the report is a tuple of their `RankOutcome`.
 
     Args:
         job: with programs beside the first.
         rank: global rank.
         reports: to the supervisor, which hears what is done and when any of them compiles.
-        run: see `Member`.
+        run: see `HostWorker`.
     """
     programs = (job.program, *job.beside)
     # Ranks that follow wait for a program from its building to its last turn.

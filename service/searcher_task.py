@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..base.errors import AttemptOver
 from ..runners.host import PLAIN_IMPORTS
-from ..runners.job import Begun, Errand
+from ..runners.job import AgentTask, Begun
 from ..runners.process import call_this_process
 
 IMPORTS = (
@@ -43,7 +43,7 @@ def driver_of(url: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchErrand(Errand):
+class SearchErrand(AgentTask):
     """One attempt at a search. It says by which process (`Begun`), and when it ends by itself with which code."""
 
     url: str

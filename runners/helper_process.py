@@ -18,7 +18,7 @@ LAST_WORDS = 2000
 """Bytes of what it printed last that are told."""
 
 
-class Companion:
+class HelperProcess:
     """Runs `python -m MODULE FD FOLDER` in a session of its own: its end of a connection, and a folder that it removes
     when the connection closes, as whoever started it may have been killed.
 

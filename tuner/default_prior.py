@@ -15,7 +15,7 @@ from ..estimator.hardware import recognise
 from ..estimator.setup import OFFLOADS
 from ..knobs.standard import STANDARD
 from ..space import Config, Space
-from .samplers.prior import Vague
+from .samplers.prior import ShapePrior
 
 MODELS = (
     (Shape(layers=24, hidden=1024, heads=16, intermediate=2816, vocabulary=50304), 1024),
@@ -57,7 +57,7 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
 DEGREES = ("tp", "sp", "cp", "pp", "dp")
 
 
-def vague_prior(space: Space, devices: int, hardware: Hardware) -> "VaguePrior | None":
+def default_prior(space: Space, devices: int, hardware: Hardware) -> "DefaultPrior | None":
     """What the names of the knobs say; None where fewer than two that vary are standard, with values that they can have.
 
     Args:
@@ -71,7 +71,7 @@ def vague_prior(space: Space, devices: int, hardware: Hardware) -> "VaguePrior |
         if knob.name in KNOWN and (knob.derived or all(map(KNOWN[knob.name], knob.values)))
     ]
     vary = [name for name in known if not (knob := space.by_name[name]).derived and len(knob.values) > 1]
-    return VaguePrior(known, devices, hardware) if len(vary) > 1 else None
+    return DefaultPrior(known, devices, hardware) if len(vary) > 1 else None
 
 
 def assumed_hardware(device: Device, space: Space, devices: int) -> Hardware:
@@ -83,7 +83,7 @@ def assumed_hardware(device: Device, space: Space, devices: int) -> Hardware:
     return find_hardware(GPU) if elsewhere else CPU
 
 
-class VaguePrior(Vague):
+class DefaultPrior(ShapePrior):
     """Means over some models of what the estimator says, and how far these are apart as what is unsure of it.
 
     Each model's own uncertainty stays beside that: so the covariance before any trial is that of a mixture of the

@@ -30,7 +30,7 @@ LEAST = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class TaskSimilarity:
     """How much an earlier run counts, and why not fully."""
 
     weight: float
@@ -45,7 +45,7 @@ class Likeness:
         return f"at {share} weight: {', '.join(self.differences)}"
 
 
-def likeness(there: Mapping[str, Any], here: Mapping[str, Any]) -> Likeness:
+def task_similarity(there: Mapping[str, Any], here: Mapping[str, Any]) -> TaskSimilarity:
     """How much a run that was asked `there` says of one that is asked `here`; both as run.yaml's `asked`."""
     found = [*_model(there, here), *_device(there, here), *_simulation(there, here)]
     for name, words in NUMBERS.items():
@@ -53,7 +53,7 @@ def likeness(there: Mapping[str, Any], here: Mapping[str, Any]) -> Likeness:
         if before and now and before != now:
             factor = max(LEAST, DOUBLING[name] ** abs(math.log2(before / now)))
             found.append((factor, f"{before:g} {words} instead of {now:g}"))
-    return Likeness(math.prod(factor for factor, _ in found), tuple(words for _, words in found))
+    return TaskSimilarity(math.prod(factor for factor, _ in found), tuple(words for _, words in found))
 
 
 def same_devices(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

@@ -18,11 +18,11 @@ from redline.knobs.meaning import (
     SUMMED,
     formats_of,
     hsdp_obstacle,
-    order_of,
+    pipeline_schedule_of,
     recomputed,
     stage_sizes,
 )
-from redline.knobs.pipeline import ORDERS
+from redline.knobs.pipeline import PIPELINE_SCHEDULES
 from redline.models.architecture import Architecture
 from redline.models.huggingface import hugging_face_workload
 from redline.models.shape import shape_of
@@ -250,7 +250,7 @@ STAGED = {"pp": 2, "dp": 1, "micro_batch": 2, "grad_accum": 4, "pipeline_schedul
 
 def order_that_runs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ORDERS, "1f1b", ORDERS["gpipe"])
+        patch.setitem(PIPELINE_SCHEDULES, "1f1b", PIPELINE_SCHEDULES["gpipe"])
         training = Training(numerics.tiny("llama"), STAGED, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
         training.passes()
     return type(training.model.pipeline.schedule).__name__
@@ -260,7 +260,7 @@ def test_what_an_order_is_is_followed_by_all(two, monkeypatch):
     assert two.run(order_that_runs) == ["ScheduleGPipe"] * 2
     before = estimate(**STAGED).breakdown["memory.activations"]
     assert "pipeline_parallel_schedule 1F1B" in exported("torchtitan", **STAGED).text
-    monkeypatch.setitem(ORDERS, "1f1b", ORDERS["gpipe"])
+    monkeypatch.setitem(PIPELINE_SCHEDULES, "1f1b", PIPELINE_SCHEDULES["gpipe"])
     assert estimate(**STAGED).breakdown["memory.activations"] > before
     assert "pipeline_parallel_schedule GPipe" in exported("torchtitan", **STAGED).text
 
@@ -268,10 +268,10 @@ def test_what_an_order_is_is_followed_by_all(two, monkeypatch):
 def test_without_a_name_the_order_is_one_that_the_micro_batches_allow():
     for more, order in (({}, "1f1b"), ({"grad_accum": 1, "micro_batch": 8}, "gpipe")):
         config = {name: value for name, value in {**STAGED, **more}.items() if name != "pipeline_schedule"}
-        assert order_of(config, config["grad_accum"]) == order
-        made_by = ORDERS[order].made_by.removeprefix("Schedule")
+        assert pipeline_schedule_of(config, config["grad_accum"]) == order
+        made_by = PIPELINE_SCHEDULES[order].made_by.removeprefix("Schedule")
         assert f"pipeline_parallel_schedule {made_by}" in exported("torchtitan", **config).text
-    assert order_of({"pp": 2, "virtual_stages": 2}, 4) == "interleaved"
+    assert pipeline_schedule_of({"pp": 2, "virtual_stages": 2}, 4) == "interleaved"
 
 
 def test_more_is_cut_with_every_stage():

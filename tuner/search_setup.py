@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..runners.host import HostAgent
 from ..runners.work import Work
-from .earlier import Taken
+from .default_prior import assumed_hardware, default_prior
+from .earlier_runs import Transferred
 from .first_trial import FirstTrial, first_trial
 from .predicting import estimate_to_begin_with, usable
 from .request import Request
@@ -14,11 +15,10 @@ from .running import make_work, memory_of_rank
 from .same_devices import calibrations
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
-from .samplers.beliefs import Knowledge
 from .samplers.judge import Judge
+from .samplers.posterior import SurrogatePrior
 from .samplers.predictor import Predictor
 from .task import Task
-from .vague import assumed_hardware, vague_prior
 from .warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
+class SearchSetup:
     """What a search begins with."""
 
     work: Work | None
@@ -46,8 +46,8 @@ class Beginning:
 
 
 def begin(
-    request: Request, task: Task, earlier: Sequence[Taken], agent: HostAgent | None, warn: Callable[[str], None]
-) -> Beginning:
+    request: Request, task: Task, earlier: Sequence[Transferred], agent: HostAgent | None, warn: Callable[[str], None]
+) -> SearchSetup:
     """Predicts what can be predicted, and makes who proposes.
 
     Args:
@@ -77,14 +77,14 @@ def begin(
                 request.listener.waiting("predicting")
             prior = usable(estimator, task.space, warn)
     elif prior is None and not earlier and request.sampler == BayesSampler.name:
-        prior = vague_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
+        prior = default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
     if earlier:
         for each in earlier:
             warn(each.said)
         own = calibrations(earlier, request.hardware, warn) if estimator is not None and prior is estimator else []
         prior = WarmStart(task.space, earlier, prior, warn, own)
-    knowledge = Knowledge(
+    knowledge = SurrogatePrior(
         task.space,
         seed=request.seed,
         prior=prior,
@@ -99,7 +99,7 @@ def begin(
         sampler = make_sampler(request.sampler, task.space, seed=request.seed)
         if request.prior is not None or earlier:
             warn(f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
-    return Beginning(
+    return SearchSetup(
         work=work,
         limit_mib=limit_mib,
         estimator=estimator,

@@ -79,7 +79,7 @@ class Product:
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
-class UnformedLogits(torch.Tensor):
+class FusedLogits(torch.Tensor):
     """Stands for the logits of hidden states, of shape (..., V).
 
     `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format,
@@ -91,16 +91,16 @@ class UnformedLogits(torch.Tensor):
     product: Product
 
     @staticmethod
-    def of(hidden: torch.Tensor, product: Product, dtype: torch.dtype | None = None) -> "UnformedLogits":
+    def of(hidden: torch.Tensor, product: Product, dtype: torch.dtype | None = None) -> "FusedLogits":
         """The logits of hidden states (..., H), said to be of `dtype`, by default what the product gives."""
         shape = (*hidden.shape[:-1], product.weight.shape[0])
-        made = wrapper(UnformedLogits, shape, dtype or product.dtype, hidden.device)
+        made = wrapper(FusedLogits, shape, dtype or product.dtype, hidden.device)
         made.hidden, made.product = hidden, product
         return made
 
-    def cut(self, axis: Axis, vocabulary: int) -> "UnformedLogits":
+    def cut(self, axis: Axis, vocabulary: int) -> "FusedLogits":
         """As this rank's piece of logits that are cut over the vocabulary."""
-        return UnformedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
+        return FusedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
 
     def formed(self) -> torch.Tensor:
         """The logits; SplitLogits where they are cut."""
@@ -132,24 +132,24 @@ class UnformedLogits(torch.Tensor):
             if kept is not NotImplemented:
                 return kept
 
-        def form(logits: UnformedLogits) -> torch.Tensor:
+        def form(logits: FusedLogits) -> torch.Tensor:
             logits.product.formed_for[getattr(func, "__name__", str(func))] = True
             return logits.formed()
 
-        args, kwargs = tree_map_only(UnformedLogits, form, (args, kwargs))
+        args, kwargs = tree_map_only(FusedLogits, form, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:  # what a wrapper is made and printed with
             (logits,) = args
-            return UnformedLogits.of(logits.hidden.detach(), logits.product, logits.dtype)
+            return FusedLogits.of(logits.hidden.detach(), logits.product, logits.dtype)
         raise ScheduleError(f"fused_loss: {func} asks for the memory of logits that are not formed")
 
 
 def formed(value: torch.Tensor) -> torch.Tensor:
     """Logits that are not formed, formed; any other tensor as it is."""
-    return value.formed() if isinstance(value, UnformedLogits) else value
+    return value.formed() if isinstance(value, FusedLogits) else value
 
 
 _ABOUT = frozenset(
@@ -173,10 +173,10 @@ def _is_property(func: Any) -> bool:
 
 
 def _as(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda logits: UnformedLogits.of(logits.hidden, logits.product, dtype)
+    return lambda logits: FusedLogits.of(logits.hidden, logits.product, dtype)
 
 
-def _to(logits: UnformedLogits, *args: Any, **kwargs: Any) -> Any:
+def _to(logits: FusedLogits, *args: Any, **kwargs: Any) -> Any:
     """Another format. Another device, or a copy, is of the logits themselves."""
     if len(args) + len(kwargs) != 1 or not set(kwargs) <= {"dtype", "device"}:
         return NotImplemented
@@ -187,24 +187,24 @@ def _to(logits: UnformedLogits, *args: Any, **kwargs: Any) -> Any:
     return logits if here else NotImplemented
 
 
-def _reshape(logits: UnformedLogits, *shape: Any, **kwargs: Any) -> Any:
+def _reshape(logits: FusedLogits, *shape: Any, **kwargs: Any) -> Any:
     """Another arrangement of the tokens."""
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     whole = (logits.shape[-1], logits.product.vocabulary)
     if kwargs or not sizes or not all(isinstance(each, int) for each in sizes) or sizes[-1] not in whole:
         return NotImplemented
     hidden = logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1])
-    return UnformedLogits.of(hidden, logits.product, logits.dtype)
+    return FusedLogits.of(hidden, logits.product, logits.dtype)
 
 
-def _flatten(logits: UnformedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(logits: FusedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     dims = logits.dim()
     if end_dim % dims == dims - 1:
         return NotImplemented
-    return UnformedLogits.of(logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype)
+    return FusedLogits.of(logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype)
 
 
-def _index(logits: UnformedLogits, index: Any) -> Any:
+def _index(logits: FusedLogits, index: Any) -> Any:
     """Some of the tokens, all of the vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(each, bool) or not (each is ... or isinstance(each, (int, slice))) for each in parts):
@@ -212,15 +212,15 @@ def _index(logits: UnformedLogits, index: Any) -> Any:
     reaches = len(parts) == logits.dim() or (... in parts and parts[-1] is not ...)
     if reaches and parts[-1] != slice(None):
         return NotImplemented
-    return UnformedLogits.of(logits.hidden[index], logits.product, logits.dtype)
+    return FusedLogits.of(logits.hidden[index], logits.product, logits.dtype)
 
 
-def _contiguous(logits: UnformedLogits, **kwargs: Any) -> Any:
+def _contiguous(logits: FusedLogits, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else logits
 
 
 def _cross_entropy(
-    input: UnformedLogits,
+    input: FusedLogits,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,

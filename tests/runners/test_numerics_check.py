@@ -7,7 +7,7 @@ import pytest
 from probes import BF16, FP32, part, probe
 from redline.results.probe import Computed, Probe
 from redline.runners import Reference
-from redline.runners.truth import together, why_incomparable, why_wrong
+from redline.runners.numerics_check import numerics_mismatch, together, why_incomparable
 from redline.training.first_step import StepPart
 
 PROBE = probe()
@@ -16,7 +16,7 @@ REFERENCE = Reference(probe=PROBE)
 
 
 def verdict(found, reference=REFERENCE, loss=9.1, last_loss=8.0):
-    return why_wrong(found, reference, loss=loss, last_loss=last_loss)
+    return numerics_mismatch(found, reference, loss=loss, last_loss=last_loss)
 
 
 def changed(**values):

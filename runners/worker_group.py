@@ -80,7 +80,7 @@ class Host(ABC):
         self._agent.close()
 
 
-class Member(ABC):
+class HostWorker(ABC):
     """A `Host` somewhere, to be asked from here. Thread-safe."""
 
     here = False
@@ -157,7 +157,7 @@ def lay_out(devices: int, cuda: bool, capacities: Sequence[float]) -> Layout | N
     return Layout(hosts=1, per_host=devices, bundle={"CPU": 1.0}, at_once=1)
 
 
-class Gang:
+class WorkerGroup:
     """The agents of one trial, a host each; trials follow one another on them.
 
     Args:
@@ -165,7 +165,7 @@ class Gang:
         per_host: ranks on each.
     """
 
-    def __init__(self, members: Sequence[Member], per_host: int) -> None:
+    def __init__(self, members: Sequence[HostWorker], per_host: int) -> None:
         self.members = list(members)
         self._per_host = per_host
         self._ready = False
@@ -241,12 +241,12 @@ class Gang:
         return [results[number] for number in range(len(shares))]
 
     def _begin(
-        self, call: "Callable[[int, Member], Any]"
+        self, call: "Callable[[int, HostWorker], Any]"
     ) -> "queue.SimpleQueue[tuple[int, Any, BaseException | None]]":
         """Has a thread for each member call something; the answers as they come: whose, what, or what was raised."""
         answers: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
-        def ask(number: int, member: Member) -> None:
+        def ask(number: int, member: HostWorker) -> None:
             try:
                 answers.put((number, call(number, member), None))
             except BaseException as error:

@@ -1,7 +1,7 @@
 """What the order of a pipeline's micro-batches asks of a scheduled model."""
 
 from ...base.errors import ScheduleError
-from ...knobs.pipeline import ORDERS
+from ...knobs.pipeline import PIPELINE_SCHEDULES
 from ..tree import Tree
 
 _WHOLE = "a compiled backward computes both in one go"
@@ -19,7 +19,7 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
 
     Args:
         tree: the scheduled model.
-        kind: a name in `ORDERS`.
+        kind: a name in `PIPELINE_SCHEDULES`.
         stages: of the model.
         micro_batches: of a batch.
         ranks: of the pipeline.
@@ -27,7 +27,7 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
     Raises:
         ScheduleError: stages or micro-batches do not fit; a primitive on the model does not go with it.
     """
-    order, held = ORDERS[kind], stages // ranks
+    order, held = PIPELINE_SCHEDULES[kind], stages // ranks
     if stages % ranks:
         raise ScheduleError(
             f"the {ranks} ranks of the pp axis must divide the number of stages, but there are {stages} "
@@ -35,7 +35,7 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
         )
     if held < order.least or (order.most is not None and held > order.most):
         many = {1: "one stage a rank", None: f"{order.least} stages a rank or more"}
-        fit = [name for name, each in ORDERS.items() if each.least <= held <= (each.most or held)]
+        fit = [name for name, each in PIPELINE_SCHEDULES.items() if each.least <= held <= (each.most or held)]
         raise ScheduleError(
             f"schedule {kind} takes {many.get(order.most, f'{order.most} stages a rank')}, but there are "
             f"{stages} on {ranks} ranks; use '{fit[0]}'"

@@ -11,7 +11,7 @@ _HERE = str(Path(__file__).parent)
 
 
 @contextmanager
-def blamed(what: str) -> Iterator[None]:
+def user_code_errors(what: str) -> Iterator[None]:
     """Turns any error of the code within into a WorkloadError: `WHAT failed: FILE:LINE: Type: message`.
 
     What redline raises itself goes through; it says what is wrong already.
