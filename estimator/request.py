@@ -9,6 +9,7 @@ from ..errors import UsageError
 from ..models import Workload
 from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
+from ..models.server_model import ServerModel
 from ..space import Space
 from .estimator import Estimator
 from .facts.model_facts import Shape
@@ -45,7 +46,7 @@ class EstimateRequest:
 
 
 def estimate_request(
-    target: str | Path | Workload | Shape,
+    target: str | Path | Workload | ServerModel | Shape,
     hardware: str | Path | Hardware | None = None,
     *,
     memory_limit_mib: float | None = None,

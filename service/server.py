@@ -64,6 +64,9 @@ class ServeOptions:
     """A Ray cluster whose devices they are, in place of this host's."""
     allow_code: bool = True
     """Whether users who may submit code can."""
+    workloads: bool = True
+    """Whether a workload's file is taken, of those who may submit code: this server's searchers run it, as this user. Never
+    beside `code_user`."""
     code_user: str | None = None
     """Unix user as whom code runs on this host's devices; None for as whom this runs."""
     searches: int = MOST
@@ -179,7 +182,8 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        searchers = Searchers(store, url, options.data, options.searches, started=agent)
+        workloads = options.workloads and options.code_user is None
+        searchers = Searchers(store, url, options.data, options.searches, workloads=workloads, started=agent)
         searchers.start()
         held.callback(searchers.close)
         forgetting = Forgetting(store, options.keep_events)
@@ -198,6 +202,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
             metrics=Metrics(),
             rates=Rates(options.rate, 4 * options.rate),
             allow_code=options.allow_code,
+            workloads=workloads,
             url=url,
         )
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -22,7 +21,6 @@ DEEPEST = 40
 ROLES = ("reader", "submitter", "admin")
 STATES = ("queued", "running", "done", "failed", "cancelled")
 ENDED = ("done", "failed", "cancelled")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _LONE = re.compile("[\ud800-\udfff\0]")
 
 
@@ -96,23 +94,21 @@ def _sampler(value: str) -> None:
 
 
 def _hardware(value: str) -> None:
-    from ...estimator.hardware import find_hardware
+    from ...estimator.hardware import named_hardware
 
-    if "/" in value or value.endswith((".yaml", ".yml")) or os.path.exists(value):
-        raise UsageError("must be a name of the table, not a file")
-    find_hardware(value)
+    named_hardware(value)
 
 
 def _target(value: str) -> None:
-    from ...models.presets import PRESETS
+    from ...models.server_model import ServerModel
 
-    if value in PRESETS:
-        return
-    if not _HUB_ID.fullmatch(value) or ".." in value or os.path.exists(value):
-        raise UsageError(
-            f"{unknown('model', value[:80], PRESETS)} A hub id (owner/name) works too; a file travels as `model` or "
-            "`workload`."
-        )
+    ServerModel.named(value)
+
+
+def _contents(value: dict[str, Any]) -> None:
+    from ...models.server_model import ServerModel
+
+    ServerModel.of(value)
 
 
 def _space(value: dict[str, Any]) -> None:
@@ -159,7 +155,8 @@ class CommandForm(Body):
         | Annotated[list[Annotated[str, Field(max_length=4000)]], Field(min_length=1, max_length=500)]
     )
     launcher: Word | None = None
-    model: Word | None = None
+    model: Target | None = None
+    """What it trains: a preset's name or a hub id."""
     env: Annotated[list[Annotated[str, Field(max_length=4000)]], Field(max_length=200)] = []
     metric: Annotated[list[Word], Field(max_length=50)] = []
     metric_file: Word | None = None
@@ -188,7 +185,7 @@ class TrainingForm(SpaceForm):
 
     target: Target | None = None
     """A preset's name or a hub id."""
-    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500)] | None = None
+    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), _checked(_contents)] | None = None
     """A Hugging Face config.json."""
     devices: Count = 1
     """Devices of one trial."""

@@ -41,6 +41,8 @@ class Parts:
     """How often anybody may ask."""
     allow_code: bool = True
     """Whether anybody at all may submit code; whoever may is said of each user."""
+    workloads: bool = True
+    """Whether that code may be a workload's file, which searchers run as the server's user."""
 
 
 def parts_of(request: Request) -> Parts:

@@ -91,13 +91,16 @@ def test_a_worker_and_its_leases_are_its_owner_s(service, submitter):
         ({"target": "gpt2-tny"}, "request.target", "did you mean 'gpt2-tiny'"),
         ({"target": "../../etc/passwd"}, "request.target", "unknown model"),
         ({"target": "/etc/passwd"}, "request.target", "unknown model"),
-        ({"target": "tests/service"}, "request.target", "unknown model"),
+        ({"target": "tests/service/conftest.py"}, "request.target", "unknown model"),
+        ({"command": {"command": ["echo", "{x}"], "model": "/tmp/evil.py:workload"}}, "request.command.model", "unknown model"),
+        ({"command": {"command": "echo {x}", "model": "evil.py:workload"}}, "request.command.model", "unknown model"),
+        ({"model": {"model_type": "llama", "vision_config": {"backbone": "hf-hub:a/b"}}}, "request.model", "backbone"),
         ({"target": "gpt2-tiny", "devices": 0}, "request.devices", "greater than or equal to 1"),
         ({"target": "gpt2-tiny", "devices": "many"}, "request.devices", "valid integer"),
         ({"target": "gpt2-tiny", "time": "soon"}, "request.time", "such as 90s"),
         ({"target": "gpt2-tiny", "memory_limit": "much"}, "request.memory_limit", "much"),
         ({"target": "gpt2-tiny", "sampler": "bays"}, "request.sampler", "did you mean 'bayes'"),
-        ({"target": "gpt2-tiny", "hardware": "setup.cfg"}, "request.hardware", "not a file"),
+        ({"target": "gpt2-tiny", "hardware": "setup.cfg"}, "request.hardware", "unknown hardware"),
         ({"target": "gpt2-tiny", "hardware": "h1000"}, "request.hardware", "unknown hardware"),
         ({"target": "gpt2-tiny", "space": {"knobs": [{"name": 1}]}}, "request.space", "name"),
         ({"target": "gpt2-tiny", "out": "/tmp/x"}, "request.out", "not permitted"),
@@ -114,15 +117,10 @@ def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monk
     assert said in detail["message"]
     assert (detail["field"] or "").startswith(field)
     name = field.partition(".")[2]
+    for part in name.split(".") if name else ():
+        request_ = request_[part]
     if name:
-        assert detail["given"] == request_[name]
-
-
-def test_a_hub_id_that_is_a_path_here_is_none(submitter, tmp_path, monkeypatch):
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert submitter.post("/v1/searches", json={"request": {"target": "owner/name"}}).status_code == 201
-    monkeypatch.chdir(tmp_path)
-    error(submitter.post("/v1/searches", json={"request": {"target": "owner/name"}}), 422, "invalid")
+        assert detail["given"] == request_
 
 
 def test_what_is_no_json_is_malformed(submitter):
@@ -164,6 +162,10 @@ def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
         assert service.client("coder").post("/v1/searches", json=each).status_code == 201
     with served(tmp_path, allow_code=False) as closed, closed.client("coder") as client:
         error(client.post("/v1/searches", json=code), 403, "refused")
+    (tmp_path / "commands").mkdir()
+    with served(tmp_path / "commands", workloads=False) as commands, commands.client("coder") as client:
+        assert "submit a --command" in error(client.post("/v1/searches", json=code), 403, "refused")["message"]
+        assert client.post("/v1/searches", json=command).status_code == 201
 
 
 def test_code_that_is_not_what_its_digest_says_is_refused(service):

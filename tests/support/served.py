@@ -45,7 +45,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, patience_s=10.0, **uvicorn_):
+def served(
+    folder, *, url=None, rate=1e6, allow_code=True, workloads=True, port=0, tokens=None, patience_s=10.0, **uvicorn_
+):
     """A service over a folder; ended in order."""
     with contextlib.ExitStack() as held:
         url = url or f"sqlite:///{folder / 'redline.db'}"
@@ -58,7 +60,7 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, 
         held.callback(studies.close)
         parts = Parts(
             store=store, dispatcher=dispatcher, runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
-            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
+            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, workloads=workloads, url=url,
         )  # fmt: skip
         config = uvicorn.Config(
             make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1, **uvicorn_
