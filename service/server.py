@@ -106,7 +106,10 @@ def serve(
         # It imports beside this process, which has much to import itself.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
-        uvicorn = _uvicorn()
+        _check_installed()
+        from .api.connections import raise_file_limit
+
+        raise_file_limit()
         _begin_logging(options.json_logs)
         store = held.enter_context(Store.open(url))
         for line in _first_users(store):
@@ -114,7 +117,7 @@ def serve(
         parts = held.enter_context(_parts(options, store, url, agent))
         listening = listen(options.host, options.port)
         held.callback(listening.close)
-        server = _server(uvicorn, options, parts)
+        server = _server(options, parts)
         address = _address(options, listening.getsockname()[1])
         say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
         started(address, server)
@@ -125,16 +128,13 @@ def serve(
     say("stopped; searches go on with the next start")
 
 
-def _uvicorn() -> Any:
+def _check_installed() -> None:
     try:
-        import uvicorn
-
         from .api import app as app  # what it needs is there
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"the service needs {error.name}, which is not installed: pip install 'redline[service]'"
         ) from error
-    return uvicorn
 
 
 def _check(options: ServeOptions) -> None:
@@ -207,20 +207,23 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         )
 
 
-def _server(uvicorn: Any, options: ServeOptions, parts: Any) -> Any:
+def _server(options: ServeOptions, parts: Any) -> Any:
     """The HTTP server, which ends its streams as soon as it is asked to end."""
     from .api.app import make_app
+    from .api.connections import GuardedServer, guarded
 
-    class Server(uvicorn.Server):
+    class Server(GuardedServer):
         def handle_exit(self, sig: int, frame: Any) -> None:
             parts.feed.stop()
             super().handle_exit(sig, frame)
 
-    config = uvicorn.Config(
-        make_app(parts), log_config=None, access_log=False, server_header=False, ws="none",
-        timeout_graceful_shutdown=3, timeout_keep_alive=30, h11_max_incomplete_event_size=64 * 1024,
-        ssl_certfile=options.certificate, ssl_keyfile=options.key, forwarded_allow_ips=options.proxy,
-    )  # fmt: skip
+    config = guarded(
+        make_app(parts),
+        proxy=options.proxy,
+        timeout_graceful_shutdown=3,
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.key,
+    )
     return Server(config)
 
 

@@ -13,12 +13,12 @@ from ..logs import read_log
 from ..placing import obstacle
 from ..records import Role, Search, SearchState, User, Worker
 from ..request import NO_WORKLOADS, is_code
-from .access import Reader, Submitter
+from .access import Guarded, Reader, Submitter
 from .models import SearchAnswer, SearchesAnswer, Submission
 from .parts import Parts, parts_of
 from .problems import Problem
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"])
+router = APIRouter(prefix="/v1/searches", tags=["searches"], route_class=Guarded)
 PartsOf = Annotated[Parts, Depends(parts_of)]
 SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a search.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]

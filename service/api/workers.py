@@ -10,9 +10,10 @@ from fastapi import APIRouter, Body, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...errors import LeaseOver, NotFound, UsageError
+from ...results import Measurement
 from ..logs import MOST_AT_ONCE, write_log
 from ..records import Assignment, DryRun, Role, User, Worker
-from .access import Reader, Submitter
+from .access import Guarded, Reader, Submitter
 from .models import (
     LARGEST_ID,
     JoinAnswer,
@@ -30,12 +31,12 @@ from .searches import PartsOf
 
 LONGEST_WAIT_S = 25.0
 """A question for a dry run is answered after so long, with one or without: proxies cut off what is silent."""
-LARGEST_OUTCOME = 16 << 20
-"""Bytes of an outcome: it has a line for each rank."""
 LARGEST_LOG = 256 << 20
 """Bytes of a log."""
 _LOOK_S = 0.5
-router = APIRouter(tags=["workers"])
+LONGEST_REASON = 20_000
+"""Characters of why something was refused."""
+router = APIRouter(tags=["workers"], route_class=Guarded)
 WorkerId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a worker.")]
 DryRunId = Annotated[int, Path(ge=0, le=LARGEST_ID, description="Of a dry run.")]
 _ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "Nothing waits for this worker."}}
@@ -155,10 +156,10 @@ def renew(dry_run: DryRunId, form: LeaseForm, user: Submitter, parts: PartsOf) -
     return RenewAnswer(until=parts.store.renew(dry_run, form.lease, parts.dispatcher.lease_s))
 
 
-@router.post("/v1/leases/{dry_run}/answer", status_code=204, max_body_size=LARGEST_OUTCOME)
+@router.post("/v1/leases/{dry_run}/answer", status_code=204)
 def answer(dry_run: DryRunId, form: OutcomeForm, user: Submitter, parts: PartsOf) -> None:
     """What came of it. Told again it stays what it was; 409 where another worker has it, whose answer counts."""
-    _leased(parts, user, dry_run, form.lease)
+    check_outcome(_leased(parts, user, dry_run, form.lease).kind, form.outcome)
     try:
         parts.store.answer(dry_run, form.lease, form.outcome)
     except LeaseOver:
@@ -166,6 +167,26 @@ def answer(dry_run: DryRunId, form: OutcomeForm, user: Submitter, parts: PartsOf
         raise
     parts.metrics.outcomes.inc()
     parts.dispatcher.wake()
+
+
+def check_outcome(kind: str, outcome: dict[str, Any]) -> None:
+    """Refuses what the searcher that waits for an outcome could not read.
+
+    Raises:
+        UsageError: it is not an outcome of a dry run of that kind.
+    """
+    if "refused" in outcome:
+        if not isinstance(outcome["refused"], str) or len(outcome["refused"]) > LONGEST_REASON:
+            raise UsageError(f"outcome.refused must be a text of at most {LONGEST_REASON} characters")
+        return
+    turns = outcome.get("turns") if kind == "turns" else [[outcome]]
+    try:
+        for each in turns or ():
+            for measured in each:
+                Measurement.from_dict(measured)
+    except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
+        words = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"the outcome is not that of a dry run: {words[:500]}") from None
 
 
 @router.post("/v1/leases/{dry_run}/return", status_code=204)

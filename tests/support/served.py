@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 import httpx
-import uvicorn
 from redline.service.api.app import make_app
+from redline.service.api.connections import GuardedServer, guarded
 from redline.service.api.feed import Feed
 from redline.service.api.limits import Rates
 from redline.service.api.metrics import Metrics
@@ -62,10 +62,8 @@ def served(
             store=store, dispatcher=dispatcher, runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
             studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, workloads=workloads, url=url,
         )  # fmt: skip
-        config = uvicorn.Config(
-            make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1, **uvicorn_
-        )
-        server = uvicorn.Server(config)
+        config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
+        server = GuardedServer(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
