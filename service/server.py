@@ -163,7 +163,7 @@ def _first_users(store: Store) -> Iterator[str]:
     """Makes the users of a first start; what is to be said of them."""
     names = {each.name for each in store.users()}
     if EMBEDDED not in names:
-        store.add_user(EMBEDDED, Role.SUBMITTER)
+        store.add_user(EMBEDDED, Role.WORKER)
     if ADMIN in names or len(names - {EMBEDDED}):
         return
     token = store.new_token(store.add_user(ADMIN, Role.ADMIN, allow_code=True), "made by the first start")

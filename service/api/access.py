@@ -24,7 +24,13 @@ COOKIE = "redline-session"
 """What the cookie's name starts with; a dash and the port follow, as ports of a host share cookies."""
 CSRF = "x-csrf-token"
 LONGEST_TOKEN = 200
-_ORDER = (Role.READER, Role.SUBMITTER, Role.ADMIN)
+_MAY = {
+    Role.READER: (Role.READER, Role.SUBMITTER, Role.ADMIN),
+    Role.SUBMITTER: (Role.SUBMITTER, Role.ADMIN),
+    Role.WORKER: (Role.WORKER, Role.ADMIN),
+    Role.ADMIN: (Role.ADMIN,),
+}
+"""Who may do what needs a role."""
 _UNLIMITED = ("/v1/leases/", "/v1/workers/")
 """What workers do as often as their dry runs ask for."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
@@ -101,7 +107,8 @@ def _caller(request: Request) -> User:
 
 @dataclass(frozen=True)
 class Needs:
-    """A dependency: the caller, who must have at least that role. `Guarded` routes know it before they read the body."""
+    """A dependency: the caller, who must have that role or one that may do the same. `Guarded` routes know it before
+    they read the body."""
 
     role: Role
 
@@ -117,10 +124,10 @@ class Needs:
         user: User | None = getattr(request.state, "caller", None)
         if user is None:
             user = request.state.caller = _caller(request)
-        if _ORDER.index(Role(user.role)) < _ORDER.index(self.role):
+        if Role(user.role) not in _MAY[self.role]:
             raise Problem(
                 403, "role", f"{user.name} is a {user.role}; this needs the role {self.role}: ask an admin for it",
-                given=str(user.role), rule=f"at least {self.role}",
+                given=str(user.role), rule=" or ".join(_MAY[self.role]),
             )  # fmt: skip
         return user
 
@@ -172,4 +179,5 @@ def _formed(form: type[Body], text: bytes) -> Body:
 
 Reader = Annotated[User, Depends(Needs(Role.READER))]
 Submitter = Annotated[User, Depends(Needs(Role.SUBMITTER))]
+Joiner = Annotated[User, Depends(Needs(Role.WORKER))]
 Admin = Annotated[User, Depends(Needs(Role.ADMIN))]

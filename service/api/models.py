@@ -18,7 +18,9 @@ LARGEST_ID = (1 << 31) - 1
 """Of numbers that rows of the database have."""
 DEEPEST = 40
 """Lists and mappings inside each other."""
-ROLES = ("reader", "submitter", "admin")
+LEAST_MEMORY_MIB, MOST_MEMORY_MIB = 64, 1 << 27
+"""Of a device: with less nothing runs, and there is none with more."""
+ROLES = ("reader", "submitter", "admin", "worker")
 STATES = ("queued", "running", "done", "failed", "cancelled")
 ENDED = ("done", "failed", "cancelled")
 _LONE = re.compile("[\ud800-\udfff\0]")
@@ -331,7 +333,7 @@ class MeAnswer(Answer):
     """Whom a token is of."""
 
     name: str
-    role: Literal["reader", "submitter", "admin"]
+    role: Literal["reader", "submitter", "admin", "worker"]
     device_hours: float | None
     """What may be spent; None for no limit."""
     running: int | None
@@ -422,14 +424,37 @@ class TellForm(Body):
     reason: Annotated[str, Field(max_length=2000)] = ""
 
 
+def _hardware_of_a_worker(value: dict[str, Any]) -> None:
+    from ..placing import hardware_of
+
+    hardware_of(value, "")
+
+
+class DeviceForm(Body):
+    """A kind of device, as `Device.to_dict` has it, and what its worker knows of it."""
+
+    type: Literal["cuda", "cpu"]
+    name: Word
+    count: Count
+    memory_mib: Annotated[int, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
+    capability: Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")] | None = None
+    features: Annotated[list[Word], Field(max_length=50)] = []
+    hardware: Annotated[dict[str, JsonValue], _checked(_hardware_of_a_worker)] | None = None
+    """The fields of `redline.Hardware`, of one device."""
+
+    def described(self) -> dict[str, Any]:
+        """As a worker's record has it."""
+        return self.model_dump(exclude_unset=True)
+
+
 class JoinForm(Body):
     """A host that joins the pool."""
 
     name: Annotated[str, Field(max_length=200)] = ""
     host: Word
-    device: Annotated[dict[str, JsonValue], Field(max_length=50)]
+    device: DeviceForm
     devices: Count
-    memory_mib: Annotated[float, Field(ge=0, le=1e12)]
+    memory_mib: Annotated[float, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
     software: Annotated[dict[str, JsonValue], Field(max_length=100)] = {}
 
 

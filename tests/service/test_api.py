@@ -1,10 +1,17 @@
 """The service over HTTP: who may do what, what is refused and in which words, and what a key makes of a submission."""
 
+import json
 import time
+from dataclasses import asdict
 
 import pytest
+from redline.estimator.hardware import find_hardware
 from redline.service.request import digest
 from served import SEARCH, SPACE, served
+
+HARDWARE = json.loads(json.dumps(asdict(find_hardware("h100-80gb"))))
+DEVICE = {"type": "cpu", "name": "c", "count": 1, "memory_mib": 100}
+JOINING = {"host": "h", "device": {**DEVICE, "hardware": HARDWARE}, "devices": 1, "memory_mib": 100}
 
 
 @pytest.fixture
@@ -72,14 +79,52 @@ def test_a_search_is_cancelled_by_its_owner_and_an_admin_only(service):
     assert ("submitter", "cancel", first) in done and ("admin", "cancel", second) in done
 
 
-def test_a_worker_and_its_leases_are_its_owner_s(service, submitter):
-    form = {"host": "h", "device": {"type": "cpu", "name": "c"}, "devices": 1, "memory_mib": 100}
-    worker = submitter.post("/v1/workers", json=form).json()["id"]
-    with service.client("other") as other:
-        error(other.post(f"/v1/workers/{worker}/lease?wait=0"), 403, "not_yours")
-        error(other.post(f"/v1/workers/{worker}/leave"), 403, "not_yours")
-    assert submitter.post(f"/v1/workers/{worker}/lease?wait=0").status_code == 204
-    assert submitter.post(f"/v1/workers/{worker}/leave").status_code == 204
+def test_a_worker_and_its_leases_are_its_owner_s(service):
+    joined = service.client("worker")
+    worker = joined.post("/v1/workers", json=JOINING).json()["id"]
+    other = service.store.new_token(service.store.add_user("another worker", "worker"))
+    with service.client(None, headers={"authorization": f"Bearer {other}"}) as client:
+        error(client.post(f"/v1/workers/{worker}/lease?wait=0"), 403, "not_yours")
+        error(client.post(f"/v1/workers/{worker}/leave"), 403, "not_yours")
+    assert joined.post(f"/v1/workers/{worker}/lease?wait=0").status_code == 204
+    assert joined.post(f"/v1/workers/{worker}/leave").status_code == 204
+
+
+def test_joining_is_a_worker_s_right_and_a_worker_has_no_other(service, submitter):
+    for role in ("reader", "submitter", "coder"):
+        with service.client(role) as client:
+            detail = error(client.post("/v1/workers", json=JOINING), 403, "role")
+            assert "needs the role worker" in detail["message"]
+            error(client.post("/v1/leases/1/answer", json={"lease": 0, "outcome": {}}), 403, "role")
+    with service.client("worker") as worker:
+        for path in ("/v1/searches", "/v1/queue", "/v1/workers", "/v1/events", "/v1/history"):
+            error(worker.get(path), 403, "role")
+        error(worker.post("/v1/searches", json=SEARCH), 403, "role")
+    assert service.client("admin").post("/v1/workers", json=JOINING).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("device", "field"),
+    [
+        ({"type": "tpu"}, "device.type"),
+        ({"count": 0}, "device.count"),
+        ({"memory_mib": 1}, "device.memory_mib"),
+        ({"capability": "nine"}, "device.capability"),
+        ({"features": [{}]}, "device.features"),
+        ({"name": "\ud800"}, ""),
+        ({"strange": 1}, "device.strange"),
+        ({"hardware": {"memory_gib": 1}}, "device.hardware"),
+        ({"hardware": {"base": "/etc/hardware.yaml"}}, "device.hardware"),
+        ({"hardware": {"base": "h100-80gb"}}, "device.hardware"),
+        ({"hardware": {**HARDWARE, "tflops": {"fp32": "much"}}}, "device.hardware"),
+    ],
+)  # fmt: skip
+def test_a_strange_device_does_not_join(service, device, field):
+    before = service.store.workers()
+    form = json.dumps({**JOINING, "device": {**JOINING["device"], **device}})
+    with service.client("worker", headers={"content-type": "application/json"}) as client:
+        detail = error(client.post("/v1/workers", content=form), 422, "invalid")
+    assert (detail["field"] or "").startswith(field) and service.store.workers() == before
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

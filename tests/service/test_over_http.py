@@ -21,7 +21,7 @@ def service(each_url, tmp_path):
 
 @pytest.fixture
 def pool(service):
-    made = ServerPool(service.address, service.tokens["submitter"])
+    made = ServerPool(service.address, service.tokens["worker"])
     yield made
     made.close()
 
@@ -100,7 +100,7 @@ def test_a_question_is_answered_as_soon_as_there_is_something_to_run(service, po
 
 
 def test_a_worker_that_hangs_up_gets_nothing(service, pool, worker):
-    impatient = service.client()
+    impatient = service.client("worker")
     with pytest.raises(Exception, match="timed out"):
         impatient.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
     impatient.close()
@@ -146,4 +146,4 @@ def test_who_has_no_token_and_who_is_away_is_told_apart(service):
     with pytest.raises(Away, match="does not answer"):
         ServerPool("http://127.0.0.1:9", service.tokens["submitter"]).join("w", "h", DEVICE, 1, 1, {})
     with pytest.raises(NotFound, match="worker"):
-        ServerPool(service.address, service.tokens["submitter"]).lease("0123456789ab", 0)
+        ServerPool(service.address, service.tokens["worker"]).lease("0123456789ab", 0)

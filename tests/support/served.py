@@ -81,7 +81,7 @@ def served(
 
 def users(store):
     """A token for each role; `other` is another submitter, `coder` one who may submit code."""
-    made = {role: store.add_user(role, role) for role in ("reader", "submitter", "admin")}
+    made = {role: store.add_user(role, role) for role in ("reader", "submitter", "admin", "worker")}
     made["other"] = store.add_user("other", "submitter")
     made["coder"] = store.add_user("coder", "submitter", allow_code=True)
     return {name: store.new_token(user, "a test's") for name, user in made.items()}
