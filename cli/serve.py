@@ -48,6 +48,11 @@ Examples:
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster whose devices join, in place of this host's.")
 @click.option("--allow-code/--no-code", default=True, help="Whether users who may submit code can.")
 @click.option(
+    "--workloads/--no-workloads",
+    default=True,
+    help="Whether that may be a workload's file, which runs as this user here.  [never with --code-user]",
+)
+@click.option(
     "--searches", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Searches at once."
 )
 @click.option(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   redline token new ann --role submitter --running 8 --device-hours 200
+  redline token new pool --role worker
   redline token --data /srv/redline new ann --for laptop --expires 90d
   redline token list
   redline token revoke redline_5c1e
@@ -40,7 +41,7 @@ def token(context: click.Context, data: Path, storage: str | None) -> None:
 @token.command()
 @click.argument("user")
 @click.option(
-    "--role", type=click.Choice(["reader", "submitter", "admin"]), help="Of a new user.  [default: submitter]"
+    "--role", type=click.Choice(["reader", "submitter", "admin", "worker"]), help="Of a new user.  [default: submitter]"
 )
 @click.option("--for", "name", default="", metavar="TEXT", help="What the token is for.")
 @click.option("--expires", metavar="TIME", help="From when it is not taken any more, such as 30d or 12h.")

@@ -293,20 +293,42 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
     if isinstance(spec, Hardware):
         return spec
     text = str(spec)
-    if text in DEVICES:
-        return DEVICES[text]
-    if text.endswith((".yaml", ".yml")):
+    if text not in DEVICES and text.endswith((".yaml", ".yml")):
         return Hardware.from_yaml(text)
-    asked = device_name(text)
-    found = [each for each in DEVICES.values() if asked.could_be(device_name(each.name), each.memory_gib)]
-    if found:
-        return _taken(text, asked, found)
+    found = _in_table(text)
+    if found is not None:
+        return found
     if Path(text).is_file():
         return Hardware.from_yaml(text)
+    raise UsageError(f"{_unknown(text)} A YAML file works too.")
+
+
+def named_hardware(name: str) -> Hardware:
+    """As `find_hardware`, of a name alone: no file is looked at.
+
+    Raises:
+        UsageError: the table has nothing of that name; the nearest is named.
+    """
+    found = _in_table(name)
+    if found is None:
+        raise UsageError(_unknown(name))
+    return found
+
+
+def _in_table(text: str) -> Hardware | None:
+    if text in DEVICES:
+        return DEVICES[text]
+    asked = device_name(text)
+    found = [each for each in DEVICES.values() if asked.could_be(device_name(each.name), each.memory_gib)]
+    return _taken(text, asked, found) if found else None
+
+
+def _unknown(text: str) -> str:
+    asked = device_name(text)
     chips = {name: device_name(name).chip for name in DEVICES}
     near = next((name for name, chip in chips.items() if chip == asked.chip), asked.text)
     names = {*DEVICES, *(chip for name, chip in chips.items() if chip != name.replace("-", ""))}
-    raise UsageError(f"{unknown('hardware', text, names, like=near)} A YAML file works too.")
+    return unknown("hardware", text, names, like=near)
 
 
 def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:

@@ -9,6 +9,7 @@ from ..base.errors import UsageError
 from ..models import Workload
 from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
+from ..models.server_model import ServerModel
 from ..space import Space
 from .estimator import Estimator
 from .facts.model_facts import Shape
@@ -45,7 +46,7 @@ class EstimateRequest:
 
 
 def estimate_request(
-    target: str | Path | Workload | Shape,
+    target: str | Path | Workload | ServerModel | Shape,
     hardware: str | Path | Hardware | None = None,
     *,
     memory_limit_mib: float | None = None,
@@ -71,10 +72,12 @@ def estimate_request(
     total: int | None
     if isinstance(target, Shape):
         space, length, total, said = _of_shape(request, target, machine, count)
+        model: Shape | Workload = target
         workload, name = None, target.name
     else:
         found = resolve(request, device_of(machine), count)
         workload, space, said = found.workload, found.space, found.notes
+        model = workload
         length, name = workload.seq_len, workload.name
         total = None if found.free_batch else workload.global_batch
     setup = TrainingSetup(
@@ -86,7 +89,7 @@ def estimate_request(
     )
     return EstimateRequest(
         name=name,
-        estimator=Estimator(workload if workload is not None else target, machine, setup),
+        estimator=Estimator(model, machine, setup),
         space=space,
         hardware=machine,
         devices=count,

@@ -1,6 +1,7 @@
 """Architectures of transformers: modules built from a configuration, with their weights undefined."""
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +21,17 @@ _NOT_ARCHITECTURE = (
     "_name_or_path",
     "architectures",
     "auto_map",
+    "attn_implementation",
     "dtype",
+    "experts_implementation",
     "quantization_config",
     "torch_dtype",
     "transformers_version",
 )
+# By these a configuration, and those inside of it, would choose how it is computed, which the knobs do; with a name that
+# holds a slash transformers fetches and runs a kernel of the hub's.
+_IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal|_autoset)?|use_kernels|kernel_config")
+_ATTENTION = re.compile(r"\w+", re.ASCII)
 _AUTO: dict[Task, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -73,7 +80,7 @@ class Architecture:
             kind = _config_class(transformers, self.model_type)
             try:
                 # Training needs no key-value cache; transformers.Trainer switches it off too.
-                made = kind.from_dict({**self.arguments, "model_type": self.model_type})
+                made = kind.from_dict({**_without_implementations(self.arguments), "model_type": self.model_type})
                 made.use_cache = False
                 if self.task == "seq2seq" and getattr(made, "decoder_start_token_id", None) is None:
                     # Published configurations have it; T5's convention.
@@ -91,6 +98,11 @@ class Architecture:
         import torch
 
         attention = config.get("attention") or self.default_attention
+        if not isinstance(attention, str) or not _ATTENTION.fullmatch(attention):
+            raise WorkloadError(
+                f"attention must be the name of an implementation in transformers, such as sdpa, but got {attention!r:.80}: "
+                "code of the hub's is not loaded"
+            )
         with quiet() as transformers:
             auto = getattr(transformers, _AUTO[self.task])
             try:
@@ -137,6 +149,17 @@ class Architecture:
         ):
             found.append("flash_attention_2")
         return tuple(found)
+
+
+def _without_implementations(found: Any) -> Any:
+    """A configuration's values without those that say how it is computed, at any depth."""
+    if isinstance(found, Mapping):
+        return {
+            name: _without_implementations(value)
+            for name, value in found.items()
+            if not _IMPLEMENTATIONS.fullmatch(str(name))
+        }
+    return [_without_implementations(each) for each in found] if isinstance(found, list) else found
 
 
 def from_configuration(configuration: Any, name: str) -> Architecture:

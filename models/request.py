@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..base.device import Device
-from ..base.errors import UsageError
+from ..base.errors import UsageError, unknown
 from ..frameworks.autotuners import FORMATS, Source, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
 from ..space import Space
+from .architecture import Architecture
 from .global_batch import free_accumulation, shared
 from .narrow import narrow
 from .resolve import workload as resolve_workload
+from .server_model import ServerModel
 from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed
 from .workload import Workload
 
@@ -224,4 +226,18 @@ def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
         return space
 
     space, said = request.space_or(default)
+    if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
+        _check_attention(space, workload.model.attentions(device))
     return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=(*notes, *told, *said))
+
+
+def _check_attention(space: Space, known: Sequence[str]) -> None:
+    """Refuses implementations of attention that a space of one's own has beyond those of the default space.
+
+    Raises:
+        UsageError: it has one.
+    """
+    knob = space.by_name.get("attention")
+    for value in () if knob is None or knob.derived else knob.values:
+        if value not in known:
+            raise UsageError(f"{unknown('attention', str(value)[:80], known)} The space has it; take it out.")

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ..base.errors import WorkloadError, nearest, unknown
 from ..base.reading import absolute
+from .server_model import ServerModel
 from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -26,7 +28,7 @@ class _Given(TypedDict):
 
 
 def workload(
-    spec: str | Path | Workload,
+    spec: str | Path | Workload | ServerModel,
     *,
     seq_len: int | None = None,
     global_batch: int | None = None,
@@ -39,7 +41,8 @@ def workload(
     before a file or folder of the same name; write that as a path (`./gpt2`).
 
     Args:
-        spec: what is asked for; a Workload is checked and, where asked, given another global batch.
+        spec: what is asked for; a Workload is checked and, where asked, given another global batch. A ServerModel is
+            resolved without looking at files of that name.
         seq_len: tokens of a sample; None for the model's usual length.
         global_batch: samples of one optimizer step; None for the default.
         data: a text file to train on; None for seeded random tokens.
@@ -55,6 +58,9 @@ def workload(
         return with_lora(whole, Lora.parse(lora))
     if isinstance(spec, Workload):
         return _own(spec, seq_len, global_batch, data)
+    given: _Given = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
+    if isinstance(spec, ServerModel):
+        return _of_a_server(spec, given)
     text = str(spec)
     file = _FILE.fullmatch(text)
     if file:
@@ -64,7 +70,6 @@ def workload(
         made = FileSource.read(path, file["name"] or "").load()
         name = file["name"] if made.name == default_name(made.model) else made.name
         return _own(made.with_name(name, f"{absolute(path)}:{file['name']}"), seq_len, global_batch, data)
-    given: _Given = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
     from .presets import PRESETS
 
     if text in PRESETS:
@@ -136,61 +141,104 @@ def _preset(name: str, given: _Given) -> Workload:
 
 
 def _local(path: Path, text: str, given: _Given) -> Workload:
-    from ..base._transformers import quiet, refusals
-    from .architecture import from_configuration
-    from .huggingface import hugging_face_workload
-
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise WorkloadError(f"{text} holds no config.json; a Hugging Face model's folder does")
+    content = _content(file)
+    resolved = file.resolve()
+    name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
+    return _of_contents(content, str(file), given, name=name, spec=absolute(path), folder=file.parent)
+
+
+def _content(file: Path) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+        WorkloadError: it cannot be read.
+    """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise WorkloadError(f"cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise WorkloadError(f"{file} is not a configuration: it is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise WorkloadError(f"{file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
-    model_type = content.get("model_type") if isinstance(content, dict) else None
-    if not isinstance(model_type, str):
-        raise WorkloadError(f"{file} is not a Hugging Face model's configuration: it has no model_type")
-    with quiet() as transformers:
-        if model_type not in transformers.CONFIG_MAPPING:
-            hint = unknown("model type", model_type, transformers.CONFIG_MAPPING).partition(" Known:")[0]
-            raise WorkloadError(
-                f"{file}: {hint} in transformers {transformers.__version__}; code that comes with a model is "
-                "not run: describe the model by a redline.Workload of your own (--workload FILE:NAME)"
-            )
-        try:
-            configuration = transformers.CONFIG_MAPPING[model_type].from_dict(content)
-        except refusals() as error:
-            raise WorkloadError(f"{file} is no valid {model_type} configuration: {_one_line(error)}") from error
-    resolved = file.resolve()
-    name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
-    return hugging_face_workload(
-        from_configuration(configuration, text), name=name, spec=absolute(path), folder=file.parent, **given
-    )
 
 
-def _hub(text: str, given: _Given) -> Workload:
+def _of_a_server(model: ServerModel, given: _Given) -> Workload:
+    if model.is_preset:
+        return _preset(model.name, given)
+    if model.contents is None:
+        found = ServerModel.of(_hub_content(model.name))
+        where, name, spec = f"the hub's model '{model.name}'", model.name.rpartition("/")[2], model.name
+        return _of_contents(found.contents, where, given, name=name, spec=spec)
+    spec = str(model.kept) if model.kept is not None else model.name
+    return _of_contents(model.contents, "model", given, name=model.name, spec=spec)
+
+
+def _of_contents(
+    content: Any, where: str, given: _Given, *, name: str, spec: str, folder: Path | None = None
+) -> Workload:
+    """The workload of what a config.json holds.
+
+    Args:
+        content: parsed.
+        where: it is, for errors.
+        given: sizes and data.
+        name: of the workload.
+        spec: by what it is found again.
+        folder: where a tokenizer may be.
+
+    Raises:
+        WorkloadError: it is not the configuration of a model that transformers has.
+    """
     from ..base._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
 
+    model_type = content.get("model_type") if isinstance(content, Mapping) else None
+    if not isinstance(model_type, str):
+        raise WorkloadError(f"{where} is not a Hugging Face model's configuration: it has no model_type")
     with quiet() as transformers:
-        try:
-            configuration = transformers.AutoConfig.from_pretrained(
-                text, local_files_only=True, trust_remote_code=False
+        if model_type not in transformers.CONFIG_MAPPING:
+            hint = unknown("model type", model_type, transformers.CONFIG_MAPPING).partition(" Known:")[0]
+            raise WorkloadError(
+                f"{where}: {hint} in transformers {transformers.__version__}; code that comes with a model is "
+                "not run: describe the model by a redline.Workload of your own (--workload FILE:NAME)"
             )
-        except (OSError, ValueError):
-            _reach_hub(text)
-            try:
-                configuration = transformers.AutoConfig.from_pretrained(text, trust_remote_code=False)
-            except refusals(OSError) as error:
-                raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
-    return hugging_face_workload(
-        from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given
-    )
+        try:
+            configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
+        except refusals() as error:
+            raise WorkloadError(f"{where} is no valid {model_type} configuration: {_one_line(error)}") from error
+    return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
+
+
+def _hub(text: str, given: _Given) -> Workload:
+    name = text.rpartition("/")[2]
+    return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
+
+
+def _hub_content(text: str) -> Any:
+    """What the config.json of a hub's model holds. The hub's client is asked for that file alone: transformers' own loader
+    would take a folder of that name here for the model.
+
+    Raises:
+        WorkloadError: it is not in the local cache, and the hub does not give it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    from ..base._transformers import refusals
+
+    try:
+        file = hf_hub_download(text, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        _reach_hub(text)
+        try:
+            file = hf_hub_download(text, "config.json")
+        except refusals(OSError) as error:
+            raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
+    return _content(Path(file))
 
 
 def _reach_hub(text: str) -> None:

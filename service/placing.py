@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect
-from ..base.errors import RunnerError
+from ..base.errors import RunnerError, UsageError
 from ..tuner.running import share_of_host
 from . import scheduling
 from .records import Search, Worker
@@ -44,11 +44,36 @@ class Placed:
 
     def machine(self) -> "Hardware | None":
         """The hardware for the estimate."""
-        from ..estimator import Hardware
+        return None if self.hardware is None else hardware_of(self.hardware, self.device.name)
 
-        if self.hardware is None:
-            return None
-        return Hardware.from_mapping(self.hardware, name=self.device.name, where="the worker's hardware")
+
+def hardware_of(described: dict[str, Any], name: str) -> "Hardware":
+    """The hardware that a worker describes, which may not be based on another: that could be a file of this host.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from ..estimator import Hardware
+
+    if "base" in described:
+        raise UsageError("a worker's hardware must be described by all its fields, and not by base")
+    try:
+        return Hardware.from_mapping(described, name=name, where="the worker's hardware")
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"the worker's hardware is none: {type(error).__name__}: {error}"[:500]) from None
+
+
+def fault(worker: Worker) -> str:
+    """What is wrong with a worker's description of its devices, so that no search is placed by it; empty where nothing is."""
+    try:
+        Device.from_dict(worker.device)
+        if (known := worker.device.get("hardware")) is not None:
+            hardware_of(known, worker.kind)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def suits(search: Search, worker: Worker) -> bool:
@@ -67,7 +92,7 @@ def place(search: Search, workers: Sequence[Worker]) -> Placed | None:
     """On what of the pool a search is to run: the kind with the most devices; None where there is none that suits."""
     kinds: dict[str, list[Worker]] = {}
     for worker in workers:
-        if suits(search, worker):
+        if suits(search, worker) and not fault(worker):
             kinds.setdefault(worker.kind, []).append(worker)
     if not kinds:
         return None

@@ -11,6 +11,8 @@ from .records import Assignment
 from .scheduling import decide
 from .store import Store
 
+LARGEST_OUTCOME = 960 * 1024
+"""Bytes of an outcome, so that a server takes the request that holds it. Logs travel apart."""
 LOOK_S = 0.2
 """How often a worker without a server looks for something to run, s."""
 

@@ -6,14 +6,16 @@ from typing import Any
 
 
 class Role(StrEnum):
-    """What a user may do; each may do what those before it may."""
+    """What a user may do; each but the worker may do what those before it may."""
 
     READER = "reader"
     """Looks at searches and results."""
     SUBMITTER = "submitter"
-    """Submits searches, cancels their own, and joins workers to the pool."""
+    """Submits searches and cancels their own."""
     ADMIN = "admin"
-    """Adds users and tokens, and cancels anybody's searches."""
+    """Adds users and tokens, cancels anybody's searches, and joins workers."""
+    WORKER = "worker"
+    """Joins workers to the pool, and does nothing else: what it runs and what it measures is everybody's."""
 
 
 class SearchState(StrEnum):

@@ -4,8 +4,9 @@
 
 The names are those of `tuner/request.py`. A file of somebody's machine travels as what it holds: in the place of `target`
 `model` is a Hugging Face config.json, `workload` a Python file as text with its digest and a name in it, `command` the
-fields of a `redline.Command`; `space` is a document of `Space.to_dict`. No text of a request ever becomes a path: names of
-files are made here.
+fields of a `redline.Command`; `space` is a document of `Space.to_dict`. No text of a request ever becomes a path or an import:
+what is resolved are a `ServerModel`, a `ServerCommand`, a `Hardware` of the table and a `Space`, of which none can be a file's,
+and names of files are made here.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..base.reading import Malformed, parse_json, path_of, read_named
-from ..runners.command.command import Command
+from ..models.server_model import ServerModel
+from ..runners.command.command import Command, ServerCommand
 from ..space import Space
 
 TRAVELLING = (
@@ -31,6 +33,10 @@ TARGETS = ("target", "model", "workload", "command")
 """What is tuned: one of these."""
 LARGEST_FILE = 512 * 1024
 """Bytes of a file that travels."""
+NO_WORKLOADS = (
+    "this server runs no workload's file: its searchers would run it as the server's own user; submit a --command, a model's "
+    "name or a config.json instead"
+)
 _MODEL, _CODE = "model/config.json", "workload.py"
 
 
@@ -103,20 +109,27 @@ def is_code(request: Mapping[str, Any]) -> bool:
     return "workload" in request or "command" in request
 
 
-def arguments(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def arguments(request: Mapping[str, Any], folder: Path, *, code: bool = True) -> dict[str, Any]:
     """What `redline.tune` is called with for a request that travelled; for workers those of `tuner/request.py`'s Request.
 
     Args:
         request: as it was kept when it was accepted.
         folder: of this search on this machine; files that it holds are written there, under names made here.
+        code: whether a workload's file may be run by this process. A command's program is not started here in any case.
 
     Raises:
-        UsageError: it is damaged, or names a path.
+        UsageError: it is damaged, names something else than it may, or is code that is not run here.
     """
+    if "workload" in request and not code:
+        raise UsageError(NO_WORKLOADS)
     if len(found := [name for name in TARGETS if name in request]) != 1:
         raise UsageError(f"a request must have one of {', '.join(TARGETS)}, but has {', '.join(found) or 'none'}")
     out = {name: request[name] for name in TRAVELLING if name in request}
     out["target"] = _found(request, folder)
+    if "hardware" in out:
+        from ..estimator.hardware import named_hardware
+
+        out["hardware"] = named_hardware(out["hardware"])
     if "space" in request:
         out["space"] = Space.from_dict(request["space"])
     return out
@@ -125,20 +138,15 @@ def arguments(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _found(request: Mapping[str, Any], folder: Path) -> Any:
     if "command" in request:
         known = {each.name for each in fields(Command)} - {"render"}
-        return Command(**{name: value for name, value in request["command"].items() if name in known})
+        return ServerCommand(**{name: value for name, value in request["command"].items() if name in known})
     if "model" in request:
-        return str(_put(folder / _MODEL, json.dumps(request["model"], indent=2)))
+        return ServerModel.of(request["model"], _put(folder / _MODEL, json.dumps(request["model"], indent=2)))
     if "workload" in request:
         code = request["workload"]
         if digest(code["text"]) != code["sha256"]:
             raise UsageError("the workload's text is not that of its digest: it was damaged on its way; send it again")
         return f"{_put(folder / _CODE, code['text'])}:{code['name']}"
-    if os.path.exists(request["target"]):
-        from ..models.presets import PRESETS
-
-        if request["target"] not in PRESETS:
-            raise UsageError(f"{request['target']} is a path here; a request names a model, never a path")
-    return request["target"]
+    return ServerModel.named(request["target"])
 
 
 def _put(path: Path, text: str) -> Path:

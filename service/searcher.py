@@ -50,13 +50,15 @@ class Searcher:
         url: of the same database, for the ledger.
         data: the server's data.
         search: which.
+        code: whether a workload's file may be run here.
     """
 
-    def __init__(self, store: Store, url: str, data: Path, search: str) -> None:
+    def __init__(self, store: Store, url: str, data: Path, search: str, *, code: bool = True) -> None:
         self._store, self._url = store, url
         self._id, self._folder = search, folder_of(data, search)
         self._attempt = store.take_search(search)
         self._search: Search = store.search(search)
+        self._code = code
         self._cancelled = False
         self._over = threading.Event()
 
@@ -87,7 +89,7 @@ class Searcher:
     def _tuned(self) -> Result:
         search = self._search
         self._folder.mkdir(parents=True, exist_ok=True)
-        asked = arguments(search.request, self._folder / "asked")
+        asked = arguments(search.request, self._folder / "asked", code=self._code)
         target = asked.pop("target")
         listener = Telling(self._store, search.id)
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}

@@ -54,6 +54,8 @@ class SearchErrand(AgentTask):
     """Id of the search."""
     log: Path
     """File for what it prints, which is appended to."""
+    code: bool = True
+    """Whether it may run a workload's file."""
 
     def run(self, client: Connection) -> None:
         call_this_process(f"rl-{self.search}")
@@ -76,7 +78,7 @@ class SearchErrand(AgentTask):
         from .store import Store
 
         try:
-            Searcher(Store.open(self.url, create=False), self.url, self.data, self.search).run()
+            Searcher(Store.open(self.url, create=False), self.url, self.data, self.search, code=self.code).run()
         except AttemptOver as error:
             print(error, file=sys.stderr)
             return FENCED

@@ -76,6 +76,8 @@ class Searchers:
     """The server's data."""
     most: int = MOST
     """Searches that run at once."""
+    workloads: bool = True
+    """Whether searchers may run a workload's file, as this process's user."""
     errand: Callable[..., AgentTask] = SearchErrand
     """What is done for a search, made as `SearchErrand` is."""
     imports: tuple[str, ...] = IMPORTS
@@ -186,7 +188,7 @@ class Searchers:
             child.printed = 0
         child.began, child.code = time.monotonic(), None
         try:
-            asked = self.errand(url=self.url, data=self.data, search=search, log=log)
+            asked = self.errand(url=self.url, data=self.data, search=search, log=log, code=self.workloads)
             child.connection = self.agent.begin(asked)
         except RunnerError as error:
             if not self._stopping.is_set():  # no fault of the search's

@@ -64,6 +64,9 @@ class ServeOptions:
     """A Ray cluster whose devices they are, in place of this host's."""
     allow_code: bool = True
     """Whether users who may submit code can."""
+    workloads: bool = True
+    """Whether a workload's file is taken, of those who may submit code: this server's searchers run it, as this user. Never
+    beside `code_user`."""
     code_user: str | None = None
     """Unix user as whom code runs on this host's devices; None for as whom this runs."""
     searches: int = MOST
@@ -103,7 +106,10 @@ def serve(
         # It imports beside this process, which has much to import itself.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
-        uvicorn = _uvicorn()
+        _check_installed()
+        from .api.connections import raise_file_limit
+
+        raise_file_limit()
         _begin_logging(options.json_logs)
         store = held.enter_context(Store.open(url))
         for line in _first_users(store):
@@ -111,7 +117,7 @@ def serve(
         parts = held.enter_context(_parts(options, store, url, agent))
         listening = listen(options.host, options.port)
         held.callback(listening.close)
-        server = _server(uvicorn, options, parts)
+        server = _server(options, parts)
         address = _address(options, listening.getsockname()[1])
         say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
         started(address, server)
@@ -122,16 +128,13 @@ def serve(
     say("stopped; searches go on with the next start")
 
 
-def _uvicorn() -> Any:
+def _check_installed() -> None:
     try:
-        import uvicorn
-
         from .api import app as app  # what it needs is there
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"the service needs {error.name}, which is not installed: pip install 'redline[service]'"
         ) from error
-    return uvicorn
 
 
 def _check(options: ServeOptions) -> None:
@@ -160,7 +163,7 @@ def _first_users(store: Store) -> Iterator[str]:
     """Makes the users of a first start; what is to be said of them."""
     names = {each.name for each in store.users()}
     if EMBEDDED not in names:
-        store.add_user(EMBEDDED, Role.SUBMITTER)
+        store.add_user(EMBEDDED, Role.WORKER)
     if ADMIN in names or len(names - {EMBEDDED}):
         return
     token = store.new_token(store.add_user(ADMIN, Role.ADMIN, allow_code=True), "made by the first start")
@@ -179,7 +182,8 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        searchers = Searchers(store, url, options.data, options.searches, started=agent)
+        workloads = options.workloads and options.code_user is None
+        searchers = Searchers(store, url, options.data, options.searches, workloads=workloads, started=agent)
         searchers.start()
         held.callback(searchers.close)
         forgetting = Forgetting(store, options.keep_events)
@@ -198,24 +202,28 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
             metrics=Metrics(),
             rates=Rates(options.rate, 4 * options.rate),
             allow_code=options.allow_code,
+            workloads=workloads,
             url=url,
         )
 
 
-def _server(uvicorn: Any, options: ServeOptions, parts: Any) -> Any:
+def _server(options: ServeOptions, parts: Any) -> Any:
     """The HTTP server, which ends its streams as soon as it is asked to end."""
     from .api.app import make_app
+    from .api.connections import GuardedServer, guarded
 
-    class Server(uvicorn.Server):
+    class Server(GuardedServer):
         def handle_exit(self, sig: int, frame: Any) -> None:
             parts.feed.stop()
             super().handle_exit(sig, frame)
 
-    config = uvicorn.Config(
-        make_app(parts), log_config=None, access_log=False, server_header=False, ws="none",
-        timeout_graceful_shutdown=3, timeout_keep_alive=30, h11_max_incomplete_event_size=64 * 1024,
-        ssl_certfile=options.certificate, ssl_keyfile=options.key, forwarded_allow_ips=options.proxy,
-    )  # fmt: skip
+    config = guarded(
+        make_app(parts),
+        proxy=options.proxy,
+        timeout_graceful_shutdown=3,
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.key,
+    )
     return Server(config)
 
 

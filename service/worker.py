@@ -6,6 +6,7 @@ waited for, and so is a database that is locked.
 """
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from ..runners.unix_user import UnixUser
 from .code_runners import CodeRunners
 from .logs import MOST_AT_ONCE
 from .placing import described
-from .pool import Pool
+from .pool import LARGEST_OUTCOME, Pool
 from .records import Assignment
 from .request import is_code
 from .store.dry_runs import FORGIVEN, lost
@@ -194,11 +195,20 @@ class Worker:
         if self._stopping.is_set() or (outcome is None and assignment.lease <= FORGIVEN):
             self._insisting(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
         elif outcome is not None:
-            self._insisting(self.pool.answer, assignment.dry_run, assignment.lease, outcome, over=lease.over)
+            self._answer(lease, small(outcome))
         # Else the lease runs out, and counts as one that was lost: what can be run nowhere must end somewhere.
         with self._lock:
             self._leases.pop(assignment.dry_run, None)
         remove(lease.logs.parent)
+
+    def _answer(self, lease: _Lease, outcome: dict[str, Any]) -> None:
+        """Brings an outcome; one that is not taken for one is answered as a crash."""
+        of = (lease.assignment.dry_run, lease.assignment.lease)
+        try:
+            self._insisting(self.pool.answer, *of, outcome, over=lease.over)
+        except UsageError as error:
+            _log.warning("the outcome of dry run %d is not taken: %s", of[0], error)
+            self._insisting(self.pool.answer, *of, lost(f"its outcome is not taken: {error}"[:2000]), over=lease.over)
 
     def _outcome(self, lease: _Lease) -> dict[str, Any] | None:
         """What comes of a dry run, which is run again where what ran it was lost; None where it was ended, or where there is
@@ -332,6 +342,22 @@ class Worker:
                 thread.join(timeout=10.0)
         if self._id is not None:
             self._insisting(self.pool.leave, self._id)
+
+
+def small(outcome: dict[str, Any]) -> dict[str, Any]:
+    """An outcome as large as a server takes it: without what single ranks say, where it would be larger, else a crash."""
+    if len(json.dumps(outcome)) <= LARGEST_OUTCOME:
+        return outcome
+    less = _without_ranks(outcome)
+    if len(json.dumps(less)) <= LARGEST_OUTCOME:
+        return dict(less)
+    return lost(f"what it measured takes more than the {LARGEST_OUTCOME >> 10} KiB that a server takes of an outcome")
+
+
+def _without_ranks(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: _without_ranks(each) for name, each in found.items() if name != "ranks"}
+    return [_without_ranks(each) for each in found] if isinstance(found, list) else found
 
 
 def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.reading import absolute
 from ..models.families.standard import BLOCK_KNOBS
+from ..models.server_model import ServerModel
 from ..models.shape import shape_of
 from ..results import RunFolder, summary
 from ..runners import Runner
@@ -101,7 +102,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         for name in ("seq_len", "global_batch", "lora"):
             if (given := getattr(request, name)) is not None:
                 command += [f"--{name.replace('_', '-')}", str(given)]
-    elif task.workload is not None and isinstance(target, (str, Path)):
+    elif task.workload is not None and isinstance(target, (str, Path, ServerModel)):
         what = ["--workload", task.workload.spec] if ".py:" in task.workload.spec else [task.workload.spec]
         command = ["redline", "tune", *what, "--devices", str(task.devices)]
         if task.workload.seq_len:

@@ -10,6 +10,7 @@ from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
 from ..models.flops import flops_of
+from ..models.server_model import ServerModel
 from ..results import Trial
 from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
@@ -32,7 +33,7 @@ _HOST_MEMORY_SHARE = 0.9
 def imports_early(target: Any) -> bool:
     """Whether a host agent may import while it is resolved what is tuned: not beside a file of Python, which may
     set the environment that imports look at, and not for a callable, which may need none of them."""
-    if isinstance(target, Workload):
+    if isinstance(target, (Workload, ServerModel)):
         return True
     return isinstance(target, (str, Path)) and ".py" not in str(target)
 

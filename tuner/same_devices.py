@@ -1,11 +1,13 @@
 """What earlier runs on the same devices found out of the estimate itself, whatever they trained."""
 
 from collections.abc import Callable, Sequence
+from os.path import isabs
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
 from ..models.resolve import workload as resolve_workload
+from ..models.server_model import ServerModel
 from ..space import Space
 from .earlier_runs import Transferred
 from .predicting import estimator_of
@@ -42,8 +44,10 @@ def _calibrated(taken: Transferred, hardware: "str | Path | Hardware | None") ->
     if not taken.same_devices or not spec or ".py" in spec or "command" in what:
         return None
     try:
+        # What is not a path from the root on is a name, even where there is a file of that name now.
+        named = spec if isabs(spec) else ServerModel.named(spec)
         model = resolve_workload(
-            spec, seq_len=asked.get("seq_len"), global_batch=asked.get("global_batch"), lora=what.get("lora")
+            named, seq_len=asked.get("seq_len"), global_batch=asked.get("global_batch"), lora=what.get("lora")
         )
         space = Space.from_dict(asked["space"])
         accumulated = space.by_name.get("grad_accum")

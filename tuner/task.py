@@ -15,6 +15,7 @@ from ..models import Workload
 from ..models.huggingface import hugging_face_workload
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
+from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
 from ..runners.command.command import Command
 from ..runners.command.foreign import completed
@@ -106,7 +107,7 @@ def resolve_task(
         device = device or detect()
         count = request.devices or device.count
         notes = _check_devices(count, device, cluster)
-    if isinstance(target, (str, Path, Workload)):
+    if isinstance(target, (str, Path, Workload, ServerModel)):
         found = resolve(request, device, count)
         _check_effects(found.space, request.fix)
         return Task(
@@ -182,7 +183,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
 
 def _trained(command: Command, says: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
     """What a command trains, None where that is not known, and what is to be said of it."""
-    name = command.model or says.model
+    name = command.named(command.model) if command.model is not None else says.model
     if name is None and says.architecture is None:
         return None, ()
     length, total = request.seq_len or says.seq_len, request.global_batch

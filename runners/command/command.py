@@ -1,14 +1,16 @@
 """A command that is tuned, as it is asked for."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...base.errors import UsageError, unknown
+from ...base.errors import UsageError, WorkloadError, unknown
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ...frameworks.launchers import LAUNCHERS
 from ...models.request import Asked, either
+from ...models.server_model import ServerModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,19 @@ class Command:
         program = next((word for word in words if "=" not in word), "command")
         return Path(script or program).stem
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether files that it names may be looked at before it is started."""
+        return True
+
+    def named(self, model: str) -> str | ServerModel | None:
+        """The model of a name that it or its text gives, for `redline.workload`; None where it is not one.
+
+        Raises:
+            WorkloadError: `model` itself is not one.
+        """
+        return model
+
     def to_dict(self) -> dict[str, Any]:
         """What run.yaml keeps."""
         return {name: value for name, value in asdict(self).items() if value not in (None, (), [], False)}
@@ -110,3 +125,28 @@ class Command:
             name: [each] if name in many and isinstance(each, str) else each for name, each in given.items()
         }
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand(Command):
+    """A command as a server takes it, of somebody who may run it elsewhere and as somebody else.
+
+    Where it is resolved no file that it names is opened, and what it names as its model is a preset, a hub id, or nothing.
+    """
+
+    def __post_init__(self) -> None:
+        if self.render:
+            raise UsageError(
+                "a command's --render reads files of the machine that it is submitted on, and does not travel"
+            )
+
+    @property
+    def reads_files(self) -> bool:
+        return False
+
+    def named(self, model: str) -> ServerModel | None:
+        if model == self.model:
+            return ServerModel.named(model)
+        with suppress(WorkloadError):
+            return ServerModel.named(model)
+        return None

@@ -65,9 +65,11 @@ class Events:
         return [self.path]
 
 
-def of_events(path: Path) -> bool:
+def of_events(path: Path, *, look: bool = True) -> bool:
     """Whether a path is that of event files: a folder, a name without an ending where nothing is yet, or such a name as
-    TensorBoard gives."""
+    TensorBoard gives; without `look` by its name alone."""
+    if not look:
+        return _IN_NAME in path.name or not path.suffix
     return path.is_dir() or _IN_NAME in path.name or not (path.suffix or path.exists())
 
 

@@ -1,5 +1,6 @@
 """What a command trains, as far as it says so itself: in its words, or in the files that it reads."""
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from ...frameworks.launcher import PLACED
 from ...frameworks.launchers import find_launcher
 from ...models.architecture import Architecture
 from ...models.presets import PRESETS
+from ...models.server_model import ServerModel
 from .command import Command
 
 MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
@@ -22,6 +24,7 @@ SEQ_LEN = ("max_seq_length", "seq_length", "block_size", "cutoff_len", "sequence
 """And those for the tokens of a sample."""
 PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
 """And those for the format of products, where these are not switched on as `bf16` and `fp16`."""
+_COUNT = re.compile("0*[1-9][0-9]{0,11}")
 _OFF = ("false", "no", "none", "0")
 
 
@@ -29,8 +32,8 @@ _OFF = ("false", "no", "none", "0")
 class Trained:
     """What a command says of its training; None where it says nothing, or a template."""
 
-    model: str | None = None
-    """By whatever name `redline.workload` may take it."""
+    model: str | ServerModel | None = None
+    """As `redline.workload` may take it."""
     architecture: Architecture | None = None
     """Of a model that it gives the sizes of, as Megatron-LM's flags do."""
     seq_len: int | None = None
@@ -43,23 +46,31 @@ class Trained:
     @classmethod
     def by(cls, command: Command) -> "Trained":
         """What is said by `--name value`, `--name=value` and `name=value`, with hyphens too, and by keys of the YAML and
-        JSON files that the command names or has rendered."""
+        JSON files that the command names or has rendered, where it reads files."""
         words = _words(command)
         said = dict(_options(words))
-        for path in (*words, *(match["file"] for each in command.render if (match := PLACED.fullmatch(each)))):
+        files = (*words, *(match["file"] for each in command.render if (match := PLACED.fullmatch(each))))
+        for path in files if command.reads_files else ():
             for name, value in _keys(path):
                 said.setdefault(name, value)
         said = {name: value for name, value in said.items() if "{" not in value}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
         total = (launcher.samples(command) if launcher is not None else None) or ""
-        length = next((said[name] for name in SEQ_LEN if said.get(name, "").isdigit()), None)
+        length = next((said[name] for name in SEQ_LEN if _is_count(said.get(name, ""))), None)
+        stated = next((said[name] for name in MODEL if said.get(name)), None)
+        models = (command.named(each) for each in (stated, _preset(said)) if each)
         return cls(
-            model=next((said[name] for name in MODEL if said.get(name)), None) or _preset(said),
+            model=next((model for model in models if model is not None), None),
             architecture=_of_megatron(said),
             seq_len=int(length) if length else None,
-            global_batch=int(total) if total.isdigit() and int(total) else None,
+            global_batch=int(total) if _is_count(total) else None,
             precision=_precision(said),
         )
+
+
+def _is_count(text: str) -> bool:
+    """Whether a text is a whole number of at least 1, as sizes are."""
+    return _COUNT.fullmatch(text) is not None
 
 
 def _preset(said: Mapping[str, str]) -> str | None:
@@ -70,7 +81,7 @@ def _preset(said: Mapping[str, str]) -> str | None:
 
 def _of_megatron(said: Mapping[str, str]) -> Architecture | None:
     """The model that flags of Megatron-LM describe: Llama's kind of blocks or GPT-2's, with its sizes."""
-    sizes = {name: int(value) for name, value in said.items() if value.isdigit() and int(value)}
+    sizes = {name: int(value) for name, value in said.items() if _is_count(value)}
     if not all(name in sizes for name in ("num_layers", "hidden_size", "num_attention_heads")):
         return None
     layers, hidden, heads = (sizes[name] for name in ("num_layers", "hidden_size", "num_attention_heads"))

@@ -146,7 +146,8 @@ class Commands(Work):
 
     def _check_metric_file(self, grows: Template) -> None:
         """Refuses event files that cannot be read, or of which nobody says what counts."""
-        if not of_events(Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))):
+        path = Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
+        if not of_events(path, look=self.asked.reads_files):
             return
         check_installed()
         if self._lines.first is None:

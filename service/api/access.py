@@ -2,14 +2,21 @@
 
 import hashlib
 import hmac
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from pydantic import ValidationError
 
 from ..records import Role, User
-from .limits import Rates
+from .models import Body
 from .parts import Parts, parts_of
 from .problems import Problem
 
@@ -17,13 +24,20 @@ COOKIE = "redline-session"
 """What the cookie's name starts with; a dash and the port follow, as ports of a host share cookies."""
 CSRF = "x-csrf-token"
 LONGEST_TOKEN = 200
-_ORDER = (Role.READER, Role.SUBMITTER, Role.ADMIN)
+_MAY = {
+    Role.READER: (Role.READER, Role.SUBMITTER, Role.ADMIN),
+    Role.SUBMITTER: (Role.SUBMITTER, Role.ADMIN),
+    Role.WORKER: (Role.WORKER, Role.ADMIN),
+    Role.ADMIN: (Role.ADMIN,),
+}
+"""Who may do what needs a role."""
 _UNLIMITED = ("/v1/leases/", "/v1/workers/")
 """What workers do as often as their dry runs ask for."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
-failures = Rates(0.5, 20)
-"""Wrong tokens from one address."""
+TOO_MANY_STRANGERS = "too many requests without a token came from this address; wait a little"
+_PARSING = CapacityLimiter(2)
+"""Bodies that are parsed at once: more would only have all others wait for the interpreter."""
 
 
 def csrf_of(token: str) -> str:
@@ -45,7 +59,7 @@ def user_of(parts: Parts, token: str, address: str) -> User:
     usable = token if 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() else ""
     found = parts.store.user_of(usable) if usable else None
     if found is None:
-        failures.take(address, "too many wrong tokens came from this address; wait a little")
+        parts.failures.take(address, "too many wrong tokens came from this address; wait a little")
         parts.metrics.refused_tokens.inc()
         raise Problem(
             401, "bad_token", "the token is not known, was revoked or has expired; `redline token new` makes another",
@@ -54,11 +68,21 @@ def user_of(parts: Parts, token: str, address: str) -> User:
     return found
 
 
-def _caller(request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
-    parts = parts_of(request)
-    address = request.client.host if request.client else ""
-    if given is not None:
-        token = given.credentials
+def address_of(request: Request) -> str:
+    """From where a request came."""
+    return request.client.host if request.client else ""
+
+
+def _caller(request: Request) -> User:
+    """Who asks.
+
+    Raises:
+        Problem: nobody that is known, or too often.
+    """
+    parts, address = parts_of(request), address_of(request)
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and given:
+        token = given.strip()
         user = user_of(parts, token, address)
     elif token := request.cookies.get(cookie_name(request), ""):
         user = user_of(parts, token, address)
@@ -70,6 +94,7 @@ def _caller(request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
                 f"a change by a page must bring the header {CSRF} that GET /v1/me names; load the page anew",
             )
     else:
+        parts.strangers.take(address, TOO_MANY_STRANGERS)
         raise Problem(
             401, "no_token", "give a token: `Authorization: Bearer ...`, or log in at /login",
             headers={"www-authenticate": "Bearer"},
@@ -80,20 +105,79 @@ def _caller(request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
     return user
 
 
-def needs(role: Role) -> Callable[..., User]:
-    """A dependency: the caller, who must have at least that role."""
+@dataclass(frozen=True)
+class Needs:
+    """A dependency: the caller, who must have that role or one that may do the same. `Guarded` routes know it before
+    they read the body."""
 
-    def check(user: Annotated[User, Depends(_caller)]) -> User:
-        if _ORDER.index(Role(user.role)) < _ORDER.index(role):
+    role: Role
+
+    def __call__(self, request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
+        return self.admitted(request)
+
+    def admitted(self, request: Request) -> User:
+        """The caller.
+
+        Raises:
+            Problem: nobody that is known, too often, or without that role.
+        """
+        user: User | None = getattr(request.state, "caller", None)
+        if user is None:
+            user = request.state.caller = _caller(request)
+        if Role(user.role) not in _MAY[self.role]:
             raise Problem(
-                403, "role", f"{user.name} is a {user.role}; this needs the role {role}: ask an admin for it",
-                given=str(user.role), rule=f"at least {role}",
+                403, "role", f"{user.name} is a {user.role}; this needs the role {self.role}: ask an admin for it",
+                given=str(user.role), rule=" or ".join(_MAY[self.role]),
             )  # fmt: skip
         return user
 
-    return check
+
+class Guarded(APIRoute):
+    """A route that knows its caller before it reads a body, and does not parse that body in the event loop.
+
+    FastAPI parses and checks a body in the event loop, and before any dependency is called: whoever has no token would have
+    everybody wait for that. The checked form is put where FastAPI finds what a body was parsed to.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        needs = next((each.call for each in self.dependant.dependencies if isinstance(each.call, Needs)), None)
+        body = self.body_field.field_info.annotation if self.body_field is not None else None
+        form = body if isinstance(body, type) and issubclass(body, Body) else None
+
+        async def guarded(request: Request) -> Response:
+            if needs is not None:
+                await run_sync(needs.admitted, request)
+            if form is not None and _is_json(request) and (text := await request.body()):
+                request._json = await run_sync(_formed, form, text, limiter=_PARSING)
+            return await handle(request)
+
+        return guarded
 
 
-Reader = Annotated[User, Depends(needs(Role.READER))]
-Submitter = Annotated[User, Depends(needs(Role.SUBMITTER))]
-Admin = Annotated[User, Depends(needs(Role.ADMIN))]
+def _is_json(request: Request) -> bool:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+def _formed(form: type[Body], text: bytes) -> Body:
+    """A body, parsed and checked.
+
+    Raises:
+        RequestValidationError: it breaks a rule.
+        Problem: it cannot be parsed.
+    """
+    try:
+        return form.model_validate(json.loads(text))
+    except ValidationError as error:
+        raise RequestValidationError(
+            [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        ) from None
+    except (ValueError, RecursionError) as error:
+        words = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise Problem(400, "malformed", f"the body is no JSON: {words}") from None
+
+
+Reader = Annotated[User, Depends(Needs(Role.READER))]
+Submitter = Annotated[User, Depends(Needs(Role.SUBMITTER))]
+Joiner = Annotated[User, Depends(Needs(Role.WORKER))]
+Admin = Annotated[User, Depends(Needs(Role.ADMIN))]

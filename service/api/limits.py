@@ -6,10 +6,6 @@ from collections.abc import Callable
 
 from .problems import Problem
 
-LARGEST_BODY = 1 << 20
-"""Bytes of a request's body."""
-LARGEST_OUTCOME = 16 << 20
-"""Bytes of what a worker sends: an outcome has a line for each rank."""
 _MOST_BUCKETS = 10_000
 
 

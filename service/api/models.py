@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -19,10 +18,11 @@ LARGEST_ID = (1 << 31) - 1
 """Of numbers that rows of the database have."""
 DEEPEST = 40
 """Lists and mappings inside each other."""
-ROLES = ("reader", "submitter", "admin")
+LEAST_MEMORY_MIB, MOST_MEMORY_MIB = 64, 1 << 27
+"""Of a device: with less nothing runs, and there is none with more."""
+ROLES = ("reader", "submitter", "admin", "worker")
 STATES = ("queued", "running", "done", "failed", "cancelled")
 ENDED = ("done", "failed", "cancelled")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _LONE = re.compile("[\ud800-\udfff\0]")
 
 
@@ -96,23 +96,21 @@ def _sampler(value: str) -> None:
 
 
 def _hardware(value: str) -> None:
-    from ...estimator.hardware import find_hardware
+    from ...estimator.hardware import named_hardware
 
-    if "/" in value or value.endswith((".yaml", ".yml")) or os.path.exists(value):
-        raise UsageError("must be a name of the table, not a file")
-    find_hardware(value)
+    named_hardware(value)
 
 
 def _target(value: str) -> None:
-    from ...models.presets import PRESETS
+    from ...models.server_model import ServerModel
 
-    if value in PRESETS:
-        return
-    if not _HUB_ID.fullmatch(value) or ".." in value or os.path.exists(value):
-        raise UsageError(
-            f"{unknown('model', value[:80], PRESETS)} A hub id (owner/name) works too; a file travels as `model` or "
-            "`workload`."
-        )
+    ServerModel.named(value)
+
+
+def _contents(value: dict[str, Any]) -> None:
+    from ...models.server_model import ServerModel
+
+    ServerModel.of(value)
 
 
 def _space(value: dict[str, Any]) -> None:
@@ -159,7 +157,8 @@ class CommandForm(Body):
         | Annotated[list[Annotated[str, Field(max_length=4000)]], Field(min_length=1, max_length=500)]
     )
     launcher: Word | None = None
-    model: Word | None = None
+    model: Target | None = None
+    """What it trains: a preset's name or a hub id."""
     env: Annotated[list[Annotated[str, Field(max_length=4000)]], Field(max_length=200)] = []
     metric: Annotated[list[Word], Field(max_length=50)] = []
     metric_file: Word | None = None
@@ -188,7 +187,7 @@ class TrainingForm(SpaceForm):
 
     target: Target | None = None
     """A preset's name or a hub id."""
-    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500)] | None = None
+    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), _checked(_contents)] | None = None
     """A Hugging Face config.json."""
     devices: Count = 1
     """Devices of one trial."""
@@ -334,7 +333,7 @@ class MeAnswer(Answer):
     """Whom a token is of."""
 
     name: str
-    role: Literal["reader", "submitter", "admin"]
+    role: Literal["reader", "submitter", "admin", "worker"]
     device_hours: float | None
     """What may be spent; None for no limit."""
     running: int | None
@@ -425,14 +424,37 @@ class TellForm(Body):
     reason: Annotated[str, Field(max_length=2000)] = ""
 
 
+def _hardware_of_a_worker(value: dict[str, Any]) -> None:
+    from ..placing import hardware_of
+
+    hardware_of(value, "")
+
+
+class DeviceForm(Body):
+    """A kind of device, as `Device.to_dict` has it, and what its worker knows of it."""
+
+    type: Literal["cuda", "cpu"]
+    name: Word
+    count: Count
+    memory_mib: Annotated[int, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
+    capability: Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")] | None = None
+    features: Annotated[list[Word], Field(max_length=50)] = []
+    hardware: Annotated[dict[str, JsonValue], _checked(_hardware_of_a_worker)] | None = None
+    """The fields of `redline.Hardware`, of one device."""
+
+    def described(self) -> dict[str, Any]:
+        """As a worker's record has it."""
+        return self.model_dump(exclude_unset=True)
+
+
 class JoinForm(Body):
     """A host that joins the pool."""
 
     name: Annotated[str, Field(max_length=200)] = ""
     host: Word
-    device: Annotated[dict[str, JsonValue], Field(max_length=50)]
+    device: DeviceForm
     devices: Count
-    memory_mib: Annotated[float, Field(ge=0, le=1e12)]
+    memory_mib: Annotated[float, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
     software: Annotated[dict[str, JsonValue], Field(max_length=100)] = {}
 
 

@@ -8,12 +8,12 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from ... import __version__
 from ...base.errors import ServiceError
 from ..records import Role, Search, SearchState
-from .access import Reader
+from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
 from .searches import STREAM, EventId, PartsOf, resumed, shown, stream
 
-router = APIRouter(tags=["service"])
+router = APIRouter(tags=["service"], route_class=Guarded)
 MOST_SHOWN = 1000
 
 
@@ -90,8 +90,9 @@ def healthz() -> HealthAnswer:
 
 
 @router.get("/readyz", tags=["operations"])
-def readyz(parts: PartsOf) -> HealthAnswer:
+def readyz(request: Request, parts: PartsOf) -> HealthAnswer:
     """Whether it can do its work: the database answers, and dry runs are given out."""
+    parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
     try:
         parts.store.latest()
     except ServiceError as error:
@@ -103,8 +104,9 @@ def readyz(parts: PartsOf) -> HealthAnswer:
 
 
 @router.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
-def metrics(parts: PartsOf) -> Response:
+def metrics(request: Request, parts: PartsOf) -> Response:
     """For Prometheus; counts and no names, so that it needs no token."""
+    parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
     return Response(
         parts.metrics.render(parts.store, parts.feed.listeners), media_type="text/plain; version=0.0.4; charset=utf-8"
     )

@@ -1,11 +1,12 @@
 """What the routes work with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
 
 from ..store import Store
+from .limits import Rates
 
 if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from ..helper import Helper
     from ..runs import Runs
     from .feed import Feed
-    from .limits import Rates
     from .metrics import Metrics
 
 
@@ -37,10 +37,16 @@ class Parts:
     """Of the database."""
     metrics: "Metrics"
     """What is counted."""
-    rates: "Rates"
-    """How often anybody may ask."""
+    rates: Rates
+    """How often a user may ask."""
+    failures: Rates = field(default_factory=lambda: Rates(0.5, 20))
+    """How often an address may try a wrong token."""
+    strangers: Rates = field(default_factory=lambda: Rates(20, 200))
+    """How often an address may ask without a token for what costs something."""
     allow_code: bool = True
     """Whether anybody at all may submit code; whoever may is said of each user."""
+    workloads: bool = True
+    """Whether that code may be a workload's file, which searchers run as the server's user."""
 
 
 def parts_of(request: Request) -> Parts:

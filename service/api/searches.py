@@ -12,13 +12,13 @@ from ...frameworks import export_targets
 from ..logs import read_log
 from ..placing import obstacle
 from ..records import Role, Search, SearchState, User, Worker
-from ..request import is_code
-from .access import Reader, Submitter
+from ..request import NO_WORKLOADS, is_code
+from .access import Guarded, Reader, Submitter
 from .models import SearchAnswer, SearchesAnswer, Submission
 from .parts import Parts, parts_of
 from .problems import Problem
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"])
+router = APIRouter(prefix="/v1/searches", tags=["searches"], route_class=Guarded)
 PartsOf = Annotated[Parts, Depends(parts_of)]
 SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a search.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]
@@ -75,6 +75,8 @@ def submit(
             f"this server does not run code of {user.name}: a workload or a command is code; submit a model's name or "
             "config.json, or ask an admin to allow it"
         )
+    if "workload" in request and not parts.workloads:
+        raise Refused(NO_WORKLOADS)
     if form.reuse and "command" in request:
         raise UsageError(
             "reuse: what a command measured is not answered from the store, as nobody knows whether its program is still "

@@ -7,13 +7,13 @@ from fastapi import APIRouter, Path
 
 from .. import studies
 from ..records import Role, User
-from .access import Reader, Submitter
+from .access import Guarded, Reader, Submitter
 from .models import AskAnswer, StudyAnswer, StudyForm, TellForm
 from .parts import Parts
 from .problems import Problem
 from .searches import PartsOf
 
-router = APIRouter(prefix="/v1/studies", tags=["studies"])
+router = APIRouter(prefix="/v1/studies", tags=["studies"], route_class=Guarded)
 StudyId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a study.")]
 
 

@@ -10,9 +10,10 @@ from fastapi import APIRouter, Body, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...base.errors import LeaseOver, NotFound, UsageError
+from ...results import Measurement
 from ..logs import MOST_AT_ONCE, write_log
 from ..records import Assignment, DryRun, Role, User, Worker
-from .access import Reader, Submitter
+from .access import Guarded, Joiner, Reader
 from .models import (
     LARGEST_ID,
     JoinAnswer,
@@ -30,12 +31,12 @@ from .searches import PartsOf
 
 LONGEST_WAIT_S = 25.0
 """A question for a dry run is answered after so long, with one or without: proxies cut off what is silent."""
-LARGEST_OUTCOME = 16 << 20
-"""Bytes of an outcome: it has a line for each rank."""
 LARGEST_LOG = 256 << 20
 """Bytes of a log."""
 _LOOK_S = 0.5
-router = APIRouter(tags=["workers"])
+LONGEST_REASON = 20_000
+"""Characters of why something was refused."""
+router = APIRouter(tags=["workers"], route_class=Guarded)
 WorkerId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a worker.")]
 DryRunId = Annotated[int, Path(ge=0, le=LARGEST_ID, description="Of a dry run.")]
 _ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "Nothing waits for this worker."}}
@@ -84,17 +85,17 @@ def listed(user: Reader, parts: PartsOf) -> WorkersAnswer:
 
 
 @router.post("/v1/workers", status_code=201)
-def join(form: JoinForm, user: Submitter, parts: PartsOf) -> JoinAnswer:
+def join(form: JoinForm, user: Joiner, parts: PartsOf) -> JoinAnswer:
     """Adds a host's devices to the pool."""
     joined = parts.store.join(
-        user, form.name, form.host, form.device, form.devices, int(form.memory_mib), form.software
+        user, form.name, form.host, form.device.described(), form.devices, int(form.memory_mib), form.software
     )
     parts.store.audit(user.name, "join", joined.id, {"host": form.host, "devices": form.devices})
     return JoinAnswer(id=joined.id, lease_seconds=parts.dispatcher.lease_s)
 
 
 @router.post("/v1/workers/{worker}/leave", status_code=204)
-def leave(worker: WorkerId, user: Submitter, parts: PartsOf) -> None:
+def leave(worker: WorkerId, user: Joiner, parts: PartsOf) -> None:
     """Takes a worker out of the pool; what it has waits again."""
     _own(user, parts.store.worker(worker))
     parts.store.leave(worker)
@@ -104,7 +105,7 @@ def leave(worker: WorkerId, user: Submitter, parts: PartsOf) -> None:
 @router.post("/v1/workers/{worker}/lease", responses=_ASSIGNMENT)
 async def lease(
     worker: WorkerId,
-    user: Submitter,
+    user: Joiner,
     parts: PartsOf,
     request: Request,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S)] = LONGEST_WAIT_S,
@@ -149,16 +150,16 @@ def _unheard(parts: Parts, asked: "Future[Assignment | None]") -> None:
 
 
 @router.post("/v1/leases/{dry_run}/renew")
-def renew(dry_run: DryRunId, form: LeaseForm, user: Submitter, parts: PartsOf) -> RenewAnswer:
+def renew(dry_run: DryRunId, form: LeaseForm, user: Joiner, parts: PartsOf) -> RenewAnswer:
     """A heartbeat: it is still run. 409 says to stop: nobody waits for it any more, or another worker has it."""
     _leased(parts, user, dry_run, form.lease)
     return RenewAnswer(until=parts.store.renew(dry_run, form.lease, parts.dispatcher.lease_s))
 
 
-@router.post("/v1/leases/{dry_run}/answer", status_code=204, max_body_size=LARGEST_OUTCOME)
-def answer(dry_run: DryRunId, form: OutcomeForm, user: Submitter, parts: PartsOf) -> None:
+@router.post("/v1/leases/{dry_run}/answer", status_code=204)
+def answer(dry_run: DryRunId, form: OutcomeForm, user: Joiner, parts: PartsOf) -> None:
     """What came of it. Told again it stays what it was; 409 where another worker has it, whose answer counts."""
-    _leased(parts, user, dry_run, form.lease)
+    check_outcome(_leased(parts, user, dry_run, form.lease).kind, form.outcome)
     try:
         parts.store.answer(dry_run, form.lease, form.outcome)
     except LeaseOver:
@@ -168,8 +169,28 @@ def answer(dry_run: DryRunId, form: OutcomeForm, user: Submitter, parts: PartsOf
     parts.dispatcher.wake()
 
 
+def check_outcome(kind: str, outcome: dict[str, Any]) -> None:
+    """Refuses what the searcher that waits for an outcome could not read.
+
+    Raises:
+        UsageError: it is not an outcome of a dry run of that kind.
+    """
+    if "refused" in outcome:
+        if not isinstance(outcome["refused"], str) or len(outcome["refused"]) > LONGEST_REASON:
+            raise UsageError(f"outcome.refused must be a text of at most {LONGEST_REASON} characters")
+        return
+    turns = outcome.get("turns") if kind == "turns" else [[outcome]]
+    try:
+        for each in turns or ():
+            for measured in each:
+                Measurement.from_dict(measured)
+    except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
+        words = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"the outcome is not that of a dry run: {words[:500]}") from None
+
+
 @router.post("/v1/leases/{dry_run}/return", status_code=204)
-def give_back(dry_run: DryRunId, form: LeaseForm, user: Submitter, parts: PartsOf) -> None:
+def give_back(dry_run: DryRunId, form: LeaseForm, user: Joiner, parts: PartsOf) -> None:
     """Has another worker run it; it does not count as lost."""
     _leased(parts, user, dry_run, form.lease)
     parts.store.give_back(dry_run, form.lease)
@@ -183,7 +204,7 @@ def log(
     name: Annotated[str, Query(max_length=40)],
     offset: Annotated[int, Query(ge=0, lt=1 << 40)],
     text: Annotated[bytes, Body(media_type="application/octet-stream", max_length=MOST_AT_ONCE)],
-    user: Submitter,
+    user: Joiner,
     parts: PartsOf,
 ) -> LogAnswer:
     """A piece of what it prints, from a byte on."""

@@ -1,10 +1,17 @@
 """The service over HTTP: who may do what, what is refused and in which words, and what a key makes of a submission."""
 
+import json
 import time
+from dataclasses import asdict
 
 import pytest
+from redline.estimator.hardware import find_hardware
 from redline.service.request import digest
 from served import SEARCH, SPACE, served
+
+HARDWARE = json.loads(json.dumps(asdict(find_hardware("h100-80gb"))))
+DEVICE = {"type": "cpu", "name": "c", "count": 1, "memory_mib": 100}
+JOINING = {"host": "h", "device": {**DEVICE, "hardware": HARDWARE}, "devices": 1, "memory_mib": 100}
 
 
 @pytest.fixture
@@ -72,14 +79,52 @@ def test_a_search_is_cancelled_by_its_owner_and_an_admin_only(service):
     assert ("submitter", "cancel", first) in done and ("admin", "cancel", second) in done
 
 
-def test_a_worker_and_its_leases_are_its_owner_s(service, submitter):
-    form = {"host": "h", "device": {"type": "cpu", "name": "c"}, "devices": 1, "memory_mib": 100}
-    worker = submitter.post("/v1/workers", json=form).json()["id"]
-    with service.client("other") as other:
-        error(other.post(f"/v1/workers/{worker}/lease?wait=0"), 403, "not_yours")
-        error(other.post(f"/v1/workers/{worker}/leave"), 403, "not_yours")
-    assert submitter.post(f"/v1/workers/{worker}/lease?wait=0").status_code == 204
-    assert submitter.post(f"/v1/workers/{worker}/leave").status_code == 204
+def test_a_worker_and_its_leases_are_its_owner_s(service):
+    joined = service.client("worker")
+    worker = joined.post("/v1/workers", json=JOINING).json()["id"]
+    other = service.store.new_token(service.store.add_user("another worker", "worker"))
+    with service.client(None, headers={"authorization": f"Bearer {other}"}) as client:
+        error(client.post(f"/v1/workers/{worker}/lease?wait=0"), 403, "not_yours")
+        error(client.post(f"/v1/workers/{worker}/leave"), 403, "not_yours")
+    assert joined.post(f"/v1/workers/{worker}/lease?wait=0").status_code == 204
+    assert joined.post(f"/v1/workers/{worker}/leave").status_code == 204
+
+
+def test_joining_is_a_worker_s_right_and_a_worker_has_no_other(service, submitter):
+    for role in ("reader", "submitter", "coder"):
+        with service.client(role) as client:
+            detail = error(client.post("/v1/workers", json=JOINING), 403, "role")
+            assert "needs the role worker" in detail["message"]
+            error(client.post("/v1/leases/1/answer", json={"lease": 0, "outcome": {}}), 403, "role")
+    with service.client("worker") as worker:
+        for path in ("/v1/searches", "/v1/queue", "/v1/workers", "/v1/events", "/v1/history"):
+            error(worker.get(path), 403, "role")
+        error(worker.post("/v1/searches", json=SEARCH), 403, "role")
+    assert service.client("admin").post("/v1/workers", json=JOINING).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("device", "field"),
+    [
+        ({"type": "tpu"}, "device.type"),
+        ({"count": 0}, "device.count"),
+        ({"memory_mib": 1}, "device.memory_mib"),
+        ({"capability": "nine"}, "device.capability"),
+        ({"features": [{}]}, "device.features"),
+        ({"name": "\ud800"}, ""),
+        ({"strange": 1}, "device.strange"),
+        ({"hardware": {"memory_gib": 1}}, "device.hardware"),
+        ({"hardware": {"base": "/etc/hardware.yaml"}}, "device.hardware"),
+        ({"hardware": {"base": "h100-80gb"}}, "device.hardware"),
+        ({"hardware": {**HARDWARE, "tflops": {"fp32": "much"}}}, "device.hardware"),
+    ],
+)  # fmt: skip
+def test_a_strange_device_does_not_join(service, device, field):
+    before = service.store.workers()
+    form = json.dumps({**JOINING, "device": {**JOINING["device"], **device}})
+    with service.client("worker", headers={"content-type": "application/json"}) as client:
+        detail = error(client.post("/v1/workers", content=form), 422, "invalid")
+    assert (detail["field"] or "").startswith(field) and service.store.workers() == before
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -91,13 +136,16 @@ def test_a_worker_and_its_leases_are_its_owner_s(service, submitter):
         ({"target": "gpt2-tny"}, "request.target", "did you mean 'gpt2-tiny'"),
         ({"target": "../../etc/passwd"}, "request.target", "unknown model"),
         ({"target": "/etc/passwd"}, "request.target", "unknown model"),
-        ({"target": "tests/service"}, "request.target", "unknown model"),
+        ({"target": "tests/service/conftest.py"}, "request.target", "unknown model"),
+        ({"command": {"command": ["echo", "{x}"], "model": "/tmp/evil.py:workload"}}, "request.command.model", "unknown model"),
+        ({"command": {"command": "echo {x}", "model": "evil.py:workload"}}, "request.command.model", "unknown model"),
+        ({"model": {"model_type": "llama", "vision_config": {"backbone": "hf-hub:a/b"}}}, "request.model", "backbone"),
         ({"target": "gpt2-tiny", "devices": 0}, "request.devices", "greater than or equal to 1"),
         ({"target": "gpt2-tiny", "devices": "many"}, "request.devices", "valid integer"),
         ({"target": "gpt2-tiny", "time": "soon"}, "request.time", "such as 90s"),
         ({"target": "gpt2-tiny", "memory_limit": "much"}, "request.memory_limit", "much"),
         ({"target": "gpt2-tiny", "sampler": "bays"}, "request.sampler", "did you mean 'bayes'"),
-        ({"target": "gpt2-tiny", "hardware": "setup.cfg"}, "request.hardware", "not a file"),
+        ({"target": "gpt2-tiny", "hardware": "setup.cfg"}, "request.hardware", "unknown hardware"),
         ({"target": "gpt2-tiny", "hardware": "h1000"}, "request.hardware", "unknown hardware"),
         ({"target": "gpt2-tiny", "space": {"knobs": [{"name": 1}]}}, "request.space", "name"),
         ({"target": "gpt2-tiny", "out": "/tmp/x"}, "request.out", "not permitted"),
@@ -114,15 +162,10 @@ def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monk
     assert said in detail["message"]
     assert (detail["field"] or "").startswith(field)
     name = field.partition(".")[2]
+    for part in name.split(".") if name else ():
+        request_ = request_[part]
     if name:
-        assert detail["given"] == request_[name]
-
-
-def test_a_hub_id_that_is_a_path_here_is_none(submitter, tmp_path, monkeypatch):
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert submitter.post("/v1/searches", json={"request": {"target": "owner/name"}}).status_code == 201
-    monkeypatch.chdir(tmp_path)
-    error(submitter.post("/v1/searches", json={"request": {"target": "owner/name"}}), 422, "invalid")
+        assert detail["given"] == request_
 
 
 def test_what_is_no_json_is_malformed(submitter):
@@ -164,6 +207,10 @@ def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
         assert service.client("coder").post("/v1/searches", json=each).status_code == 201
     with served(tmp_path, allow_code=False) as closed, closed.client("coder") as client:
         error(client.post("/v1/searches", json=code), 403, "refused")
+    (tmp_path / "commands").mkdir()
+    with served(tmp_path / "commands", workloads=False) as commands, commands.client("coder") as client:
+        assert "submit a --command" in error(client.post("/v1/searches", json=code), 403, "refused")["message"]
+        assert client.post("/v1/searches", json=command).status_code == 201
 
 
 def test_code_that_is_not_what_its_digest_says_is_refused(service):

@@ -11,6 +11,7 @@ import redline as rl
 from click.testing import CliRunner
 from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
 from redline.cli.main import redline as command_line
+from redline.models.server_model import ServerModel
 from redline.service.request import arguments, digest, travelling
 from redline.service.transport import Away
 from served import SPACE, served
@@ -185,11 +186,11 @@ def test_what_is_a_file_here_travels_as_what_it_holds(tmp_path):
     )
     found = arguments(model, there)
     assert json.loads((there / "model" / "config.json").read_text()) == model["model"]
-    assert found["target"] == str(there / "model" / "config.json")
+    assert found["target"] == ServerModel.of(model["model"], there / "model" / "config.json")
     assert len(found["space"]) == 2
     with pytest.raises(UsageError, match="digest"):
         arguments({"workload": {**code["workload"], "text": "workload = 2\n"}}, there)
-    with pytest.raises(UsageError, match="path"):
+    with pytest.raises(UsageError, match="opens no files"):
         arguments({"target": str(tmp_path)}, there)
 
 

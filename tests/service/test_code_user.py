@@ -122,7 +122,7 @@ def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp
 @contextlib.contextmanager
 def a_worker(service, folder):
     """`redline worker --code-user nobody`, with its token in its environment; and its process."""
-    environment = {**os.environ, "REDLINE_TOKEN": service.tokens["coder"], "REDLINE_SERVER": service.address}
+    environment = {**os.environ, "REDLINE_TOKEN": service.tokens["worker"], "REDLINE_SERVER": service.address}
     with open(folder / "said", "w") as said:
         process = subprocess.Popen(
             [*open_python(), *TOOL, "worker", "--devices", "1", "--code-user", NOBODY],

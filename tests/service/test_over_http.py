@@ -4,9 +4,10 @@ import threading
 import time
 
 import pytest
-from redline.base.errors import LeaseOver, NotFound, Refused
+from redline.base.errors import LeaseOver, NotFound, Refused, UsageError
 from redline.service.over_http import ServerPool
 from redline.service.transport import Away
+from redline.service.worker import small
 from served import SEARCH, served
 
 DEVICE = {"type": "cpu", "name": "test cpu", "count": 4, "memory_mib": 1000, "capability": None, "features": []}
@@ -20,7 +21,7 @@ def service(each_url, tmp_path):
 
 @pytest.fixture
 def pool(service):
-    made = ServerPool(service.address, service.tokens["submitter"])
+    made = ServerPool(service.address, service.tokens["worker"])
     yield made
     made.close()
 
@@ -44,9 +45,9 @@ def test_a_dry_run_goes_to_a_worker_and_its_outcome_comes_back(service, pool, wo
     assert (found.dry_run, found.lease, found.kind, found.devices) == (waiting.id, 1, "run", 1)
     assert found.request == SEARCH["request"] and found.payload == {"requests": [{"log": "0.log"}]}
     pool.renew(found.dry_run, found.lease)
-    pool.answer(found.dry_run, found.lease, {"measurement": {"status": "ok"}})
-    pool.answer(found.dry_run, found.lease, {"measurement": {"status": "ok"}})
-    assert service.store.outcome(waiting.id) == {"measurement": {"status": "ok"}}
+    pool.answer(found.dry_run, found.lease, {"status": "ok"})
+    pool.answer(found.dry_run, found.lease, {"status": "ok"})
+    assert service.store.outcome(waiting.id) == {"status": "ok"}
     pool.leave(worker)
     assert service.store.workers() == []
 
@@ -57,13 +58,32 @@ def test_a_late_answer_is_refused_and_the_new_worker_s_counts(service, pool, wor
     service.store.give_back(waiting.id, first.lease)
     second = pool.lease(worker, 5)
     assert second.lease == first.lease + 1
-    for late in (lambda: pool.renew(waiting.id, first.lease), lambda: pool.answer(waiting.id, first.lease, {"a": 1})):
+    for late in (
+        lambda: pool.renew(waiting.id, first.lease),
+        lambda: pool.answer(waiting.id, first.lease, {"status": "ok"}),
+    ):
         with pytest.raises(LeaseOver):
             late()
     pool.give_back(waiting.id, first.lease)  # of a lease that is over: nobody's
-    pool.answer(waiting.id, second.lease, {"a": 2})
-    assert service.store.outcome(waiting.id) == {"a": 2}
+    pool.answer(waiting.id, second.lease, {"status": "oom"})
+    assert service.store.outcome(waiting.id) == {"status": "oom"}
     assert "redline_answers_refused_total 1.0" in service.client(None).get("/metrics").text
+
+
+@pytest.mark.parametrize("outcome", [{}, {"status": "fine"}, {"status": "ok", "throughput": "much"}, {"refused": 3}])
+def test_an_outcome_that_no_searcher_could_read_is_refused(service, pool, worker, outcome):
+    waiting = asked(service)
+    found = pool.lease(worker, 5)
+    with pytest.raises(UsageError):
+        pool.answer(waiting.id, found.lease, outcome)
+    assert service.store.outcome(waiting.id) is None
+
+
+def test_an_outcome_that_is_too_large_travels_without_its_ranks():
+    ranks = [{"rank": number, "allocation_retries": 0, "why": "x" * 2000} for number in range(1000)]
+    assert small({"status": "ok", "throughput": 3.0, "ranks": ranks}) == {"status": "ok", "throughput": 3.0}
+    assert small({"turns": [[{"status": "ok", "ranks": ranks}]]}) == {"turns": [[{"status": "ok"}]]}
+    assert small({"status": "ok", "reason": "x" * (1 << 20)})["status"] == "crash"
 
 
 def test_a_question_is_answered_as_soon_as_there_is_something_to_run(service, pool, worker):
@@ -80,7 +100,7 @@ def test_a_question_is_answered_as_soon_as_there_is_something_to_run(service, po
 
 
 def test_a_worker_that_hangs_up_gets_nothing(service, pool, worker):
-    impatient = service.client()
+    impatient = service.client("worker")
     with pytest.raises(Exception, match="timed out"):
         impatient.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
     impatient.close()
@@ -126,4 +146,4 @@ def test_who_has_no_token_and_who_is_away_is_told_apart(service):
     with pytest.raises(Away, match="does not answer"):
         ServerPool("http://127.0.0.1:9", service.tokens["submitter"]).join("w", "h", DEVICE, 1, 1, {})
     with pytest.raises(NotFound, match="worker"):
-        ServerPool(service.address, service.tokens["submitter"]).lease("0123456789ab", 0)
+        ServerPool(service.address, service.tokens["worker"]).lease("0123456789ab", 0)

@@ -44,6 +44,22 @@ def test_a_search_runs_where_there_are_most_devices_and_within_the_least_memory(
     assert Placed.from_dict(json.loads(json.dumps(placed.to_dict()))) == placed
 
 
+@pytest.mark.parametrize(
+    "strange",
+    [{"type": "cpu"}, {"count": "many"}, {"capability": 9}, {"hardware": {"base": "/etc/x.yaml"}}, {"hardware": 3}],
+)
+def test_a_worker_whose_description_is_none_fails_no_search(store, strange):
+    """It is larger than all others and has the least memory, so that it would be taken first."""
+    joined(store, DEVICE, 2, 3000)
+    told = {**DEVICE.to_dict(), **strange}
+    if strange == {"type": "cpu"}:
+        del told["memory_mib"]
+    store.join(store.ann, "odd", "there", told, 64, 1000, {})
+    placed = place(a_search(store), store.workers())
+    assert (placed.workers_devices, placed.memory_limit_mib) == (2, 3000.0)
+    assert placed.machine() is None
+
+
 def test_the_memory_of_a_gpu_is_its_own(store):
     joined(store, GPU, 8)
     assert place(a_search(store), store.workers()).memory_limit_mib is None

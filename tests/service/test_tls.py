@@ -50,16 +50,16 @@ def test_a_client_that_does_not_trust_it_is_told_what_to_give(service):
 
 def test_a_worker_that_does_not_trust_it_is_told_the_same(service):
     with pytest.raises(UsageError, match="is not trusted"):
-        ServerPool(service.address, service.tokens["submitter"]).leave("0123456789ab")
+        ServerPool(service.address, service.tokens["worker"]).leave("0123456789ab")
 
 
 def test_a_certificate_for_another_name_is_refused_unless_it_is_the_very_one(tmp_path):
     ours, certificate, key = authority(tmp_path, "DNS:redline.example.org")
     with served(tmp_path, ssl_certfile=certificate, ssl_keyfile=key) as service:
-        token = service.tokens["submitter"]
+        token = service.tokens["worker"]
         with pytest.raises(UsageError, match=r"not trusted: .*127\.0\.0\.1"):
             ServerPool(service.address, token, str(ours)).leave("0123456789ab")
-        device = {"type": "cpu", "name": "c"}
+        device = {"type": "cpu", "name": "c", "count": 1, "memory_mib": 100}
         joined = ServerPool(service.address, token, pinned=str(certificate)).join("w", "h", device, 1, 100, {})
         assert [each.id for each in service.store.workers()] == [joined]
         (tmp_path / "other").mkdir()

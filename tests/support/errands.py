@@ -16,6 +16,7 @@ class InPlaceOfASearch(AgentTask):
     data: Path
     search: str
     log: Path
+    code: bool = True
 
 
 class Waits(InPlaceOfASearch):

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 import httpx
-import uvicorn
 from redline.service.api.app import make_app
+from redline.service.api.connections import GuardedServer, guarded
 from redline.service.api.feed import Feed
 from redline.service.api.limits import Rates
 from redline.service.api.metrics import Metrics
@@ -45,7 +45,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, patience_s=10.0, **uvicorn_):
+def served(
+    folder, *, url=None, rate=1e6, allow_code=True, workloads=True, port=0, tokens=None, patience_s=10.0, **uvicorn_
+):
     """A service over a folder; ended in order."""
     with contextlib.ExitStack() as held:
         url = url or f"sqlite:///{folder / 'redline.db'}"
@@ -58,12 +60,10 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, 
         held.callback(studies.close)
         parts = Parts(
             store=store, dispatcher=dispatcher, runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
-            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
+            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, workloads=workloads, url=url,
         )  # fmt: skip
-        config = uvicorn.Config(
-            make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1, **uvicorn_
-        )
-        server = uvicorn.Server(config)
+        config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
+        server = GuardedServer(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
@@ -81,7 +81,7 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, 
 
 def users(store):
     """A token for each role; `other` is another submitter, `coder` one who may submit code."""
-    made = {role: store.add_user(role, role) for role in ("reader", "submitter", "admin")}
+    made = {role: store.add_user(role, role) for role in ("reader", "submitter", "admin", "worker")}
     made["other"] = store.add_user("other", "submitter")
     made["coder"] = store.add_user("coder", "submitter", allow_code=True)
     return {name: store.new_token(user, "a test's") for name, user in made.items()}

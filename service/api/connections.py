@@ -1,0 +1,202 @@
+"""Connections: how long each may take to say something, and how many there may be.
+
+uvicorn ends a connection that is idle between requests (`timeout_keep_alive`) and refuses requests beyond a number
+(`limit_concurrency`). It waits for ever for a request that has begun: for its headers, for its body, and for a client to read
+an answer. These three deadlines are kept here, where bytes come and go, since an application sees a request only when its headers
+are complete.
+"""
+
+import asyncio
+import resource
+import socket
+from collections import Counter, OrderedDict
+from functools import partial
+from typing import Any
+
+import h11
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_S = 10.0
+"""From a connection's beginning, or from the first byte of a later request, until its headers are complete, s."""
+BODY_S = 60.0
+"""From there until its body is, s."""
+UNREAD_S = 60.0
+"""How long a client may read nothing of an answer of which more waits, s."""
+IDLE_S = 30
+"""How long a connection without a request is kept, s."""
+LARGEST_HEADER = 64 * 1024
+"""Bytes of a request's headers."""
+MOST = 8192
+"""Connections at once, as far as this process may have files."""
+MOST_OPENING = 1024
+"""Of these, in which no request is complete yet; with one more the oldest ends."""
+MOST_OPENING_AN_ADDRESS = 128
+"""The same of one address. Who works has a request complete in milliseconds, and so is never the oldest."""
+OTHER_FILES = 512
+"""Files that a server has beside connections."""
+
+
+class Door:
+    """What is known of all connections of a server.
+
+    Args:
+        most: connections at once.
+        an_address: of one address.
+        proxy: an address that may have all of them, as it speaks for others.
+    """
+
+    def __init__(self, most: int, an_address: int, proxy: str = "") -> None:
+        self._most, self._an_address, self._proxy = most, an_address, proxy
+        self._of: Counter[str] = Counter()
+        self._opening: OrderedDict[Guard, None] = OrderedDict()
+        self._opening_of: dict[str, OrderedDict[Guard, None]] = {}
+
+    def enter(self, guard: "Guard") -> bool:
+        """Counts a connection that opens; whether it may stay."""
+        address = guard.address
+        bound = address != self._proxy
+        if self._of.total() >= self._most or (bound and self._of[address] >= self._an_address):
+            return False
+        self._of[address] += 1
+        guard.counted = True
+        self._opening[guard] = None
+        mine = self._opening_of.setdefault(address, OrderedDict())
+        mine[guard] = None
+        if bound and len(mine) > MOST_OPENING_AN_ADDRESS:
+            next(iter(mine)).end()
+        elif len(self._opening) > MOST_OPENING:
+            next(iter(self._opening)).end()
+        return True
+
+    def opened(self, guard: "Guard") -> None:
+        """It has said what it wants."""
+        if guard in self._opening:
+            del self._opening[guard]
+            mine = self._opening_of[guard.address]
+            del mine[guard]
+            if not mine:
+                del self._opening_of[guard.address]
+
+    def left(self, guard: "Guard") -> None:
+        """It has ended."""
+        self.opened(guard)
+        if guard.counted:
+            guard.counted = False
+            self._of[guard.address] -= 1
+            if not self._of[guard.address]:
+                del self._of[guard.address]
+
+
+class Guard(H11Protocol):
+    """uvicorn's protocol with deadlines, and within what its `Door` lets in."""
+
+    door: Door
+    """Of the server; a server has a subclass of its own, as uvicorn makes the connections."""
+    address = ""
+    counted = False
+    """Whether its door counts it."""
+    _waits_for = ""
+    _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        if self.door.enter(self):
+            self._wait_for("headers", HEADER_S)
+        else:
+            self.end()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.door.left(self)
+        self._wait_for("", 0.0)
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(UNREAD_S, self.end)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def end(self) -> None:
+        """Ends it at once, with all that waits to be sent."""
+        self.door.left(self)
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """Sets the deadline of what is waited for now."""
+        theirs = self.conn.their_state
+        if theirs is h11.IDLE:
+            # Between requests it is uvicorn that ends it.
+            begun = self._waits_for == "headers" or bool(self.conn.trailing_data[0])
+            self._wait_for("headers" if begun else "", HEADER_S)
+            return
+        self.door.opened(self)
+        self._wait_for("body" if theirs is h11.SEND_BODY else "", BODY_S)
+
+    def _wait_for(self, what: str, seconds: float) -> None:
+        if what == self._waits_for:
+            return
+        if self._late is not None:
+            self._late.cancel()
+        self._waits_for = what
+        self._late = self.loop.call_later(seconds, self.end) if what else None
+
+
+def guarded(app: Any, *, proxy: str = "127.0.0.1", **more: Any) -> Config:
+    """How uvicorn serves an application to strangers.
+
+    Args:
+        app: the application.
+        proxy: address of a proxy in front, whose word counts for who asks.
+        more: other arguments of `uvicorn.Config`.
+    """
+    most = _room()
+    # One address of many may not have them all; a proxy on another host may.
+    door = Door(most, most // 2, proxy if proxy not in ("127.0.0.1", "::1") else "")
+    return Config(
+        app, http=type("GuardOfServer", (Guard,), {"door": door}), loop="asyncio", ws="none", log_config=None,
+        access_log=False, server_header=False, timeout_keep_alive=IDLE_S, limit_concurrency=most,
+        h11_max_incomplete_event_size=LARGEST_HEADER, forwarded_allow_ips=proxy, **more,
+    )  # fmt: skip
+
+
+class GuardedServer(Server):
+    """uvicorn's server, which waits for a TLS handshake no longer than for headers; by default asyncio waits a minute."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        if self.config.is_ssl:
+            loop.create_server = partial(  # type: ignore[method-assign]
+                loop.create_server, ssl_handshake_timeout=HEADER_S
+            )
+        await super().startup(sockets)
+
+
+def _room() -> int:
+    """Connections for which this process may have files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(64, min(MOST, soft - OTHER_FILES)) if soft != resource.RLIM_INFINITY else MOST
+
+
+def raise_file_limit() -> None:
+    """Lets this process have as many files as it may: connections are files, and the usual 1,024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST + 2 * OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST + 2 * OTHER_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
