@@ -27,7 +27,8 @@ from .forgetting import Forgetting
 from .helper import Helper
 from .records import Role
 from .runs import Runs
-from .searchers import MOST, Searchers
+from .places import MOST, Places
+from .searchers import Searchers
 from .store import Store
 
 PORT = 8700
@@ -179,7 +180,8 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        searchers = Searchers(store, url, options.data, options.searches, started=agent)
+        places = Places(store, options.searches)
+        searchers = Searchers(store, url, options.data, places, started=agent)
         searchers.start()
         held.callback(searchers.close)
         forgetting = Forgetting(store, options.keep_events)
@@ -191,6 +193,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         yield Parts(
             store=store,
             dispatcher=dispatcher,
+            places=places,
             runs=Runs(options.data),
             feed=Feed(store),
             estimates=estimates,
