@@ -33,8 +33,8 @@ from typing import Any
 
 from redline.base.device import usable_cores
 from redline.results.environment import host, versions
-from redline.service.records import Running, Share, Waiting, Worker
-from redline.service.scheduling import decide, why_waiting
+from redline.service.records import Contender, Running, Share, Waiting, Worker
+from redline.service.scheduling import decide, share_places, why_no_place, why_waiting
 from redline.service.store import Store
 from redline.service.store.demand import RECENT_S
 from service_http import over_http, rows, words
@@ -46,6 +46,8 @@ NAMES = {"sqlite": "SQLite", "postgresql": "Postgres"}
 H100 = {"type": "cuda", "name": "NVIDIA H100"}
 SIZES = {1: 0.4, 2: 0.2, 4: 0.2, 8: 0.2}
 """Devices of a search's dry runs, and the share of searches that have them."""
+RUNNERS = 8
+"""Searches that run at once, of as many as are submitted, on a pool of 64 devices."""
 AT_ONCE = 4
 """Dry runs that a search has waiting or running."""
 
@@ -72,7 +74,10 @@ class Search:
 class PaperPool:
     """A pool in simulated time: dry runs begin as `decide` says, and end when they do."""
 
-    def __init__(self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int) -> None:
+    def __init__(
+        self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int,
+        places: int | None = None,
+    ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
         self.now, self.number = 0.0, 0
         self.devices = hosts * per_host
@@ -90,9 +95,43 @@ class PaperPool:
         self.ends: list[tuple[float, int]] = []
         self.had: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
         self.begun: dict[str, float] = {}
-        for each in searches:
-            for _ in range(AT_ONCE):
-                self.ask(each)
+        self.places = places
+        self.queued = {each.id: each for each in searches}
+        self.active: set[str] = set()
+        self.places_cpu_ms: list[float] = []
+        if places is None:
+            for each in searches:
+                self.begin(each.id)
+
+    def begin(self, search: str) -> None:
+        """Has a search ask for its first dry runs."""
+        self.active.add(search)
+        for _ in range(AT_ONCE):
+            self.ask(self.queued[search])
+        del self.queued[search]
+
+    def contenders(self) -> list[Contender]:
+        """The searches that run or want to."""
+        return [
+            Contender(
+                search=each.id, user=each.user, priority=0, device="", kind="", devices=each.devices, simulated=False,
+                held=False, submitted=each.submitted, runs=each.id in self.active, leased=0,
+            )
+            for each in [*self.queued.values(), *(self.searches[each] for each in self.active)]
+        ]  # fmt: skip
+
+    def share(self) -> None:
+        """Begins the searches that get a place, as the server does."""
+        asked = {each.search for each in [*self.waiting.values(), *self.running.values()]}
+        self.active &= asked
+        if self.places is None or len(self.active) >= self.places or not self.queued:
+            return
+        shares, running, contenders = self.shares(), list(self.running.values()), self.contenders()
+        began = time.thread_time()
+        begin, _ = share_places(contenders, running, self.workers, shares, self.places)
+        self.places_cpu_ms.append(1000 * (time.thread_time() - began))
+        for each in begin:
+            self.begin(each)
 
     def ask(self, search: Search) -> None:
         """One more dry run of a search, where there is one."""
@@ -170,17 +209,21 @@ def jain(values: list[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(each**2 for each in values)) if any(values) else 1.0
 
 
-def on_paper(devices: int, searches: int, users: int, trials: int, seed: int) -> dict[str, Any]:
-    """What a pool does with that many searches."""
+def on_paper(
+    devices: int, searches: int, users: int, trials: int, seed: int, places: int | None = None
+) -> dict[str, Any]:
+    """What a pool does with that many searches, of which so many run at once; all of them without `places`."""
     rng = random.Random(seed)
     # Every fourth user counts double.
     weights = {user: 2.0 if user % 4 == 3 else 1.0 for user in range(users)}
-    pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed)
+    pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed, places)
     decisions, busy_s, waiting_s, fair = [], 0.0, 0.0, None
-    while pool.waiting or pool.running:
+    while pool.waiting or pool.running or pool.queued:
+        pool.share()
         decisions.append(pool.decide())
-        before, busy, waits = pool.now, pool.busy, bool(pool.waiting)
-        if fair is None and len({each.user for each in pool.waiting.values()}) < users:
+        wanted = {each.user for each in pool.waiting.values()} | {each.user for each in pool.queued.values()}
+        before, busy, waits = pool.now, pool.busy, bool(wanted)
+        if fair is None and len(wanted) < users:
             fair = _device_seconds(pool)
         pool.advance(0.5)
         if waits:
@@ -202,7 +245,7 @@ def on_paper(devices: int, searches: int, users: int, trials: int, seed: int) ->
         "jain_of_weighted_shares": round(jain(shares), 4),
         "last_search_begun_by_devices_s": {size: round(at, 1) for size, at in by_size.items()},
         "decision_cpu_ms": _spread([1000 * each for each in decisions]),
-    }
+    } | ({"places": places, "places_cpu_ms": _spread(pool.places_cpu_ms)} if places else {})
 
 
 def _device_seconds(pool: PaperPool) -> dict[int, float]:
@@ -227,7 +270,19 @@ def largest_decision(devices: int, searches: int) -> dict[str, Any]:
         began = time.thread_time()
         why_waiting(waiting, [], pool.workers, shares, 0.0)
         said.append(1000 * (time.thread_time() - began))
-    return {"waiting": len(waiting), "decide_cpu_ms": _spread(took), "why_waiting_cpu_ms": _spread(said)}
+    queued = PaperPool(devices // 8, 8, list(pool.searches.values()), dict.fromkeys(range(20), 1.0), 0, 8).contenders()
+    told = []
+    for _ in range(20):
+        began = time.thread_time()
+        why_no_place(queued, [], pool.workers, shares, 8)
+        told.append(1000 * (time.thread_time() - began))
+    return {
+        "waiting": len(waiting),
+        "decide_cpu_ms": _spread(took),
+        "why_waiting_cpu_ms": _spread(said),
+        "queued": len(queued),
+        "why_no_place_cpu_ms": _spread(told),
+    }
 
 
 def in_store(url: str, searches: int) -> dict[str, Any]:
@@ -278,7 +333,7 @@ def figures(result: dict[str, Any]) -> str:
     columns = [NAMES[each["database"]] for each in result["http"]]
     head = ["median / p99, ms", *columns, "goal (p99)"]
     store = ", ".join(f"{each['dry_runs_per_s']:.0f} on {NAMES[each['database']]}" for each in result["store"])
-    used = pool["decision_cpu_ms"]
+    used, places = pool["decision_cpu_ms"], result["places"]
     lines = [
         f"`python bench/service.py --write docs/service.md` on {machine}; server, database and whoever asks on one host.",
         "",
@@ -287,6 +342,10 @@ def figures(result: dict[str, Any]) -> str:
         f"are busy while work waits (goal 95 %), Jain's index of the users' shares is {pool['jain_of_weighted_shares']:.3f},",
         f"a decision takes {used['median']:.1f} ms of a processor ({used['p99']:.1f} p99), one of",
         f"{decision['waiting']:,} waiting dry runs on an empty pool {decision['decide_cpu_ms']['median']:.1f} ms.",
+        f"Of {places['searches']:,} searches {places['places']} run at once on {places['devices']} devices: Jain's index is",
+        f"{places['jain_of_weighted_shares']:.3f}, {100 * places['utilisation_while_work_waits']:.1f} % of the devices are busy,",
+        f"and who gets the next place is decided in {places['places_cpu_ms']['median']:.1f} ms of a processor"
+        f" ({places['places_cpu_ms']['p99']:.1f} p99).",
         f"Asked for, leased and answered by one process are {store} dry runs a second.",
         "",
         table([head, *rows(result["http"])]),
@@ -321,6 +380,7 @@ def main() -> None:
         result = json.loads(given.out.read_text(encoding="utf-8"))
     if "pool" in parts:
         result["pool"] = on_paper(given.devices, given.searches, given.users, given.trials, given.seed)
+        result["places"] = on_paper(64, given.searches, given.users, given.trials, given.seed, RUNNERS)
         result["one_decision"] = largest_decision(given.devices, given.searches)
     with tempfile.TemporaryDirectory() as folder:
         urls = given.storage or [f"sqlite:///{folder}/redline.db"]

@@ -1,12 +1,21 @@
-"""best.yaml: the winner, and all that is needed to believe and to reproduce it."""
+"""best.yaml: the winner, and all that is needed to believe and to reproduce it.
 
+trials.csv has one throughput a trial and not how often it was measured, and a confirmed trial beats an unconfirmed one. So
+whoever reads the trials of a run without its ledger adds the re-measurements that best.yaml keeps (`confirmed`): every
+command, page and export then has the same winner, `summary.best`.
+"""
+
+import math
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from ..knobs.lossy import lossy_values
-from . import summary
+from . import schema, summary
 from .measurement import Trial
+from .names import BEST
 
 TRAINS = ("model", "workload", "seq_len", "global_batch", "memory_limit_mib")
 """What of a run's request says what is trained, and in what memory."""
@@ -82,3 +91,50 @@ def _entry(trial: Trial) -> dict[str, Any]:
     measured.pop("probe", None)  # a hundred numbers that only `wrong` is judged by; the ledger keeps them
     out["measurement"] = measured
     return out
+
+
+def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
+    """The contents of a folder's best.yaml; None without one. Damaged parts are left out and named in `problems`."""
+    found = schema.read_document(folder, BEST, problems)
+    if found is None:
+        return None
+    found, faults = schema.clean(found, schema.BEST, BEST)
+    problems += faults
+    return found
+
+
+def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[Trial] | None:
+    """The trials of a table with the re-measurements of the best.yaml beside it; the table has what came of them.
+
+    Args:
+        trials: the finished trials, as trials.csv lists them.
+        found: the contents of best.yaml.
+
+    Returns:
+        None if there is no best.yaml, or one that is about other trials: it is written when the search ends.
+    """
+    if found is None or not _is_about(found, trials):
+        return None
+    kept = found.get("remeasured")
+    told: dict[str, tuple[float, tuple[float, ...]]] = {}
+    for number, entry in kept.items() if isinstance(kept, Mapping) else ():
+        first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
+        if isinstance(again, list) and _is_speed(first) and all(_is_speed(each) for each in again):
+            told[str(number)] = float(first), tuple(map(float, again))
+    return [
+        replace(trial, first=told[str(trial.number)][0], remeasured=told[str(trial.number)][1])
+        if str(trial.number) in told
+        else trial
+        for trial in trials
+    ]
+
+
+def _is_about(found: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
+    counted = found.get("trials")
+    if not isinstance(counted, Mapping) or not all(isinstance(each, int) for each in counted.values()):
+        return False
+    return sum(counted.values()) == len(trials)
+
+
+def _is_speed(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -2,7 +2,10 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 
 MOST_SAID = 20
 """Faults of one document that are named one by one."""
@@ -148,6 +151,24 @@ BEST: Shape = {
     "reproduce": text,
 }
 """best.yaml."""
+
+
+def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
+    """The mapping in a YAML file of a folder, None if it is not there; damage is a problem, not an error."""
+    try:
+        found = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{name} cannot be read: {error.strerror or error}")
+        return None
+    except Malformed as error:
+        problems.append(f"{name} is damaged and left out: {error}")
+        return None
+    if not isinstance(found, dict):
+        problems.append(f"{name} is damaged and left out: it holds no mapping")
+        return None
+    return found
 
 
 def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 from ..base.errors import StudyError
 from ..base.reading import path_of, read_inside
 from ..knobs.lossy import lossy_of
-from . import request, table
+from . import best, request, table
 from .ledger import Ledger
 from .measurement import Trial
 from .names import LEDGER, RUN, TABLE, holds_run
@@ -16,6 +16,8 @@ from .records import LARGEST_LEDGER
 
 class View:
     """A run to read, also while another process works on it: nothing is locked or written.
+
+    Trials are those of the ledger; where it cannot be read, those of trials.csv with the re-measurements of best.yaml.
 
     Args:
         path: the run's folder.
@@ -90,4 +92,6 @@ class View:
             raise StudyError(f"cannot read '{self.path / TABLE}': {error.strerror or error}") from error
         columns, problems = table.parse(data, self.path / TABLE)
         self.problems += problems
-        return table.trials_of(table.sane(columns, self.problems), make_config, lossy)
+        trials = table.trials_of(table.sane(columns, self.problems), make_config, lossy)
+        judged = best.confirmed(trials, best.read(self.path, self.problems))
+        return trials if judged is None else judged

@@ -14,9 +14,6 @@ from .scheduling import matches
 if TYPE_CHECKING:
     from ..estimator import Hardware
 
-SIMULATE = "simulate"
-"""The runner of a search that needs no devices."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
@@ -78,14 +75,16 @@ def fault(worker: Worker) -> str:
 
 def suits(search: Search, worker: Worker) -> bool:
     """Whether a worker can run a search's dry runs."""
-    return worker.left is None and worker.devices >= search.devices and matches(search.device, worker.device)
+    of_its_kind = worker.kind == search.kind if search.kind else matches(search.device, worker.device)
+    return worker.left is None and worker.devices >= search.devices and of_its_kind
 
 
 def obstacle(search: Search, workers: Sequence[Worker]) -> str:
     """Why a search cannot begin, in words; empty where it can."""
-    if search.request.get("runner") == SIMULATE or any(suits(search, each) for each in workers):
+    if search.simulated or any(suits(search, each) for each in workers):
         return ""
-    return scheduling.obstacle(search.device, search.devices, [each for each in workers if each.left is None])
+    there = [each for each in workers if each.left is None]
+    return scheduling.obstacle(search.device, search.devices, there, kind=search.kind)
 
 
 def place(search: Search, workers: Sequence[Worker]) -> Placed | None:

@@ -71,6 +71,10 @@ class User:
     """Whether they may submit workloads that are code."""
     created: float
     """When they were added."""
+    team: str
+    """Who sees the searches that they show to their team; empty for none."""
+    disabled: float | None
+    """Since when none of their tokens is taken; None where they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +93,8 @@ class Token:
     """From when it is not taken any more."""
     revoked: float | None
     """Since when it is not taken any more."""
+    used: float | None
+    """When it was last taken, to a minute; None where it never was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +122,9 @@ class Search:
     devices: int
     """Devices of one dry run."""
     device: str
-    """Kind of device by name or type (`H100`, `cuda`); empty for any, until its first dry run has decided it."""
+    """Kind of device that was asked for, by type or part of its name (`cuda`, `H100`); empty for any."""
+    kind: str
+    """Name of the kind of device that it was placed on, which is the only one that runs it; empty until then."""
     created: float
     """When it was submitted."""
     started: float | None
@@ -131,6 +139,42 @@ class Search:
     """The winner, as its searcher told it."""
     reuse: bool
     """Whether configurations that were measured before may be answered from the store."""
+    trials: int
+    """Trials that have ended."""
+    simulated: bool
+    """Whether its trials are predictions, which need no devices."""
+    held: bool
+    """Whether nothing of it starts until it is released."""
+    visibility: str
+    """Who sees it beside its owner and admins: `own` (nobody), `team` (the owner's), `all`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """A search that runs or wants to, as the sharing of places among searches sees it."""
+
+    search: str
+    """Its id."""
+    user: int
+    """Whose it is."""
+    priority: int
+    """The higher goes first."""
+    device: str
+    """`Search.device`."""
+    kind: str
+    """`Search.kind`."""
+    devices: int
+    """Devices of one dry run."""
+    simulated: bool
+    """Whether it needs no devices."""
+    held: bool
+    """Whether it is to wait."""
+    submitted: float
+    """When it was submitted."""
+    runs: bool
+    """Whether it has a place."""
+    leased: int
+    """Dry runs of it that workers have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,13 +301,15 @@ class Waiting:
     priority: int
     """The search's."""
     device: str
-    """The search's kind of device; empty for any."""
+    """The kind of device that the search asked for; empty for any."""
     devices: int
     """Devices it takes at once."""
     submitted: float
     """When the search was submitted."""
     seconds: float | None
     """What the search's dry runs have taken on average, s; None before the first."""
+    kind: str = ""
+    """The kind of device that the search was placed on, by its whole name; empty until then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

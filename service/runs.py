@@ -1,7 +1,5 @@
 """What searches leave on disk, read for whoever asks: a folder a search, as `redline tune --out` leaves one."""
 
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from ..tuner.result import make_result
 from ..views.report.document import as_json
 from .logs import SEARCHES, folder_of
 
-_REMEMBERED = 10_000
-
 
 class Runs:
     """The folders of searches under a server's data. May be used from several threads.
@@ -33,8 +29,6 @@ class Runs:
         """The server's folder."""
         self.searches = data / SEARCHES
         """Folders of searches."""
-        self._counts: dict[str, tuple[tuple[int, int], int]] = {}
-        self._lock = threading.Lock()
 
     def folder(self, search: str) -> Path:
         """The folder of a search, whether it is there or not.
@@ -63,24 +57,6 @@ class Runs:
         columns, _ = parse(data, TABLE)
         rows = zip(*columns.values())
         return [as_json({name: each for name, each in zip(columns, row) if each is not None}) for row in rows]
-
-    def count(self, search: str) -> int:
-        """How many trials have ended."""
-        try:
-            status = os.stat(self.folder(search) / TABLE, follow_symlinks=False)
-        except OSError:
-            return 0
-        signature = (status.st_mtime_ns, status.st_size)
-        with self._lock:
-            known = self._counts.get(search)
-        if known is not None and known[0] == signature:
-            return known[1]
-        count = len(self.rows(search))
-        with self._lock:
-            if len(self._counts) >= _REMEMBERED:
-                self._counts.clear()
-            self._counts[search] = signature, count
-        return count
 
     def trials(self, search: str) -> tuple[list[Trial], View | None]:
         """The trials that have ended, and what else the folder says."""

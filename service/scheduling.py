@@ -5,15 +5,19 @@ weight; of one user's the search that was submitted first. A dry run gets all it
 on which the fewest are left over. A gang that finds no worker with so many free ones reserves the worker that will have
 them first, and dry runs behind it are placed there only where they do not delay it (backfilling as EASY does: Lifka 1995,
 "The ANL/IBM SP scheduling system"). What runs is never interrupted.
+
+Which searches run (`share_places`) follows the same order: priority, then the user with the fewest places, then the one
+who has had least of the devices, both for their weight. A search that cannot run gives up its place.
 """
 
 import heapq
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .records import Running, Share, Waiting, Worker
+from .records import Contender, Running, Share, Waiting, Worker
 
 NOMINAL_S = 60.0
 """What a dry run counts for in its user's share as soon as it starts, and is taken to last where nothing is known, s."""
@@ -60,6 +64,115 @@ def why_waiting(
     return out
 
 
+def share_places(
+    contenders: Sequence[Contender],
+    running: Sequence[Running],
+    workers: Sequence[Worker],
+    shares: Iterable[Share],
+    most: int,
+) -> tuple[list[str], dict[str, str]]:
+    """Which searches begin now, in order, and which are to give up their place and why.
+
+    Args:
+        contenders: the searches that run or want to.
+        running: the dry runs that run.
+        workers: who is there.
+        shares: of the users, as for `decide`.
+        most: how many searches run at once.
+    """
+    places = _Places(contenders, running, workers, shares)
+    room = most - sum(each.runs for each in contenders)
+    # What is given up now is free for the next decision.
+    return list(itertools.islice(places.order(), max(0, room))), places.given_up()
+
+
+def why_no_place(
+    contenders: Sequence[Contender],
+    running: Sequence[Running],
+    workers: Sequence[Worker],
+    shares: Iterable[Share],
+    most: int,
+) -> dict[str, str]:
+    """Why each search without a place has none, by its id; arguments as for `share_places`."""
+    places = _Places(contenders, running, workers, shares)
+    out = {each.search: why for each in contenders if not each.runs and (why := places.obstacle(each))}
+    for before, search in enumerate(places.order()):
+        others = f"{before} {'search' if before == 1 else 'searches'} before it" if before else "it is the next"
+        out[search] = f"{most} searches run at once, and it waits for a place: {others}"
+    # A user's limit of searches can end the order before all of theirs.
+    for each in contenders:
+        if not each.runs and each.search not in out:
+            out[each.search] = places.limit(each.user)
+    return out
+
+
+class _Places:
+    """Places among the searches that run at once."""
+
+    def __init__(
+        self,
+        contenders: Sequence[Contender],
+        running: Sequence[Running],
+        workers: Sequence[Worker],
+        shares: Iterable[Share],
+    ) -> None:
+        self._contenders, self._workers = contenders, workers
+        self._users = _Users(shares, running)
+        self._never: dict[tuple[str, str, int], str] = {}
+        self._have: dict[int, int] = defaultdict(int)
+        for each in contenders:
+            self._have[each.user] += each.runs
+
+    def obstacle(self, each: Contender) -> str:
+        """Why a search cannot run, whoever else does; empty where it can."""
+        if each.held:
+            return "it is held until somebody releases it"
+        if each.simulated:
+            return ""
+        wanted = each.device, each.kind, each.devices
+        if wanted not in self._never:
+            self._never[wanted] = obstacle(each.device, each.devices, self._workers, kind=each.kind)
+        return self._never[wanted] or self._users.used_up(each.user)
+
+    def limit(self, user: int) -> str:
+        """What keeps a user from having one more place; empty where nothing does."""
+        share, have = self._users.shares.get(user), self._have[user]
+        if share is None or share.running is None or have < share.running:
+            return ""
+        return f"its user may have {share.running} dry runs at once, and has {have} of their searches running"
+
+    def given_up(self) -> dict[str, str]:
+        """The searches that have a place, cannot run, and have no dry run that would be interrupted."""
+        ready = (each for each in self._contenders if each.runs and not each.leased)
+        return {each.search: why for each in ready if (why := self.obstacle(each))}
+
+    def order(self) -> Iterator[str]:
+        """The searches that can run and have no place, in the order in which they get one."""
+        queues: dict[int, list[Contender]] = defaultdict(list)
+        have = dict(self._have)
+        for each in sorted(self._contenders, key=lambda one: (one.priority, -one.submitted, one.search)):
+            if not each.runs and not self.obstacle(each):
+                queues[each.user].append(each)
+
+        def place_of(user: int) -> tuple[float, float, float, float, int]:
+            head = queues[user][-1]
+            share = self._users.shares.get(user)
+            places = have.get(user, 0) / (share.weight if share else 1.0)
+            return -head.priority, places, self._users.charge(user), head.submitted, user
+
+        heap = [place_of(user) for user in queues]
+        heapq.heapify(heap)
+        while heap:
+            user = heapq.heappop(heap)[-1]
+            share = self._users.shares.get(user)
+            if share is not None and share.running is not None and have.get(user, 0) >= share.running:
+                continue
+            yield queues[user].pop().search
+            have[user] = have.get(user, 0) + 1
+            if queues[user]:
+                heapq.heappush(heap, place_of(user))
+
+
 def matches(wanted: str, device: Mapping[str, Any]) -> bool:
     """Whether a device is of the kind that a search wants: any, its type, or a part of its name."""
     named = wanted.casefold()
@@ -68,13 +181,21 @@ def matches(wanted: str, device: Mapping[str, Any]) -> bool:
     )
 
 
-def obstacle(device: str, devices: int, workers: Sequence[Worker]) -> str:
-    """Why none of these workers can ever run a dry run that takes so many devices of a kind; empty where one can."""
+def obstacle(device: str, devices: int, workers: Sequence[Worker], *, kind: str = "") -> str:
+    """Why none of these workers can ever run a dry run; empty where one can.
+
+    Args:
+        device: kind of device that was asked for; empty for any.
+        devices: how many of them it takes.
+        workers: who is there.
+        kind: the kind of device that its search was placed on; empty where it was not.
+    """
     if not workers:
         return "no worker is in the pool"
-    alike = [each for each in workers if matches(device, each.device)]
+    alike = [each for each in workers if (each.kind == kind if kind else matches(device, each.device))]
     if not alike:
-        return f"no worker has '{device}'; there are {', '.join(sorted({each.kind for each in workers}))}"
+        named = f"'{kind or device}'{', on which its search began' if kind else ''}"
+        return f"no worker has {named}; there are {', '.join(sorted({each.kind for each in workers}))}"
     most = max(each.devices for each in alike)
     if most < devices:
         return f"a dry run takes {devices} devices of one worker, and none has more than {most}"
@@ -133,7 +254,12 @@ class _Users:
             return ""
         if share.running is not None and self.running[user] >= share.running:
             return f"its user has {self.running[user]} dry runs running, and may have {share.running}"
-        if share.device_hours is not None and share.used_hours >= share.device_hours:
+        return self.used_up(user)
+
+    def used_up(self, user: int) -> str:
+        """That a user has no device-hours left; empty where they have some."""
+        share = self.shares.get(user)
+        if share is not None and share.device_hours is not None and share.used_hours >= share.device_hours:
             return f"its user has used {share.used_hours:.2f} of {share.device_hours:g} device-hours in 30 days"
         return ""
 
@@ -181,8 +307,8 @@ class _Pool:
                 kind.free[self.free[worker.id]].append(worker.id)
         self.unused = sum(max(0, each) for each in self.free.values())
         self._bound: dict[str, _Kind] = {}
-        self._wanted: dict[str, list[_Kind]] = {}
-        self._words: dict[tuple[str, int], tuple[str, str]] = {}
+        self._wanted: dict[tuple[str, str], list[_Kind]] = {}
+        self._words: dict[tuple[str, str, int], tuple[str, str]] = {}
 
     @property
     def any_free(self) -> bool:
@@ -212,17 +338,22 @@ class _Pool:
         self.free[worker] -= each.devices
         self.unused -= each.devices
         self.ends[worker].append((self.now + (each.seconds or NOMINAL_S), each.devices))
-        if not each.device:
+        if not each.kind:
             self._bound[each.search] = kind
         return worker
 
     def suitable(self, each: Waiting) -> list[_Kind]:
-        """The kinds of device that a dry run may have; one of a search has had the first of it decide."""
+        """The kinds of device that a dry run may have: the one that its search was placed on, or that the first of it got."""
         if each.search in self._bound:
             return [self._bound[each.search]]
-        if each.device not in self._wanted:
-            self._wanted[each.device] = [kind for kind in self.kinds.values() if matches(each.device, kind.device)]
-        return self._wanted[each.device]
+        wanted = each.device, each.kind
+        if wanted not in self._wanted:
+            self._wanted[wanted] = [
+                kind
+                for kind in self.kinds.values()
+                if (kind.device.get("name", "") == each.kind if each.kind else matches(each.device, kind.device))
+            ]
+        return self._wanted[wanted]
 
     def _beside_a_gang(self, each: Waiting, kinds: list[_Kind]) -> tuple[str, _Kind] | None:
         """A reserved worker on which a dry run delays nobody: it ends before, or the gang leaves so much."""
@@ -268,9 +399,10 @@ class _Pool:
 
     def why(self, each: Waiting, users: "_Users") -> str:
         """What a dry run waits for."""
-        key = each.device, each.devices
+        key = each.device, each.kind, each.devices
         if key not in self._words:
-            self._words[key] = obstacle(each.device, each.devices, self.workers), self._state(each)
+            never = obstacle(each.device, each.devices, self.workers, kind=each.kind)
+            self._words[key] = never, self._state(each)
         never, not_now = self._words[key]
         return never or users.obstacle(each.user) or not_now
 

@@ -19,7 +19,7 @@ from ..tuner.request import Request
 from ..tuner.task import resolve_task
 from .known import Known
 from .logs import folder_of
-from .placing import SIMULATE, Placed, place
+from .placing import Placed, place
 from .pool_runner import PoolRunner
 from .records import Search, SearchState
 from .request import arguments
@@ -93,7 +93,7 @@ class Searcher:
         target = asked.pop("target")
         listener = Telling(self._store, search.id)
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
-        placed = None if asked.get("runner") == SIMULATE else self._placed()
+        placed = None if search.simulated else self._placed()
         known = Known(self._store, search, self._folder, placed)
         listener.finished_one = known.note
         if placed is not None:
@@ -148,7 +148,11 @@ class Searcher:
                 return Placed.from_dict(event.data)
         while (found := place(self._search, self._store.workers())) is None:
             time.sleep(LOOK_S)
-        self._store.tell(self._id, "placed", found.to_dict())
+        kind = self._store.place_search(self._id, self._attempt, found.device.name, found.to_dict())
+        if kind != found.device.name:
+            # A worker had a dry run of it before it was placed, as those of earlier versions: there it stays.
+            self._search = self._store.search(self._id)
+            return self._placed()
         return found
 
     def _beat(self) -> None:

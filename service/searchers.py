@@ -18,13 +18,11 @@ from ..base.errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import AgentTask, Begun
 from .logs import folder_of
-from .placing import obstacle
+from .places import Places
 from .records import Search, SearchState
 from .searcher_task import IMPORTS, OF_MODELS, SearchErrand, driver_of
 from .store import Store
 
-MOST = 8
-"""Searches that run at once; the others are queued. Each takes a process, and beyond what they share some 100 MiB."""
 LOOK_S = 0.2
 """How often it is looked after them, s."""
 LIVED_S = 30.0
@@ -39,7 +37,6 @@ LOG, LARGEST_LOG = "searcher.log", 4 << 20
 """What a search's searchers print, in its folder; bytes from which on it is begun anew."""
 ALSO_DEAD_S = 0.2
 """How long it may take until it shows that the agent had died as well, s."""
-_EVERYTHING = 1_000_000
 
 _log = logging.getLogger("redline.searchers")
 
@@ -74,8 +71,8 @@ class Searchers:
     """Of its database."""
     data: Path
     """The server's data."""
-    most: int = MOST
-    """Searches that run at once."""
+    places: Places
+    """Which searches run."""
     workloads: bool = True
     """Whether searchers may run a workload's file, as this process's user."""
     errand: Callable[..., AgentTask] = SearchErrand
@@ -122,15 +119,17 @@ class Searchers:
 
     def look(self) -> None:
         """Looks after them once."""
-        running = {each.id: each for each in self.store.searches(state=SearchState.RUNNING, limit=_EVERYTHING)}
         now = time.monotonic()
+        running, begin, gone = self.places.share()
+        # Directly before the agent is looked at: who died with it is not to blame.
         for name, child in list(self._children.items()):
             self._look_at(name, child, now)
-        room = self.most - len(self._children)
-        # Those that run are of a server before this one.
-        for search in [*running.values(), *self._queued(room)]:
-            if search.id not in self._children:
-                self._children[search.id] = _Child(of_a_model=_of_a_model(search))
+        for name in gone:
+            self._end(name)
+        # Those that run and have no process are of a server before this one.
+        for name in [*running, *begin[: max(0, self.places.most - len(self._children))]]:
+            if name not in self._children:
+                self._children[name] = _Child(of_a_model=_of_a_model(self.store.search(name)))
         if self.agent.ended() and not self._stopping.is_set():
             self.agent.close()
             self.agent = HostAgent((*self.imports, *driver_of(self.url)))
@@ -141,23 +140,18 @@ class Searchers:
             if child.connection is None and now >= child.again_at and not self._stopping.is_set():
                 self._begin(name, child)
 
-    def _queued(self, most: int) -> list[Search]:
-        """The first so many of the queued searches that can run on what is there."""
-        if most <= 0:
-            return []
-        queued = self.store.searches(state=SearchState.QUEUED, limit=_EVERYTHING)
-        if not queued:
-            return []
-        workers = self.store.workers()
-        able = [each for each in queued if each.id not in self._children and not obstacle(each, workers)]
-        return sorted(able, key=lambda search: (-search.priority, search.created, search.id))[:most]
+    def _end(self, search: str) -> None:
+        """Ends the process of a search that gave up its place; it ends itself when its connection closes."""
+        child = self._children.pop(search, None)
+        if child is not None and child.connection is not None:
+            child.connection.close()
 
     def _look_at(self, search: str, child: _Child, now: float) -> None:
         if child.connection is None or _lives(child):
             return
         child.connection.close()
         child.connection = child.pid = None
-        if self.store.search(search).state.ended:
+        if self._needs_none(search):
             del self._children[search]
             return
         how = "was killed" if child.code is None else f"ended with {child.code}"
@@ -167,6 +161,14 @@ class Searchers:
         else:
             child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
         self._died(search, child, f"{how}: {words}" if words else how)
+
+    def _needs_none(self, search: str) -> bool:
+        """Whether a search has ended, was deleted, or waits until it is released."""
+        try:
+            found = self.store.search(search)
+        except NotFound:
+            return True
+        return found.state.ended or (found.held and found.state is SearchState.QUEUED)
 
     def _died(self, search: str, child: _Child, how: str) -> None:
         """Has a searcher be started again after a while, unless it has died too often."""

@@ -24,10 +24,11 @@ from .embedded import EmbeddedWorker
 from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
+from .places import MOST, Places
 from .records import Role
 from .runs import Runs
 from .searcher_task import IMPORTS, driver_of
-from .searchers import MOST, Searchers
+from .searchers import Searchers
 from .store import Store
 
 PORT = 8700
@@ -182,8 +183,9 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
+        places = Places(store, options.searches)
         workloads = options.workloads and options.code_user is None
-        searchers = Searchers(store, url, options.data, options.searches, workloads=workloads, started=agent)
+        searchers = Searchers(store, url, options.data, places, workloads=workloads, started=agent)
         searchers.start()
         held.callback(searchers.close)
         forgetting = Forgetting(store, options.keep_events)
@@ -195,6 +197,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         yield Parts(
             store=store,
             dispatcher=dispatcher,
+            places=places,
             runs=Runs(options.data),
             feed=Feed(store),
             estimates=estimates,

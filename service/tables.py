@@ -16,6 +16,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
 )
 
 NAMES = {
@@ -48,6 +49,8 @@ users = Table(
     Column("weight", Float, nullable=False),
     Column("allow_code", Boolean, nullable=False),
     Column("created", Float, nullable=False),
+    Column("team", String(200), nullable=False, server_default=""),
+    Column("disabled", Float),
 )
 
 tokens = Table(
@@ -60,6 +63,7 @@ tokens = Table(
     Column("created", Float, nullable=False),
     Column("expires", Float),
     Column("revoked", Float),
+    Column("used", Float),
 )
 
 searches = Table(
@@ -70,7 +74,7 @@ searches = Table(
     Column("key", String(200), nullable=False),
     Column("name", String(200), nullable=False),
     Column("request", JSON, nullable=False),
-    Column("state", String(20), nullable=False, index=True),
+    Column("state", String(20), nullable=False),
     Column("reason", Text, nullable=False),
     Column("priority", Integer, nullable=False),
     Column("devices", Integer, nullable=False),
@@ -85,7 +89,15 @@ searches = Table(
     # What its dry runs took, counted as they end: scheduling asks for the average all the time.
     Column("finished", Integer, nullable=False),
     Column("seconds", Float, nullable=False),
+    # Lists count trials without opening a folder a search.
+    Column("trials", Integer, nullable=False, server_default="0"),
+    Column("kind", String(200), nullable=False, server_default=""),
+    Column("simulated", Boolean, nullable=False, server_default=false()),
+    Column("held", Boolean, nullable=False, server_default=false()),
+    Column("visibility", String(10), nullable=False, server_default="all"),
     Index("uq_redline_searches_user_key", "user", "key", unique=True),
+    Index("ix_redline_searches_state_created", "state", "created"),
+    Index("ix_redline_searches_user_created", "user", "created"),
 )
 
 workers = Table(
@@ -122,6 +134,15 @@ dry_runs = Table(
     Column("ended", Float, index=True),
     Column("attempts", Integer, nullable=False),
     Index("uq_redline_dry_runs_search_key", "search", "key", unique=True),
+)
+
+usage = Table(
+    "redline_usage",
+    METADATA,
+    # Device-seconds by the day (UTC, since 1970) on which dry runs ended: quotas are added up from these.
+    Column("user", ForeignKey("redline_users.id"), primary_key=True),
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("device_seconds", Float, nullable=False),
 )
 
 events = Table(

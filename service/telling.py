@@ -55,16 +55,16 @@ class Telling(SearchListener):
     def finished(self, trial: Trial) -> None:
         self.done += 1
         measured = trial.measured
-        self._tell(
-            "finished",
-            trial=trial.number,
-            config=trial.config.to_dict(),
-            status=str(measured.status),
-            reason=measured.reason,
-            throughput=_finite(measured.throughput),
-            unit=measured.unit,
-            peak_memory_mib=_finite(measured.peak_memory_mib),
-        )
+        told = {
+            "trial": trial.number,
+            "config": trial.config.to_dict(),
+            "status": str(measured.status),
+            "reason": measured.reason,
+            "throughput": _finite(measured.throughput),
+            "unit": measured.unit,
+            "peak_memory_mib": _finite(measured.peak_memory_mib),
+        }
+        self._store.tell_trial(self._search, self.done, told)
         self.finished_one(trial)
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:

@@ -268,6 +268,10 @@ class SearchAnswer(Answer):
     trials: int
     """Trials that have ended."""
     reuse: bool
+    held: bool = False
+    """Whether nothing of it starts until it is released."""
+    visibility: Literal["own", "team", "all"] = "all"
+    """Who sees it beside its owner and admins."""
     created_now: bool = False
     """Of a submission: whether this call made it, and not an earlier one with the same key."""
 

@@ -11,7 +11,7 @@ from ..records import Role, Search, SearchState
 from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
-from .searches import STREAM, EventId, PartsOf, resumed, shown, stream
+from .searches import STREAM, EventId, PartsOf, resumed, shown, stream, why_waiting
 
 router = APIRouter(tags=["service"], route_class=Guarded)
 MOST_SHOWN = 1000
@@ -34,11 +34,11 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
         for each in store.searches(state=state, limit=MOST_SHOWN)
     ]
     found.sort(key=_turn)
-    workers = store.workers()
+    workers, reasons = store.workers(), why_waiting(parts, found)
     running, names = store.running(), {each.id: each.name for each in store.users()}
     used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
     return QueueAnswer(
-        searches=[shown(parts, each, workers) for each in found],
+        searches=[shown(parts, each, reasons) for each in found],
         waiting=len(store.waiting()),
         running=len(running),
         devices=sum(each.devices for each in workers),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
     from ..estimates import Estimates
     from ..helper import Helper
+    from ..places import Places
     from ..runs import Runs
     from .feed import Feed
     from .metrics import Metrics
@@ -25,6 +26,8 @@ class Parts:
     """The truth."""
     dispatcher: "Dispatcher"
     """Says what runs where."""
+    places: "Places"
+    """Says which searches run."""
     runs: "Runs"
     """What searches leave."""
     feed: "Feed"

@@ -1,7 +1,7 @@
 """Searches over HTTP: submitted, listed, cancelled, and what came of them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
@@ -10,8 +10,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from ...base.errors import Refused, UsageError
 from ...frameworks import export_targets
 from ..logs import read_log
-from ..placing import obstacle
-from ..records import Role, Search, SearchState, User, Worker
+from ..records import Role, Search, SearchState, User
 from ..request import NO_WORKLOADS, is_code
 from .access import Guarded, Reader, Submitter
 from .models import SearchAnswer, SearchesAnswer, Submission
@@ -29,25 +28,36 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def shown(parts: Parts, search: Search, workers: Sequence[Worker] | None = None) -> SearchAnswer:
+def shown(parts: Parts, search: Search, reasons: Mapping[str, str] | None = None) -> SearchAnswer:
     """A search as it is answered; while it has not ended, with why it waits.
 
     Args:
         parts: of the application.
         search: which.
-        workers: the pool, where it is known.
+        reasons: why searches wait, where that is known.
     """
-    waits = "" if search.state.ended else parts.dispatcher.reasons.get(search.id, "")
-    if search.state is SearchState.QUEUED:
-        waits = obstacle(search, parts.store.workers() if workers is None else workers) or waits
+    if search.state.ended:
+        waits = ""
+    elif search.held:
+        waits = "it is held until somebody releases it"
+    else:
+        waits = (why_waiting(parts, [search]) if reasons is None else reasons).get(search.id, "")
     return SearchAnswer(
-        **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "device", "reuse")},
-        **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best")},
+        **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "reuse", "trials", "held")},
+        **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best", "visibility")},
+        device=search.kind or search.device,
         user=search.owner,
         reason=search.reason or waits,
         state=search.state.value,
-        trials=parts.runs.count(search.id),
     )
+
+
+def why_waiting(parts: Parts, searches: Sequence[Search]) -> dict[str, str]:
+    """Why those of these searches that wait do, by id: for a place among those that run, or for devices."""
+    if all(each.state.ended for each in searches):
+        return {}
+    queued = [each.id for each in searches if each.state is SearchState.QUEUED]
+    return parts.dispatcher.reasons | (parts.places.why(queued) if queued else {})
 
 
 def may_change(user: User, search: Search) -> None:
@@ -126,8 +136,8 @@ def listed(
     whose = user.id if mine else None
     found = parts.store.searches(user=whose, state=state, after=after, limit=limit)
     last = found[-1].id if len(found) == limit else None
-    workers = parts.store.workers()
-    return SearchesAnswer(searches=[shown(parts, each, workers) for each in found], next=last)
+    reasons = why_waiting(parts, found)
+    return SearchesAnswer(searches=[shown(parts, each, reasons) for each in found], next=last)
 
 
 @router.get("/{search}")

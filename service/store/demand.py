@@ -4,13 +4,13 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, case, func, literal, select
 
-from ..records import DryRunState, Running, SearchState, Share, Waiting
-from ..tables import dry_runs, searches, users
-from .part import Part, reads
+from ..records import Contender, DryRunState, Running, SearchState, Share, Waiting
+from ..tables import dry_runs, searches, usage, users
+from .part import DAY_S, Part, reads
 
 RECENT_S = 3600.0
 """How far back fair shares look, s."""
-QUOTA_S = 30 * 86400.0
+QUOTA_S = 30 * DAY_S
 """How far back quotas of device-hours look, s."""
 
 
@@ -30,12 +30,17 @@ class Demand(Part):
                 dry_runs.c.devices,
                 searches.c.created,
                 _average(),
+                searches.c.kind,
             )
             .join(searches, searches.c.id == dry_runs.c.search)
-            .where(dry_runs.c.state == DryRunState.WAITING, searches.c.state == SearchState.RUNNING)
+            .where(
+                dry_runs.c.state == DryRunState.WAITING,
+                searches.c.state == SearchState.RUNNING,
+                searches.c.held.is_(False),
+            )
             .order_by(dry_runs.c.id)
         )
-        names = ("dry_run", "search", "user", "priority", "device", "devices", "submitted", "seconds")
+        names = ("dry_run", "search", "user", "priority", "device", "devices", "submitted", "seconds", "kind")
         return [Waiting(**dict(zip(names, row, strict=True))) for row in rows]
 
     @reads
@@ -59,9 +64,32 @@ class Demand(Part):
         return [Running(**dict(zip(names, row, strict=True))) for row in rows]
 
     @reads
-    def usage(self, connection: Connection, window_s: float = QUOTA_S) -> dict[int, float]:
-        """Device-seconds of every user who had any within the last `window_s`."""
-        return self._device_seconds(connection, window_s, fading=False)
+    def contenders(self, connection: Connection) -> list[Contender]:
+        """The searches that run or want to, in no order that means anything."""
+        leased = (
+            select(dry_runs.c.search, func.count().label("leased"))
+            .where(dry_runs.c.state == DryRunState.LEASED)
+            .group_by(dry_runs.c.search)
+            .subquery()
+        )
+        names = ("user", "priority", "device", "kind", "devices", "simulated", "held")
+        rows = connection.execute(
+            select(
+                searches.c.id.label("search"),
+                *(searches.c[name] for name in names),
+                searches.c.created.label("submitted"),
+                (searches.c.state == SearchState.RUNNING).label("runs"),
+                func.coalesce(leased.c.leased, 0).label("leased"),
+            )
+            .join(leased, leased.c.search == searches.c.id, isouter=True)
+            .where(searches.c.state.in_([SearchState.QUEUED, SearchState.RUNNING]))
+        )
+        return [Contender(**each._mapping) for each in rows]
+
+    @reads
+    def usage(self, connection: Connection) -> dict[int, float]:
+        """Device-seconds of every user who had any within `QUOTA_S`."""
+        return self._device_seconds(connection)
 
     @reads
     def shares(self, connection: Connection) -> list[Share]:
@@ -69,8 +97,7 @@ class Demand(Part):
 
         Lately is within `RECENT_S`, and a second counts the less the longer it is ago, in proportion.
         """
-        recent = self._device_seconds(connection, RECENT_S, fading=True)
-        used = self._device_seconds(connection, QUOTA_S, fading=False)
+        recent, used = self._lately(connection), self._device_seconds(connection)
         return [
             Share(
                 user=each.id,
@@ -80,24 +107,41 @@ class Demand(Part):
                 device_hours=each.device_hours,
                 running=each.running,
             )
-            for each in connection.execute(select(users))
+            for each in connection.execute(select(users.c.id, users.c.weight, users.c.device_hours, users.c.running))
         ]
 
-    def _device_seconds(self, connection: Connection, window_s: float, *, fading: bool) -> dict[int, float]:
+    def _device_seconds(self, connection: Connection) -> dict[int, float]:
+        """Device-seconds within `QUOTA_S`, from a total a day and what runs; of the first day the share that is within."""
         now = self.clock()
-        since = now - window_s
-        ended = case((dry_runs.c.state == DryRunState.LEASED, literal(now)), else_=dry_runs.c.ended)
-        began = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
-        had = dry_runs.c.devices * (ended - began)
-        if fading:  # the integral of what a second counts: 0 at the window's beginning, 1 now
-            had = had * ((began + ended) / 2 - since) / window_s
-        counts = and_(
-            dry_runs.c.started.is_not(None),
-            (dry_runs.c.ended > since) | (dry_runs.c.state == DryRunState.LEASED),
-            ended > began,
-        )
-        query = select(searches.c.user, func.sum(had)).join(searches, searches.c.id == dry_runs.c.search).where(counts)
-        return {user: float(total) for user, total in connection.execute(query.group_by(searches.c.user))}
+        since = (now - QUOTA_S) / DAY_S
+        first = int(since)
+        within = case((usage.c.day == first, first + 1 - since), else_=1.0)
+        query = select(usage.c.user, func.sum(usage.c.device_seconds * within)).where(usage.c.day >= first)
+        out = {user: float(total) for user, total in connection.execute(query.group_by(usage.c.user))}
+        runs = dry_runs.c.state == DryRunState.LEASED
+        query = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
+        query = query.join(searches, searches.c.id == dry_runs.c.search).where(runs)
+        for user, total in connection.execute(query.group_by(searches.c.user)):
+            out[user] = out.get(user, 0.0) + max(0.0, float(total))
+        return out
+
+    def _lately(self, connection: Connection) -> dict[int, float]:
+        """Device-seconds within `RECENT_S`, fading: only dry runs that ended in that time are looked at, and those that run."""
+        now = self.clock()
+        since = now - RECENT_S
+        out: dict[int, float] = {}
+        for end, which in (
+            (dry_runs.c.ended, dry_runs.c.ended > since),
+            (literal(now), dry_runs.c.state == DryRunState.LEASED),
+        ):
+            began = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
+            # The integral of what a second counts: 0 at the window's beginning, 1 now.
+            had = dry_runs.c.devices * (end - began) * ((began + end) / 2 - since) / RECENT_S
+            counts = and_(which, dry_runs.c.started.is_not(None), end > began)
+            query = select(searches.c.user, func.sum(had)).join(searches, searches.c.id == dry_runs.c.search)
+            for user, total in connection.execute(query.where(counts).group_by(searches.c.user)):
+                out[user] = out.get(user, 0.0) + float(total)
+        return out
 
 
 def _average() -> Any:

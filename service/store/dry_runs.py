@@ -14,7 +14,7 @@ from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, SearchState
 from ..scheduling import matches
 from ..tables import dry_runs, searches, workers
-from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell, writes
+from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell, used, writes
 from .searches import check_attempt
 
 MOST_ATTEMPTS = 3
@@ -103,7 +103,10 @@ class DryRuns(Part):
         row = _locked(connection, dry_run)
         if row.state not in _OPEN:
             return
-        over = {"state": DryRunState.WITHDRAWN, "lease": row.lease + 1, "ended": self.clock()}
+        now = self.clock()
+        over = {"state": DryRunState.WITHDRAWN, "lease": row.lease + 1, "ended": now}
+        if row.state == DryRunState.LEASED:
+            self._used(connection, row, now)
         connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**over))
         self._told(connection, dry_run, row.search, row.key, DryRunState.WITHDRAWN)
 
@@ -111,8 +114,8 @@ class DryRuns(Part):
     def lease(self, connection: Connection, dry_run: int, worker: str, seconds: float) -> Assignment:
         """Gives a dry run to a worker for so long.
 
-        The first worker of a search that asked for no kind of device decides its kind: what different devices reach does
-        not compare.
+        A search runs on the kind of device that it was placed on; where it was not, its first worker decides: what different
+        devices reach does not compare.
 
         Raises:
             NotFound: there is no such dry run or worker.
@@ -125,7 +128,7 @@ class DryRuns(Part):
         if host is None:
             raise NotFound(f"there is no worker '{worker}'")
         assert search is not None
-        if row.state != DryRunState.WAITING or search.state != SearchState.RUNNING:
+        if row.state != DryRunState.WAITING or search.state != SearchState.RUNNING or search.held:
             raise LeaseOver(f"the dry run {dry_run} waits no more: it is {row.state}, its search {search.state}")
         if host.left is not None:
             raise Refused(f"the worker {worker} has left")
@@ -135,11 +138,12 @@ class DryRuns(Part):
                 f"the worker {worker} has {host.devices - taken} of {host.devices} devices free, not {row.devices}"
             )
         kind = str(host.device.get("name", ""))
-        if not matches(search.device, host.device):
-            raise Refused(f"the search {search.id} is for '{search.device}', and the worker {worker} has '{kind}'")
+        if search.kind != kind if search.kind else not matches(search.device, host.device):
+            wanted = search.kind or search.device
+            raise Refused(f"the search {search.id} is for '{wanted}', and the worker {worker} has '{kind}'")
         now = self.clock()
-        if not search.device:
-            connection.execute(update(searches).where(searches.c.id == search.id).values(device=kind))
+        if not search.kind:
+            connection.execute(update(searches).where(searches.c.id == search.id).values(kind=kind))
         begun = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
         # A worker that asks again after its lease ended was slow, not lost: this lease counts in place of that one.
         was_slow = row.worker == worker and row.until is not None and row.lease <= FORGIVEN
@@ -252,7 +256,13 @@ class DryRuns(Part):
         connection.execute(update(dry_runs).where(dry_runs.c.id == row.id).values(**values))
         took = {"finished": searches.c.finished + 1, "seconds": searches.c.seconds + (now - row.started)}
         connection.execute(update(searches).where(searches.c.id == row.search).values(**took))
+        self._used(connection, row, now)
         self._told(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
+
+    def _used(self, connection: Connection, row: Row[Any], now: float) -> None:
+        owner = one(connection, select(searches.c.user).where(searches.c.id == row.search))
+        assert owner is not None
+        used(connection, owner.user, now, row.devices * (now - row.started))
 
     def _wait_again(self, connection: Connection, row: Row[Any], *, attempts: int, until: float | None) -> None:
         """Without an `until` its worker has given it back, and cannot go on with it."""

@@ -6,12 +6,15 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Row, Select, Table, insert, select, text
+from sqlalchemy.dialects.postgresql import insert as postgres_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from ...base.errors import UsageError
 from ..records import Event
-from ..tables import events
+from ..tables import events, usage
 from .connection import Database
 
+DAY_S = 86400.0
 LONGEST_NAME = 200
 """Characters of a name or key."""
 LARGEST = 2**31 - 1
@@ -81,6 +84,17 @@ def tell(connection: Connection, now: float, search: str | None, kind: str, data
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _EVENTS_LOCK})
     number = add(connection, events, {"search": search, "time": now, "kind": kind, "data": data})
     return Event(id=number, search=search, time=now, kind=kind, data=data)
+
+
+def used(connection: Connection, user: int, now: float, device_seconds: float) -> None:
+    """Adds to what a user has had of the devices, for the quota of device-hours: to the day on which it ended."""
+    if not device_seconds > 0:
+        return
+    day = int(now // DAY_S)
+    row = {"user": user, "day": day, "device_seconds": device_seconds}
+    made = (postgres_insert if connection.dialect.name == "postgresql" else sqlite_insert)(usage).values(**row)
+    added = {"device_seconds": usage.c.device_seconds + made.excluded.device_seconds}
+    connection.execute(made.on_conflict_do_update(index_elements=["user", "day"], set_=added))
 
 
 def add(connection: Connection, table: Table, values: dict[str, Any]) -> int:

@@ -123,6 +123,7 @@ class People(Part):
                 created=each.created,
                 expires=each.expires,
                 revoked=each.revoked,
+                used=each.used,
             )
             for each in connection.execute(query)
         ]
@@ -148,7 +149,8 @@ class People(Part):
         (row,) = found
         revoked = self.clock() if row.revoked is None else row.revoked
         connection.execute(update(tokens).where(tokens.c.id == row.id).values(revoked=revoked))
-        return Token(id=row.id, user=row.user, name=row.name, created=row.created, expires=row.expires, revoked=revoked)
+        fields = {name: getattr(row, name) for name in ("id", "user", "name", "created", "expires", "used")}
+        return Token(**fields, revoked=revoked)
 
     @writes
     def audit(self, connection: Connection, user: str, action: str, subject: str = "", detail: Any = None) -> None:

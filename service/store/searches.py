@@ -2,17 +2,23 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, or_, select, update
 
-from ...base.errors import AttemptOver, KeyTaken, NotFound, UsageError
-from ..records import DryRunState, Search, SearchState, User
-from ..tables import dry_runs, searches, users
-from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes
+from ...base.errors import AttemptOver, KeyTaken, NotFound, UsageError, unknown
+from ..records import DryRunState, Role, Search, SearchState, User
+from ..tables import dry_runs, events, measured, searches, users
+from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, used, writes
 
 MOST_PRIORITY = 100
 """Priorities are from minus this to this."""
 SAME = ("request", "devices", "device")
 """What a key stands for: another of these under it is another search."""
+VISIBILITIES = ("own", "team", "all")
+"""Who sees a search beside its owner and admins."""
+SIMULATE = "simulate"
+"""The runner of a search that needs no devices."""
+_INTERNAL = ("finished", "seconds")
+"""Columns that no record has."""
 
 
 class Searches(Part):
@@ -29,6 +35,7 @@ class Searches(Part):
         name: str = "",
         key: str | None = None,
         reuse: bool = False,
+        visibility: str = "all",
     ) -> tuple[Search, bool]:
         """Records a search, to be taken up by a searcher.
 
@@ -41,6 +48,7 @@ class Searches(Part):
             name: what its owner calls it.
             key: the same key of the same user is the same search.
             reuse: whether measured configurations may be answered from the store.
+            visibility: who sees it, one of `VISIBILITIES`.
 
         Returns:
             The search, and whether it is new.
@@ -61,6 +69,8 @@ class Searches(Part):
             "devices": as_count("devices", devices, least=1),
             "device": as_text("device", device),
             "reuse": bool(reuse),
+            "visibility": _visibility(visibility),
+            "simulated": request.get("runner") == SIMULATE,
         }
         return self._submit(values)
 
@@ -68,9 +78,7 @@ class Searches(Part):
     def _submit(self, connection: Connection, values: dict[str, Any]) -> tuple[Search, bool]:
         known = one(connection, _search_rows().where(_keyed(values["user"], values["key"])))
         if known is not None:
-            # What devices it came to is written where it first runs; what was asked for then is not known any more.
-            same = all(getattr(known, each) == values[each] or (each == "device" and not values[each]) for each in SAME)
-            if not same:
+            if any(getattr(known, each) != values[each] for each in SAME):
                 raise KeyTaken(
                     f"the key '{values['key']}' stands for the search {known.id}, which asks for something else; "
                     "give another key"
@@ -80,6 +88,7 @@ class Searches(Part):
             raise NotFound(f"there is no user {values['user']}")
         now = self.clock()
         begun = {"state": SearchState.QUEUED, "reason": "", "created": now, "attempt": 0, "finished": 0, "seconds": 0.0}
+        begun |= {"trials": 0, "kind": "", "held": False}
         connection.execute(insert(searches).values(**values, **begun))
         tell(connection, now, values["id"], "search", {"state": SearchState.QUEUED, "reason": ""})
         return _get(connection, values["id"]), True
@@ -102,11 +111,13 @@ class Searches(Part):
         state: SearchState | str | None = None,
         after: str | None = None,
         limit: int = 100,
+        seen_by: User | None = None,
     ) -> list[Search]:
         """Searches, the latest first.
 
         Args:
             user: whose; None for everybody's.
+            seen_by: only those that this user sees; None for all.
             state: in which state; None for any.
             after: go on below this search.
             limit: how many at most.
@@ -117,6 +128,11 @@ class Searches(Part):
         query = _search_rows().order_by(searches.c.created.desc(), searches.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(searches.c.user == user)
+        if seen_by is not None and seen_by.role != Role.ADMIN:
+            shown = [searches.c.visibility == "all", searches.c.user == seen_by.id]
+            if seen_by.team:
+                shown.append(and_(searches.c.visibility == "team", users.c.team == seen_by.team))
+            query = query.where(or_(*shown))
         if state is not None:
             query = query.where(searches.c.state == str(state))
         if after is not None:
@@ -149,6 +165,8 @@ class Searches(Part):
         if SearchState(row.state).ended:
             raise AttemptOver(f"the search {search} has ended: it is {row.state}")
         now = self.clock()
+        if row.held:
+            raise AttemptOver(f"the search {search} is held")
         values = {"state": SearchState.RUNNING, "attempt": row.attempt + 1, "heartbeat": now, "reason": ""}
         started = now if row.started is None else row.started
         connection.execute(update(searches).where(searches.c.id == search).values(**values, started=started))
@@ -156,6 +174,125 @@ class Searches(Part):
             connection, now, search, "search", {"state": SearchState.RUNNING, "attempt": row.attempt + 1, "reason": ""}
         )
         return row.attempt + 1
+
+    @writes
+    def place_search(self, connection: Connection, search: str, attempt: int, kind: str, placed: dict[str, Any]) -> str:
+        """Fixes on what kind of device a search runs, and tells `placed`; the kind, which is an earlier one's where there was
+        one: what different devices reach does not compare.
+
+        Raises:
+            NotFound: there is no such search.
+            AttemptOver: it has ended, or a later attempt has it.
+        """
+        row = _locked(connection, search)
+        check_attempt(row, attempt)
+        if SearchState(row.state).ended:
+            raise AttemptOver(f"the search {search} has ended: it is {row.state}")
+        if row.kind and row.kind != kind:
+            return str(row.kind)
+        connection.execute(update(searches).where(searches.c.id == search).values(kind=as_text("kind", kind)))
+        tell(connection, self.clock(), search, "placed", placed)
+        return kind
+
+    @writes
+    def put_back(self, connection: Connection, search: str, reason: str) -> bool:
+        """Has a running search that cannot run wait in the queue again, so that another gets its place; what it found stays.
+
+        Returns:
+            False where it does not run any more, or a worker has a dry run of it, which nothing interrupts.
+
+        Raises:
+            NotFound: there is no such search.
+        """
+        row = _locked(connection, search)
+        leased = select(dry_runs.c.id).where(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
+        if row.state != SearchState.RUNNING or one(connection, leased.limit(1)) is not None:
+            return False
+        connection.execute(update(searches).where(searches.c.id == search).values(state=SearchState.QUEUED))
+        tell(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": reason})
+        return True
+
+    @writes
+    def hold(self, connection: Connection, search: str, held: bool = True) -> Search:
+        """Has nothing of a search start until it is released; what workers have ends first. One that has ended stays as it is.
+
+        Raises:
+            NotFound: there is no such search.
+        """
+        row = _locked(connection, search)
+        if not SearchState(row.state).ended and row.held != held:
+            connection.execute(update(searches).where(searches.c.id == search).values(held=held))
+            tell(connection, self.clock(), search, "held" if held else "released", {})
+        return _get(connection, search)
+
+    @writes
+    def change_search(
+        self, connection: Connection, search: str, *, priority: int | None = None, visibility: str | None = None
+    ) -> Search:
+        """Changes how a search stands in the queue, or who sees it.
+
+        Raises:
+            NotFound: there is no such search.
+            UsageError: a value is none that can be kept.
+        """
+        _locked(connection, search)
+        values: dict[str, Any] = {}
+        if priority is not None:
+            values["priority"] = as_count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY)
+        if visibility is not None:
+            values["visibility"] = _visibility(visibility)
+        if values:
+            connection.execute(update(searches).where(searches.c.id == search).values(**values))
+            tell(connection, self.clock(), search, "changed", values)
+        return _get(connection, search)
+
+    @writes
+    def retry(self, connection: Connection, search: str) -> Search:
+        """Has a search that failed or was cancelled wait in the queue again; what it measured is not measured again. One that
+        waits or runs stays as it is.
+
+        Raises:
+            NotFound: there is no such search.
+            UsageError: it is done.
+        """
+        row = _locked(connection, search)
+        if row.state == SearchState.DONE:
+            raise UsageError(f"the search {search} is done: submit it again where another result is wanted")
+        if SearchState(row.state).ended:
+            values = {"state": SearchState.QUEUED, "reason": "", "ended": None, "best": None}
+            connection.execute(update(searches).where(searches.c.id == search).values(**values))
+            tell(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": "retried"})
+        return _get(connection, search)
+
+    @writes
+    def delete_search(self, connection: Connection, search: str) -> None:
+        """Deletes a search that has ended, with its dry runs and events. What it measured stays for others.
+
+        Raises:
+            NotFound: there is no such search.
+            UsageError: it has not ended.
+        """
+        row = _locked(connection, search)
+        if not SearchState(row.state).ended:
+            raise UsageError(f"the search {search} is {row.state}: cancel it before it is deleted")
+        # Numbers of events go on from the latest, which `tell` below makes a newer one.
+        connection.execute(delete(events).where(events.c.search == search))
+        connection.execute(update(measured).where(measured.c.search == search).values(search=None))
+        connection.execute(delete(dry_runs).where(dry_runs.c.search == search))
+        connection.execute(delete(searches).where(searches.c.id == search))
+        tell(connection, self.clock(), None, "deleted", {"search": search})
+
+    @reads
+    def ended_before(self, connection: Connection, before: float, limit: int = 100) -> list[str]:
+        """The ids of searches that ended before a time, the earliest first."""
+        query = select(searches.c.id).where(searches.c.ended < before).order_by(searches.c.ended).limit(limit)
+        return list(connection.execute(query).scalars())
+
+    @writes
+    def tell_trial(self, connection: Connection, search: str, trials: int, data: dict[str, Any]) -> None:
+        """Tells that a trial was finished (`finished`), and keeps how many are."""
+        connection.execute(update(searches).where(searches.c.id == search).values(trials=trials))
+        tell(connection, self.clock(), search, "finished", data)
 
     @beats
     def beat_search(self, connection: Connection, search: str, attempt: int) -> Search:
@@ -210,6 +347,11 @@ class Searches(Part):
         )
         open_ones = and_(dry_runs.c.search == search, dry_runs.c.state.in_(["waiting", "leased"]))
         over = {"state": DryRunState.WITHDRAWN, "lease": dry_runs.c.lease + 1, "ended": now}
+        row = one(connection, select(searches.c.user).where(searches.c.id == search))
+        assert row is not None
+        leased = and_(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
+        had = select(func.sum(dry_runs.c.devices * (now - dry_runs.c.started))).where(leased)
+        used(connection, row.user, now, connection.execute(had).scalar() or 0.0)
         connection.execute(update(dry_runs).where(open_ones).values(**over))
         tell(connection, now, search, "search", {"state": state, "reason": reason})
         return _get(connection, search)
@@ -225,8 +367,14 @@ def check_attempt(row: Row[Any], attempt: int) -> None:
         raise AttemptOver(f"attempt {attempt} at the search {row.id} is over: attempt {row.attempt} has it")
 
 
+def _visibility(value: str) -> str:
+    if value not in VISIBILITIES:
+        raise UsageError(unknown("visibility", value, VISIBILITIES))
+    return value
+
+
 def _search_rows() -> Select[Any]:
-    columns = [each for each in searches.c if each.name not in ("finished", "seconds")]
+    columns = [each for each in searches.c if each.name not in _INTERNAL]
     return select(*columns, users.c.name.label("owner")).join(users, users.c.id == searches.c.user)
 
 

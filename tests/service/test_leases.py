@@ -212,10 +212,33 @@ def test_no_worker_gets_more_than_it_has(store, pool):
 
 def test_the_first_worker_decides_a_search_s_kind_of_device(store, pool):
     pool.lease(pool.ask("0"))
-    assert store.search(pool.search.id).device == "NVIDIA H100"
+    assert store.search(pool.search.id).kind == "NVIDIA H100"
     other = pool.join(name="NVIDIA A100")
     with pytest.raises(Refused, match="is for 'NVIDIA H100', and the worker .* has 'NVIDIA A100'"):
         pool.lease(pool.ask("1"), worker=other)
+
+
+def test_a_search_stays_on_the_kind_of_device_that_it_was_placed_on(store, pool):
+    """It plans for that kind; a worker whose device fits what was asked for is none of it."""
+    assert store.place_search(pool.search.id, pool.attempt, "NVIDIA A100", {}) == "NVIDIA A100"
+    with pytest.raises(Refused, match="is for 'NVIDIA A100', and the worker .* has 'NVIDIA H100'"):
+        pool.lease(pool.ask("0"))
+    assert pool.lease(store.dry_runs(pool.search.id)[0], worker=pool.join(name="NVIDIA A100")).lease == 1
+    assert store.place_search(pool.search.id, pool.attempt, "NVIDIA H100", {}) == "NVIDIA A100", "once and for all"
+
+
+def test_a_search_is_not_put_back_while_a_worker_has_something_of_it(store, pool):
+    lease = pool.lease(pool.ask("0"))
+    assert not store.put_back(pool.search.id, "its user is over")
+    store.answer(lease.dry_run, lease.lease, OK)
+    waits = pool.ask("1")
+    assert store.put_back(pool.search.id, "its user is over")
+    assert store.search(pool.search.id).state == "queued"
+    assert store.waiting() == [], "what it asked for waits with it"
+    with pytest.raises(LeaseOver):
+        pool.lease(waits)
+    store.take_search(pool.search.id)
+    assert [each.dry_run for each in store.waiting()] == [waits.id]
 
 
 def test_an_earlier_attempt_at_a_search_may_write_nothing(store, pool):
@@ -277,7 +300,7 @@ def test_the_share_of_a_user_is_what_their_dry_runs_had_of_devices(store, pool, 
     lease = pool.lease(pool.ask(devices=2), seconds=1e6)
     clock.pass_by(1800)
     (share,) = store.shares()
-    assert store.usage(3600) == {pool.user.id: pytest.approx(3600)}
+    assert store.usage() == {pool.user.id: pytest.approx(3600)}
     # 2 devices for half of the hour that counts, the older the less: from 1/2 to 1.
     assert share.recent == pytest.approx(2 * 1800 * 0.75)
     assert share.used_hours == pytest.approx(1.0)
@@ -287,7 +310,9 @@ def test_the_share_of_a_user_is_what_their_dry_runs_had_of_devices(store, pool, 
     assert share.recent == pytest.approx(2 * 1800 * 0.25)
     clock.pass_by(3600)
     assert store.shares()[0].recent == 0
-    assert store.usage(3600) == {}
+    assert store.usage() == {pool.user.id: pytest.approx(3600)}
+    clock.pass_by(31 * 86400)
+    assert store.usage() == {}
     assert store.waiting() == []
     pool.ask("1")
     assert store.waiting()[0].seconds == pytest.approx(1800)

@@ -39,7 +39,7 @@ def test_a_key_holds_when_the_search_has_found_its_kind_of_device(store, ann):
     worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 1, 1024, {})
     store.lease(asked.id, worker.id, 10)
     again, new = store.submit(ann, REQUEST, devices=1, key="k")
-    assert (again.id, again.device, new) == (first.id, "Xeon", False)
+    assert (again.id, again.kind, new) == (first.id, "Xeon", False)
 
 
 def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):

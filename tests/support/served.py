@@ -16,6 +16,7 @@ from redline.service.api.parts import Parts
 from redline.service.dispatcher import Dispatcher
 from redline.service.estimates import Estimates
 from redline.service.helper import Helper
+from redline.service.places import Places
 from redline.service.runs import Runs
 from redline.service.store import Store
 
@@ -59,8 +60,8 @@ def served(
         held.callback(estimates.close)
         held.callback(studies.close)
         parts = Parts(
-            store=store, dispatcher=dispatcher, runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
-            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, workloads=workloads, url=url,
+            store=store, dispatcher=dispatcher, places=Places(store), runs=Runs(folder), feed=Feed(store, every=0.02),
+            estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, workloads=workloads, url=url,
         )  # fmt: skip
         config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
         server = GuardedServer(config)

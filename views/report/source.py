@@ -1,14 +1,14 @@
 """What lies on disk of a run: the table, and the sidecars beside it as far as they can be read."""
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ...base.errors import StudyError
-from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_inside
+from ...base.reading import path_of, read_inside
 from ...knobs.lossy import lossy_of
 from ...results import request, schema
+from ...results.best import confirmed, read as read_best
 from ...results.measurement import Trial
 from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
 from ...results.table import LARGEST_TABLE, parse, sane, trials_of
@@ -87,14 +87,14 @@ class Source:
         asked = None if alone else _asked(folder, problems, lenient or path != folder)
         columns = _table(folder, name, asked is not None, problems, lenient)
         trials = trials_of(columns, lossy=lossy_of(asked))
-        best = None if alone else _best(folder, problems)
+        best = None if alone else read_best(folder, problems)
         running = not alone and state.is_running(folder)
-        if best is not None and not _tells_of(best, trials):
+        judged = confirmed(trials, best)
+        if best is not None and judged is None:
             if not running:
                 problems.append(f"{BEST} tells of other trials than {TABLE}; the winner shown is the table's")
             best = None
-        if best is not None:
-            trials = _remeasured(trials, best)
+        trials = trials if judged is None else judged
         if running:
             now = state.RUNNING
         elif asked is None:
@@ -140,8 +140,10 @@ def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], l
 
 
 def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:
-    document = _sidecar(folder, RUN, problems)
+    document = schema.read_document(folder, RUN, problems)
     if document is None:
+        if not (folder / RUN).exists() and (folder / LEDGER).exists():
+            problems.append(f"{RUN} is missing: what was asked, the space and the environment are not known")
         return None
     try:
         document, faults = request.known_parts(document, folder / RUN)
@@ -154,62 +156,6 @@ def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] |
         ) from None
     problems += faults
     return document
-
-
-def _best(folder: Path, problems: list[str]) -> dict[str, Any] | None:
-    document = _sidecar(folder, BEST, problems)
-    if document is None:
-        return None
-    document, faults = schema.clean(document, schema.BEST, BEST)
-    problems += faults
-    return document
-
-
-def _sidecar(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
-    """The mapping in a YAML file, None if it is not there; damage is a problem, not an error."""
-    try:
-        found = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
-    except FileNotFoundError:
-        if name == RUN and (folder / LEDGER).exists():
-            problems.append(f"{RUN} is missing: what was asked, the space and the environment are not known")
-        return None
-    except OSError as error:
-        problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return None
-    except Malformed as error:
-        problems.append(f"{name} is damaged and left out: {error}")
-        return None
-    if not isinstance(found, dict):
-        problems.append(f"{name} is damaged and left out: it holds no mapping")
-        return None
-    return found
-
-
-def _tells_of(best: dict[str, Any], trials: list[Trial]) -> bool:
-    counted = best.get("trials")
-    if not isinstance(counted, dict) or not all(isinstance(each, int) for each in counted.values()):
-        return False
-    return sum(counted.values()) == len(trials)
-
-
-def _remeasured(trials: list[Trial], best: dict[str, Any]) -> list[Trial]:
-    """The trials with the re-measurements that best.yaml keeps; the table has what came of them."""
-    kept = best.get("remeasured")
-    told: dict[str, tuple[float, tuple[float, ...]]] = {}
-    for number, entry in kept.items() if isinstance(kept, dict) else ():
-        first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, dict) else (None, None)
-        if isinstance(again, list) and _is_speed(first) and all(_is_speed(each) for each in again):
-            told[str(number)] = float(first), tuple(map(float, again))
-    return [
-        replace(trial, first=told[str(trial.number)][0], remeasured=told[str(trial.number)][1])
-        if str(trial.number) in told
-        else trial
-        for trial in trials
-    ]
-
-
-def _is_speed(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _nearby(path: Path) -> str:

@@ -1,0 +1,125 @@
+"""One winner: whatever names the winner of a search names the configuration that was confirmed, not the fastest row of
+trials.csv, in which nothing tells that it was measured once."""
+
+import json
+import re
+
+import pytest
+import redline as rl
+import yaml
+from click.testing import CliRunner
+from redline.cli.main import redline as command_line
+from redline.cli.submit import followed
+from redline.results import Measurement, RunFolder, Status, summary
+from redline.space import Config
+from redline.tuner.result import make_result
+from redline.tuner.train.strategy import read_source
+from redline.views.report.source import Source
+from served import SEARCH, SPACE
+
+ASKED = {"model": "gpt2-tiny", "workload": {"id": "x", "spec": "gpt2-tiny"}, "space": SPACE}
+FIRST = (100.0, 150.0, 145.0)
+"""Throughputs of trials 0 to 2, of micro_batch 1, 2 and 4."""
+AGAIN = {0: (99.0, 101.0, 100.0), 1: (139.0, 140.0, 141.0)}
+"""Of the trials that were measured again: trial 1 is confirmed at 140, trial 2 was measured once, at 145."""
+
+
+@pytest.fixture(scope="module")
+def search(service):
+    """A search of the service that ended, its trials in the service's database."""
+    with service.client() as client:
+        made = client.post("/v1/searches", json=SEARCH).json()["id"]
+    attempt = service.store.take_search(made)
+    folder = service.parts.runs.folder(made)
+    knobs = {"micro_batch": [1, 2, 4, 8]}
+    with RunFolder.open(folder, ASKED, knobs=knobs, make_config=Config, storage=service.parts.url) as run:
+        for number, throughput in enumerate(FIRST):
+            run.start(Config({"micro_batch": 2**number}), sampler="default" if number == 0 else "bayes")
+            run.finish(number, Measurement(status=Status.OK, throughput=throughput, unit="tokens/s"))
+        for number, throughputs in AGAIN.items():
+            run.remeasure(number, throughputs)
+        run.write_best(["redline", "tune", "gpt2-tiny"])
+        result = make_result(run.trials(), ["micro_batch"], folder=folder, ended="trials", interrupted=False)
+    service.store.finish(made, attempt, "done", "trials", result.to_dict()["best"])
+    return made
+
+
+def test_everything_that_names_a_winner_names_the_confirmed_one(service, search, monkeypatch, tmp_path):
+    monkeypatch.setenv("REDLINE_SERVER", service.address)
+    monkeypatch.setenv("REDLINE_TOKEN", service.tokens["reader"])
+    folder = service.parts.runs.folder(search)
+
+    def said(*arguments):
+        done = CliRunner().invoke(command_line, [str(each) for each in arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def told(data):
+        return data["trial"], data["throughput"]
+
+    with service.client("reader") as client, service.rl("reader") as remote:
+        run = remote.search(search)
+        get = lambda path: client.get(path).json()  # noqa: E731
+        exported = {
+            "API export": client.get(f"/v1/searches/{search}/export/yaml").text,
+            "redline results --to": said("results", search, "--to", "yaml"),
+            "Client.export": run.export("yaml"),
+            "redline export": said("export", folder, "--to", "yaml"),
+        }
+        listed = next(each for each in get("/v1/searches")["searches"] if each["id"] == search)
+        page = get(f"/runs/api/run?run={search}")["document"]
+        line = next(each for each in get("/runs/api/runs")["runs"] if each["run"] == search)
+        terminal = {
+            "redline results": said("results", search),
+            "redline show": said("show", folder),
+            "redline submit --wait": waited(run),
+        }
+        found = {
+            "best.yaml": told(yaml.safe_load((folder / "best.yaml").read_text())["best"]),
+            "/v1/searches": told(listed["best"]),
+            "/v1/searches/ID": told(get(f"/v1/searches/{search}")["best"]),
+            "/best": told(get(f"/v1/searches/{search}/best")["best"]),
+            "Client.best": (run.best.trial.number, run.best.throughput),
+            "redline results --json": told(json.loads(said("results", search, "--json"))["best"]),
+            "page": told(page["headline"]["winner"]),
+            "report": told(report_of(said, folder, tmp_path)["headline"]["winner"]),
+            "redline show --format json": told(json.loads(said("show", folder, "--top", 1, "--format", "json"))[0]),
+            "Source": told_of(summary.best(Source.read(folder).trials)),
+            "View": told_of(summary.best(rl.results.View(folder).trials())),
+        }
+    assert found == dict.fromkeys(found, (1, 140.0))
+    assert line["best"] == 140.0
+    assert read_source(folder).config == {"micro_batch": 2}
+    for name, text in exported.items():
+        assert re.search(r"micro_batch\W+2\b", text), name
+    for name, text in terminal.items():
+        assert re.search(r"trial 1\b", text) and "140" in text, (name, text)
+
+
+def test_trials_without_their_best_yaml_have_the_fastest_as_the_best_so_far(service, search, tmp_path):
+    folder = service.parts.runs.folder(search)
+    for name in ("run.yaml", "trials.csv"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    assert summary.best(rl.results.View(tmp_path).trials()).number == 2
+    (tmp_path / "best.yaml").write_text((folder / "best.yaml").read_text().replace("ok: 3", "ok: 2"))
+    assert summary.best(rl.results.View(tmp_path).trials()).number == 2, "it is about other trials"
+
+
+def told_of(trial):
+    return trial.number, trial.throughput
+
+
+def waited(run):
+    """What `redline submit --wait` prints."""
+    from click import command
+
+    out = CliRunner().invoke(command("wait")(lambda: followed(run)), [], standalone_mode=False)
+    assert out.return_value == 0, out.output
+    return out.output
+
+
+def report_of(said, folder, tmp_path):
+    """The document in the page of `redline report`."""
+    said("report", folder, "-o", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    return json.loads(re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)[1])
