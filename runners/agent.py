@@ -3,7 +3,7 @@
 Run as `python -m redline.runners.agent FD FOLDER` (see `HelperProcess`). By the connection it gets its set-up and
 says when it is ready; standard output is for whatever the modules that it imports print there, and goes to its
 log. It listens on a Unix socket in the folder and forks a process for every client, which supervises its job or does
-its errand. It ends, with everything it started, when the connection closes: when the process that started it ends,
+its task. It ends, with everything it started, when the connection closes: when the process that started it ends,
 however that happens. Until then it can be told of more to import.
 """
 

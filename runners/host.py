@@ -165,15 +165,15 @@ class HostAgent:
                     self._running.pop(key, None)
                     self._stopped.discard(key)
 
-    def begin(self, errand: AgentTask) -> Connection:
-        """Has the agent do an errand in a fork of itself; the connection with that, which closes when it ends.
+    def begin(self, task: AgentTask) -> Connection:
+        """Has the agent do a task in a fork of itself; the connection with that, which closes when it ends.
 
         Raises:
             RunnerError: the agent was lost, or does not start.
         """
         self.wait_ready()
         with self._heard():
-            return self._asked(errand)
+            return self._asked(task)
 
     def _asked(self, what: Job | AgentTask) -> Connection:
         connection = Client(self._address, "AF_UNIX")

@@ -89,13 +89,13 @@ class AgentTask(ABC):
         """Does it.
 
         Args:
-            client: the connection with who asked. That closes when they end, which is for the errand to heed.
+            client: the connection with who asked. That closes when they end, which is for the task to heed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The first that a client hears of its job, or of its errand."""
+    """The first that a client hears of its job, or of its task."""
 
     supervisor: int
     """Process that answers for it."""

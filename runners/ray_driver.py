@@ -187,7 +187,7 @@ class Cluster:
         self._setup = setup
         self._kind = "GPU" if setup.cuda else "CPU"
         self._groups: list[Any] = []
-        self._gangs: dict[int, WorkerGroup] = {}
+        self._worker_groups: dict[int, WorkerGroup] = {}
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._connect()
         try:
@@ -260,10 +260,10 @@ class Cluster:
                     f"free resources: {self._ray.available_resources()}"
                 )
         for slot in range(self.slots):
-            self._gangs[slot] = self._gang(slot)
+            self._worker_groups[slot] = self._worker_group(slot)
             self._free.put(slot)
 
-    def _gang(self, slot: int) -> WorkerGroup:
+    def _worker_group(self, slot: int) -> WorkerGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         layout = self.layout
@@ -293,19 +293,19 @@ class Cluster:
         """
         slot = self._free.get()
         try:
-            return self._watched(slot, lambda gang: gang.run(job))
+            return self._watched(slot, lambda workers: workers.run(job))
         finally:
             self._free.put(slot)
 
     def _watched(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
         exceptions = self._ray.exceptions
         try:
-            return call(self._gangs[slot])
+            return call(self._worker_groups[slot])
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (exceptions.RayActorError, exceptions.RaySystemError, TimeoutError) as error:
-            self._gangs[slot].kill()
-            self._gangs[slot] = self._gang(slot)
+            self._worker_groups[slot].kill()
+            self._worker_groups[slot] = self._worker_group(slot)
             raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
 
     def watch(self, beat: Callable[[], None]) -> None:
@@ -323,8 +323,8 @@ class Cluster:
             self._ray.nodes()  # does not return where the head is gone
             # A host that is lost says so by itself, to those who wait for its trial.
             with contextlib.suppress(self._ray.exceptions.RayActorError):
-                for gang in list(self._gangs.values()):
-                    gang.answer()
+                for workers in list(self._worker_groups.values()):
+                    workers.answer()
             beat()
             time.sleep(BEAT_S)
 
@@ -332,8 +332,8 @@ class Cluster:
         """Ends every trial, and the Ray that was started here; a Ray that was joined runs on."""
         from ray.util.placement_group import remove_placement_group
 
-        for gang in self._gangs.values():
-            gang.close()
+        for workers in self._worker_groups.values():
+            workers.close()
         for group in self._groups:
             remove_placement_group(group)
         self._ray.shutdown()

@@ -100,41 +100,41 @@ class SlurmRunner(DryRunner):
             self._allocation.close()
             raise
         groups = shares(members, self._layout, terms.device.count if cuda else 0)
-        self._gangs: queue.SimpleQueue[WorkerGroup | None] = queue.SimpleQueue()
+        self._groups: queue.SimpleQueue[WorkerGroup | None] = queue.SimpleQueue()
         """Those that are free; None once all were lost."""
         self._left = self.slots
         for slot in range(self.slots):
-            self._gangs.put(WorkerGroup(groups[slot % len(groups)], self.per_host))
+            self._groups.put(WorkerGroup(groups[slot % len(groups)], self.per_host))
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
-        self._with_gang(WorkerGroup.wait_ready)
+        self._with_group(WorkerGroup.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
-        return self._with_gang(lambda gang: gang.run(job))
+        return self._with_group(lambda group: group.run(job))
 
-    def _with_gang(self, call: Callable[[WorkerGroup], Found]) -> Found:
-        """What a free gang answers. One that is lost gets no further trial.
+    def _with_group(self, call: Callable[[WorkerGroup], Found]) -> Found:
+        """What a free group answers. One that is lost gets no further trial.
 
         Raises:
             RunnerError: it was lost, or all are.
         """
-        gang = self._gangs.get()
-        if gang is None:
-            self._gangs.put(None)
+        group = self._groups.get()
+        if group is None:
+            self._groups.put(None)
             raise RunnerError("Slurm has lost all nodes that trials can run on")
         try:
-            found = call(gang)
+            found = call(group)
         except (RunnerError, TimeoutError, OSError) as error:
-            gang.kill()
+            group.kill()
             self._left -= 1
             if not self._left:
-                self._gangs.put(None)
+                self._groups.put(None)
             raise RunnerError(f"Slurm lost the node of a trial: {error}") from error
         except BaseException:
-            self._gangs.put(gang)
+            self._groups.put(group)
             raise
-        self._gangs.put(gang)
+        self._groups.put(group)
         return found
 
     def close(self) -> None:

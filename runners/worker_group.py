@@ -253,7 +253,7 @@ class WorkerGroup:
                 answers.put((number, None, error))
 
         for each in enumerate(self.members):
-            threading.Thread(target=ask, args=each, daemon=True, name="gang").start()
+            threading.Thread(target=ask, args=each, daemon=True, name="group").start()
         return answers
 
     def _all(self, what: str, within_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A search of the service, in a process of its own (see `errand`): `redline.tune` with the pool as its runner.
+"""A search of the service, in a process of its own (see `searcher_task`): `redline.tune` with the pool as its runner.
 
 It may be killed at any moment and started again: what it has learnt is in the ledger, its dry runs are in the store. Of
 two that have the same search the later one has it; the earlier finds out and ends without a further word.

@@ -43,7 +43,7 @@ def driver_of(url: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchErrand(AgentTask):
+class SearchTask(AgentTask):
     """One attempt at a search. It says by which process (`Begun`), and when it ends by itself with which code."""
 
     url: str

@@ -20,7 +20,7 @@ from ..runners.job import AgentTask, Begun
 from .logs import folder_of
 from .places import Places
 from .records import Search, SearchState
-from .searcher_task import IMPORTS, OF_MODELS, SearchErrand, driver_of
+from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
 from .store import Store
 
 LOOK_S = 0.2
@@ -75,8 +75,8 @@ class Searchers:
     """Which searches run."""
     workloads: bool = True
     """Whether searchers may run a workload's file, as this process's user."""
-    errand: Callable[..., AgentTask] = SearchErrand
-    """What is done for a search, made as `SearchErrand` is."""
+    task: Callable[..., AgentTask] = SearchTask
+    """What is done for a search, made as `SearchTask` is."""
     imports: tuple[str, ...] = IMPORTS
     """What the agent imports at once, beside the database's driver."""
     of_models: tuple[str, ...] = OF_MODELS
@@ -190,7 +190,7 @@ class Searchers:
             child.printed = 0
         child.began, child.code = time.monotonic(), None
         try:
-            asked = self.errand(url=self.url, data=self.data, search=search, log=log, code=self.workloads)
+            asked = self.task(url=self.url, data=self.data, search=search, log=log, code=self.workloads)
             child.connection = self.agent.begin(asked)
         except RunnerError as error:
             if not self._stopping.is_set():  # no fault of the search's

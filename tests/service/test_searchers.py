@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import errands
+import agent_tasks
 import psutil
 import pytest
-from errands import Fails, Waits
+from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
 from redline.service import places, searchers as module
 from redline.service.places import Places
@@ -26,9 +26,9 @@ def service(tmp_path, monkeypatch):
     store, user = a_store(tmp_path)
     store.ann, made = user, []
 
-    def searching(errand, most=8):
-        more = {"imports": ("errands",), "of_models": ()}
-        made.append(Searchers(store, "sqlite:///it", tmp_path, Places(store, most), errand=errand, **more))
+    def searching(task, most=8):
+        more = {"imports": ("agent_tasks",), "of_models": ()}
+        made.append(Searchers(store, "sqlite:///it", tmp_path, Places(store, most), task=task, **more))
         made[-1].start()
         return made[-1]
 
@@ -170,13 +170,13 @@ def test_searchers_end_when_their_server_is_killed(tmp_path):
     """By the kernel, whatever they do: nothing is asked of them."""
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
-        "from pathlib import Path; from errands import Waits; from redline.runners.host import HostAgent\n"
-        "agent = HostAgent(['errands']); folder = Path(sys.argv[1])\n"
+        "from pathlib import Path; from agent_tasks import Waits; from redline.runners.host import HostAgent\n"
+        "agent = HostAgent(['agent_tasks']); folder = Path(sys.argv[1])\n"
         "found = agent.begin(Waits(url='', data=folder, search='a', log=folder / 'log'))\n"
         "print(found.recv().supervisor, agent.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path, Path(errands.__file__).parent], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, tmp_path, Path(agent_tasks.__file__).parent], stdout=subprocess.PIPE, text=True
     ) as server:
         pids = [int(each) for each in server.stdout.readline().split()]
         assert all(psutil.pid_exists(each) for each in pids)

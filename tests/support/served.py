@@ -61,7 +61,8 @@ def served(
         held.callback(studies.close)
         parts = Parts(
             store=store, dispatcher=dispatcher, places=Places(store), runs=Runs(folder), feed=Feed(store, every=0.02),
-            estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, workloads=workloads, url=url,
+            estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,
+            workloads=workloads, url=url,
         )  # fmt: skip
         config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
         server = GuardedServer(config)
