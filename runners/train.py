@@ -123,6 +123,7 @@ class TrainRank:
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 average=average,
+                phase=context.phase,
             )
             context.phase("training")
             ended = loop.run()

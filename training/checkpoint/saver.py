@@ -27,6 +27,8 @@ class Saved:
     """For how long of that the training stood still, s."""
     failure: str = ""
     """Why there is no such checkpoint; empty where there is one."""
+    bytes: int = 0
+    """Of all its files; 0 where there is none."""
 
 
 class Saver:
@@ -54,6 +56,19 @@ class Saver:
         self._kept = False
         """Whether what no step changes is kept."""
 
+    def rehearse(self, state: State, step: int) -> Saved:
+        """Saves a checkpoint as `save` does, reads it back, removes it again, and tells how that went. No save is under way.
+
+        Args:
+            state: of the training as it is now.
+            step: optimizer steps that are done.
+        """
+        assert self._pending is None, "one that is under way is waited for first"
+        self._start(state, step, None)
+        saved = self.wait()
+        assert saved is not None, "it was begun just now"
+        return saved
+
     def save(self, state: State | Frozen, step: int, facts: Mapping[str, Any]) -> Saved | None:
         """Copies the state and begins to save it; waits for the save before, and tells how that ended.
 
@@ -62,17 +77,21 @@ class Saver:
             step: optimizer steps that are done.
             facts: what the checkpoint is to say of itself.
         """
-        begin = time.perf_counter()
         before = self.wait()
+        self._start(state, step, dict(facts))
+        return before
+
+    def _start(self, state: State | Frozen, step: int, facts: dict[str, Any] | None) -> None:
+        """Copies the state and begins to save it; without facts it is removed again."""
+        begin = time.perf_counter()
         if failure := self._keep(state):
             self._pending = self._thread.submit(Saved, step=step, seconds=0.0, stalled=0.0, failure=failure)
-            return before
+            return
         parts = parts_of(state.tensors())
         self._share_out(parts)
         copies = self._copied([each for each in parts if self._mine is None or each.place in self._mine])
         stalled = time.perf_counter() - begin
-        self._pending = self._thread.submit(self._save, copies, step, dict(facts), begin, stalled)
-        return before
+        self._pending = self._thread.submit(self._save, copies, step, facts, begin, stalled)
 
     def wait(self) -> Saved | None:
         """Waits for the save that is under way; how it ended, None where there was none."""
@@ -145,19 +164,20 @@ class Saver:
             torch.cuda.synchronize()
         return out
 
-    def _save(self, parts: list[Part], step: int, facts: dict[str, Any], begin: float, stalled: float) -> Saved:
+    def _save(self, parts: list[Part], step: int, facts: dict[str, Any] | None, begin: float, stalled: float) -> Saved:
         from torch.distributed.checkpoint import CheckpointException
 
+        size = 0
         try:
-            failure = self._written(parts, step, facts)
+            failure, size = self._written(parts, step, facts)
         except (CheckpointException, OSError) as error:
             failure = _reason(error, self._group is not None)
-        if failure and self._rank == 0:
+        if (failure or facts is None) and self._rank == 0:
             self.folder.discard(step)
-        return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure)
+        return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure, bytes=size)
 
-    def _written(self, parts: list[Part], step: int, facts: dict[str, Any]) -> str:
-        """Writes a checkpoint; why there is none, on every rank alike."""
+    def _written(self, parts: list[Part], step: int, facts: dict[str, Any] | None) -> tuple[str, int]:
+        """Writes a checkpoint; why there is none, on every rank alike, and how many bytes it has."""
         beside = self.folder.beside(step)
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
@@ -169,10 +189,11 @@ class Saver:
             missing = [name for name in files if not (beside / name).exists()]
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
-            else:
+            elif facts is not None:
                 made = _tried(lambda: self.folder.finish(step, files, facts))
                 failure = made if isinstance(made, str) else ""
-        return str(self._gathered(failure)[0])
+        size = sum(about["bytes"] for each in everybody if isinstance(each, dict) for about in each.values())
+        return str(self._gathered(failure)[0]), size
 
     def _gathered(self, value: Any) -> list[Any]:
         """What each rank has."""
