@@ -10,20 +10,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ...errors import StudyError
-from ...writing import write_atomic
+from ...writing import sync_folder, write_atomic
 
 MANIFEST = "manifest.json"
 FROZEN = "frozen"
 FORMAT = 1
 SEAL = "sha256"
 """By which a manifest holds the checksum of itself."""
+KEPT, REPLACES = "frozen", "replaces"
+"""By which a manifest names what no step changes, by the seal of that, and that names the seals in whose place it is."""
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.step-\d{8,}\.(saving|removing)")
 """What a save or a removal that was killed leaves."""
@@ -78,6 +80,29 @@ class Checkpoint:
     def frozen(self) -> "Checkpoint | None":
         """What no step changes of the same training; None where all is here."""
         return next(iter(CheckpointFolder(self.path.parent).frozen.all()), None)
+
+    def check_frozen(self, names: Callable[[tuple[str, ...]], Iterable[str]] = lambda names: names) -> None:
+        """Reads what no step changes and compares it with its checksums, as `check` does.
+
+        Args:
+            names: which of its files are read.
+
+        Raises:
+            StudyError: it is damaged, gone, or another than this checkpoint was saved with.
+        """
+        frozen, seal = self.frozen, self.manifest.get(KEPT)
+        if frozen is not None:
+            frozen.check(names(frozen.files()))
+        if seal is not None and (frozen is None or seal not in frozen.seals):
+            state = "gone" if frozen is None else "others"
+            raise StudyError(
+                f"'{self.path}' was saved beside weights in '{self.path.parent / FROZEN}' that are {state} now"
+            )
+
+    @property
+    def seals(self) -> tuple[str, ...]:
+        """By which checkpoints name it: its own, and those of what it is in the place of."""
+        return (self.manifest[SEAL], *self.manifest.get(REPLACES, ()))
 
     def files(self) -> tuple[str, ...]:
         """Names of what it consists of, beside the manifest."""
@@ -194,13 +219,15 @@ class CheckpointFolder:
         """
         beside, made = self.beside(step), self.whole(step)
         # Compared as it is read again: what is no plain JSON would be another thing then.
-        document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, "files": dict(files)}))
+        kept = next((each for each in self.frozen.all() if each.sound), None)
+        named = {} if kept is None else {KEPT: kept.seals[0]}
+        document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, **named, "files": dict(files)}))
         write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
-        _sync(beside)
+        sync_folder(beside)
         if made.path.exists():  # of a training that went back behind it
             self._remove(made)
         os.rename(beside, made.path)
-        _sync(self.path)
+        sync_folder(self.path)
         older = [each for each in self.all() if each.step < step and each.sound]
         for each in older[self.keep - 1 :]:
             self._remove(each)
@@ -235,7 +262,7 @@ class CheckpointFolder:
                 self.frozen.path.rmdir()
         for later in self.all():
             if found is not None and later.step > found.step:
-                os.rename(later.path, _free(later.path.with_name(f"damaged-{later.path.name}")))
+                put_aside(later)
 
     def _remove(self, old: Checkpoint) -> None:
         """Removes a checkpoint: what its manifest names, and the folder where nothing else is in it."""
@@ -261,6 +288,11 @@ def _written_as_one(each: Checkpoint) -> bool:
     return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.sound)
 
 
+def put_aside(damaged: Checkpoint) -> None:
+    """Gives a damaged checkpoint another name, under which it is no checkpoint any more."""
+    os.rename(damaged.path, _free(damaged.path.with_name(f"damaged-{damaged.path.name}")))
+
+
 def _free(path: Path) -> Path:
     """The path, or with a number behind it where something is there."""
     number, free = 1, path
@@ -281,11 +313,3 @@ def described(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {
         name: {"bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)} for name in sorted(names)
     }
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

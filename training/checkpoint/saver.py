@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .folder import CheckpointFolder, described
+from .folder import REPLACES, CheckpointFolder, described
 from .state import Frozen, State
 from .storage import Part, parts_of, write
 
@@ -106,22 +106,41 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
-        """Ends the thread, behind what it is at."""
+        """Ends the thread, behind what it is at, and gives back the memory of copies."""
         self._thread.shutdown()
+        self._give_back()
 
-    def _keep(self, state: State | Frozen) -> str:
+    def keep_again(self, state: State, replaced: Sequence[str]) -> str:
+        """Keeps what no step changes in the place of a copy that was damaged; why that is not possible, empty where it is.
+
+        Args:
+            state: of the training, with these weights in place.
+            replaced: seals of the copy that checkpoints name.
+        """
+        return self._keep(state, {REPLACES: list(replaced)})
+
+    def _give_back(self) -> None:
+        """Gives pinned memory back to the system: torch would keep it for whatever is pinned next."""
+        import torch
+
+        pinned = bool(self._buffers)
+        self._buffers.clear()
+        if pinned and hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
+            torch.accelerator.empty_host_cache()
+
+    def _keep(self, state: State | Frozen, facts: Mapping[str, Any] | None = None) -> str:
         """Sees that what no step changes is kept; why it is not, on every rank alike."""
         frozen = state.frozen
         if frozen is None or self._kept:
             return ""
-        self._kept = bool(self._gathered(bool(self.folder.frozen.all()))[0])
+        self._kept = bool(self.gathered(bool(self.folder.frozen.all()))[0])
         if self._kept:
             return ""
         if self._rank == 0:
             self.folder.frozen.path.mkdir(parents=True, exist_ok=True)
-        self._gathered(None)
+        self.gathered(None)
         once = Saver(self.folder.frozen, self._rank, self._group)
-        once.save(frozen, 0, {})
+        once.save(frozen, 0, facts or {})
         saved = once.wait()
         once.close()
         assert saved is not None, "it was saved just now"
@@ -144,7 +163,7 @@ class Saver:
         everybody: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
         dist.all_gather_object(everybody, sizes, group=self._group)
         self._known, self._mine = places, shared_out(everybody)[self._rank]
-        self._buffers.clear()
+        self._give_back()
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
         """Copies on the CPU, which training does not change."""
@@ -182,7 +201,7 @@ class Saver:
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
         mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
-        everybody = self._gathered(mine)
+        everybody = self.gathered(mine)
         failure = next((each for each in everybody if isinstance(each, str)), "")
         if not failure and self._rank == 0:
             files = {name: about for each in everybody for name, about in each.items()}
@@ -193,9 +212,9 @@ class Saver:
                 made = _tried(lambda: self.folder.finish(step, files, facts))
                 failure = made if isinstance(made, str) else ""
         size = sum(about["bytes"] for each in everybody if isinstance(each, dict) for about in each.values())
-        return str(self._gathered(failure)[0]), size
+        return str(self.gathered(failure)[0]), size
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
         """What each rank has."""
         if self._group is None:
             return [value]

@@ -149,6 +149,8 @@ class Samples:
             "evaluation_samples": self.num_evaluation,
             "unused_samples": self.layout.num_rows - self.usable.samples,
             "shortened_documents": self.usable.shortened,
+            "skipped_rows": about.skipped,
+            "first_skipped_row": about.first_skipped,
             **follows,
             "digest": hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest(),
         }

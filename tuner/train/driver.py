@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...device import Device, detect, usable_cores
-from ...errors import RunnerError, StudyError, TrainingFailed, UsageError
+from ...errors import RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
 from ...estimator.hardware import recognise
 from ...lock import FolderLock
 from ...models import Workload
@@ -53,6 +54,7 @@ LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
 REPLACE_S, RETRY_S = 120.0, 5.0
 """How long devices that were lost may take to be replaced, and how often it is tried, s."""
+NOTHING_SAVED = "there is no checkpoint, and --resume begins anew"
 FULL_MIB = 1.0
 """Free space of a training's disk below which it is said to be full, MiB."""
 LOOK_S = 0.2
@@ -134,6 +136,7 @@ class Driver:
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
         self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
+        self._made = missing_of(path)
         make_folder(path)
         held.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
@@ -188,6 +191,8 @@ class Driver:
                 f"an evaluation takes at least a global batch of {self.workload.global_batch} samples, but "
                 f"{samples.num_evaluation} are held out; give a larger --held-out"
             )
+        if skipped := self.data.get("skipped_rows"):
+            self.listener.said(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
         if self.data.get("made_up"):
             self.listener.said(
                 f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "
@@ -201,6 +206,14 @@ class Driver:
             self.listener.said("there is no checkpoint to go on from: it begins anew")
         self._take(self._begin())
         self._heed_note()
+
+    def discard(self) -> None:
+        """Removes the folders that a start has made which is refused before anything was trained."""
+        if self._made and not holds_training(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                for each in self._made[1:]:
+                    each.rmdir()
 
     def safer(self, reason: str) -> None:
         """Takes the next-safer configuration, behind one that ran out of memory.
@@ -219,15 +232,20 @@ class Driver:
             steps = self.request.steps
             self.listener.said(f"all {steps} steps are done already; a higher --steps goes on")
             return self._trained(None)
-        self.prepare()
+        try:
+            self.prepare()
+        except RedlineError:
+            self.discard()
+            raise
         while True:
             measured = self._kept_up()
             if measured.ok:
                 return self._ended(measured)
             if measured.status is not Status.OOM:
+                then = f"--resume goes on from the checkpoint of step {self.step}" if self.step else NOTHING_SAVED
                 raise TrainingFailed(
                     f"the training ended at step {self.step} or later ({measured.status}): {measured.reason}; what its "
-                    f"ranks printed is in {self.path / measured.log}, and --resume goes on from the latest checkpoint"
+                    f"ranks printed is in {self.path / measured.log}; {then}"
                 )
             self.safer(f"out of memory: {measured.reason}")
 
@@ -430,7 +448,7 @@ class Driver:
             TrainingFailed: says why, and what there is.
         """
         if end.failure:
-            kept = "there is no checkpoint, and --resume begins anew"
+            kept = NOTHING_SAVED
             if self.step:
                 kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
             raise TrainingFailed(
@@ -469,6 +487,11 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
             )
     starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
     return TrainRequest.again(request.source, asked, **{**given, **starts})
+
+
+def missing_of(path: Path) -> list[Path]:
+    """A folder and those above it that are not there, the innermost first."""
+    return [each for each in (path, *path.parents) if not each.exists()]
 
 
 def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:

@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import replace
 
-from ...errors import UsageError
+from ...errors import RedlineError, UsageError
 from ...results.trained import OUT_OF_MEMORY, LogReader, log_size
 from ...runners import failure
 from ...runners.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
@@ -84,7 +84,11 @@ def _decide(
             f"devices={request.devices} contradicts the launcher, whose ranks are {place.size}; leave --devices out"
         )
     driver = Driver(replace(request, devices=place.size), told[0], held, again=True)
-    driver.prepare()
+    try:
+        driver.prepare()
+    except RedlineError:
+        driver.discard()
+        raise
     drivers.append(driver)
     told[0] = driver.listener
     driver.listener.began(driver.begun())
