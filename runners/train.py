@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError
+from ..errors import StudyError, WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.layouts.find import find_weights
@@ -24,7 +24,7 @@ from ..space import Config
 from ..training import Training
 from ..training.checkpoint.folder import CheckpointFolder
 from ..training.checkpoint.restoring import frozen_damage, keep_again, latest, restore
-from ..training.checkpoint.saver import Saver
+from ..training.checkpoint.saver import Saver, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
@@ -87,7 +87,7 @@ class TrainRank:
             context.phase("rendezvous")
             if not torch.distributed.is_initialized():
                 join(context)
-            group = torch.distributed.new_group(backend="gloo")
+            group = patient_group()
         with ExitStack() as held:
             written = held.enter_context(_Log(self.folder, self.heard)) if context.rank == 0 else None
             log = written or _nowhere
@@ -111,6 +111,7 @@ class TrainRank:
             saver = Saver(folder, context.rank, group)
             held.callback(saver.close)
             step, position = self._begin(training, state, saver, group, log)
+            saver.gathered(None)  # the group of the steps has less patience with a rank that reads more than others
             loop = Loop(
                 training,
                 samples,
@@ -147,12 +148,20 @@ class TrainRank:
         def say(note: str) -> None:
             log({"kind": "note", "text": note})
 
-        folder = saver.folder
-        if self.weights is not None and state.frozen is not None and (damage := frozen_damage(folder, group)):
+        folder, damaged = saver.folder, list[str]()
+        try:
+            found = latest(folder, group, damaged.append)
+        except StudyError:
+            mended = self.weights is not None and state.frozen is not None
+            if not mended or not (damage := frozen_damage(folder, group)):
+                raise
             say(f"the weights that are not trained are taken from '{self.weights}' again: {damage}")
-            weights = weights_to_begin_with(self.workload, self.weights)
+            weights = weights_to_begin_with(self.workload, str(self.weights))
             keep_again(state, weights, folder, saver, training.world.rank)
-        found = latest(folder, group, say)
+            damaged.clear()
+            found = latest(folder, group, damaged.append)
+        for note in damaged:
+            say(note)
         if training.world.rank == 0:
             folder.prepare(found)
         if found is None:

@@ -47,8 +47,8 @@ def latest(folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable
 def check(found: Checkpoint, group: "ProcessGroup | None") -> str:
     """What is wrong with a checkpoint, on every rank alike; empty where nothing is."""
     rank, ranks = _place(group)
-    failure = _said(lambda: found.check(found.files()[rank::ranks]))
-    if not failure and (failure := _said(lambda: found.check_frozen(lambda names: names[rank::ranks]))):
+    failure = _said(lambda: found.check(rank, ranks))
+    if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks))):
         failure += f"; {MENDED}"
     return next(filter(None, _gathered(failure, group)), "")
 
@@ -58,7 +58,7 @@ def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str
     nothing is, or there is none."""
     rank, ranks = _place(group)
     found = next((each for each in _alike(folder.all(), group) if each.sound), None)
-    failure = "" if found is None else _said(lambda: found.check_frozen(lambda names: names[rank::ranks]))
+    failure = "" if found is None else _said(lambda: found.check_frozen(rank, ranks))
     return next(filter(None, _gathered(failure, group)), "")
 
 

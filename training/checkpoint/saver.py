@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .folder import REPLACES, CheckpointFolder, described
@@ -13,6 +14,10 @@ from .storage import Part, parts_of, write
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for one that is at a checkpoint; gloo's usual half an hour is little for terabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,6 +228,14 @@ class Saver:
         out = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(out, value, group=self._group)
         return out
+
+
+def patient_group() -> "ProcessGroup":
+    """A group of all ranks whose collectives wait for one that reads or writes a large checkpoint; all ranks call it. A rank
+    that is gone is noticed by its connection, and not by a time."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def shared_out(everybody: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
