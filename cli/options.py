@@ -51,6 +51,8 @@ def _option(field: Field[Any], told: Asked) -> Decorator:
         return click.option(flag, field.name, multiple=True, **shared)
     if field.default not in (None, MISSING):
         shared |= {"default": field.default, "show_default": True}
+    if isinstance(field.default, tuple):
+        return click.option(flag, field.name, nargs=len(field.default), type=float, **shared)
     kind = click.IntRange(min=told.type.start) if isinstance(told.type, range) else told.type
     return click.option(flag, field.name, type=kind, **shared)
 

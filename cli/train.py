@@ -77,9 +77,12 @@ def _print(trained: Any) -> None:
 
     measured = trained.measurement
     how = "ended early" if trained.stopped else "trained"
-    click.echo(
-        f"{how}: {trained.step} step{'s'[: trained.step != 1]}, the latest checkpoint in {trained.folder / 'checkpoints'}"
+    where = (
+        f"the latest checkpoint in {trained.folder / 'checkpoints'}"
+        if trained.step
+        else "before there was a checkpoint"
     )
+    click.echo(f"{how}: {trained.step} step{'s'[: trained.step != 1]}, {where}")
     if measured is not None and measured.throughput is not None:
         than = ""
         if trained.predicted:
@@ -87,6 +90,6 @@ def _print(trained: Any) -> None:
             than = f", {abs(percent):.1f} % {'above' if percent > 0 else 'below'} what the dry run measured"
         click.echo(f"{speed(measured.throughput, measured.unit)}{than}")
     if trained.stopped:
-        click.echo(f"go on    redline train {trained.folder} --resume")
+        click.echo(f"{'go on ' if trained.step else 'anew  '}   redline train {trained.folder} --resume")
     elif trained.exports_to is not None:
         click.echo(f"export   redline convert {trained.folder} OUT --to {trained.exports_to}")

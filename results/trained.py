@@ -32,6 +32,15 @@ def holds_training(path: Path) -> bool:
     return (path / DOCUMENT).is_file()
 
 
+def fresh_folder(name: str) -> Path:
+    """`train/NAME`, or NAME-2 and so on where that is there."""
+    path, number = Path("train", name), 1
+    while path.exists():
+        number += 1
+        path = Path("train", f"{name}-{number}")
+    return path
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """The contents of train.yaml.
 

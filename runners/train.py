@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import WorkloadError
+from ..base.errors import StudyError, WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.layouts.find import find_weights
@@ -23,8 +23,8 @@ from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
 from ..training import Training
 from ..training.checkpoint.folder import CheckpointFolder
-from ..training.checkpoint.restoring import latest, restore
-from ..training.checkpoint.saver import Saver
+from ..training.checkpoint.restoring import frozen_damage, keep_again, latest, restore
+from ..training.checkpoint.saver import Saver, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .work import Known, TrialTerms
 
 
+_SYNCED = ("checkpoint", "end")
+"""Kinds of lines behind which a log survives a power cut, as the checkpoints do of which they tell."""
 _WAITING = 200
 """Lines that are kept for a log whose disk is full, the latest."""
 
@@ -85,7 +87,7 @@ class TrainRank:
             context.phase("rendezvous")
             if not torch.distributed.is_initialized():
                 join(context)
-            group = torch.distributed.new_group(backend="gloo")
+            group = patient_group()
         with ExitStack() as held:
             written = held.enter_context(_Log(self.folder, self.heard)) if context.rank == 0 else None
             log = written or _nowhere
@@ -106,9 +108,10 @@ class TrainRank:
             state = State(training, average)
             context.phase("checkpoint")
             folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
-            step, position = self._begin(training, state, folder, group, log)
             saver = Saver(folder, context.rank, group)
             held.callback(saver.close)
+            step, position = self._begin(training, state, saver, group, log)
+            saver.gathered(None)  # the group of the steps has less patience with a rank that reads more than others
             loop = Loop(
                 training,
                 samples,
@@ -119,10 +122,11 @@ class TrainRank:
                 position=position,
                 facts={**self.facts, "configuration": dict(self.config), "devices": context.world_size},
                 log=log,
-                stop=held.enter_context(_told_to_stop(self.folder)),
+                stop=held.enter_context(_told_to_stop(self.folder if context.rank == 0 else None)),
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 average=average,
+                phase=context.phase,
             )
             context.phase("training")
             ended = loop.run()
@@ -135,7 +139,7 @@ class TrainRank:
         self,
         training: Training,
         state: State,
-        folder: CheckpointFolder,
+        saver: Saver,
         group: "torch.distributed.ProcessGroup | None",
         log: Callable[[Mapping[str, Any]], None],
     ) -> tuple[int, int]:
@@ -144,7 +148,20 @@ class TrainRank:
         def say(note: str) -> None:
             log({"kind": "note", "text": note})
 
-        found = latest(folder, group, say)
+        folder, damaged = saver.folder, list[str]()
+        try:
+            found = latest(folder, group, damaged.append)
+        except StudyError:
+            mended = self.weights is not None and state.frozen is not None
+            if not mended or not (damage := frozen_damage(folder, group)):
+                raise
+            say(f"the weights that are not trained are taken from '{self.weights}' again: {damage}")
+            weights = weights_to_begin_with(self.workload, str(self.weights))
+            keep_again(state, weights, folder, saver, training.world.rank)
+            damaged.clear()
+            found = latest(folder, group, damaged.append)
+        for note in damaged:
+            say(note)
         if training.world.rank == 0:
             folder.prepare(found)
         if found is None:
@@ -299,6 +316,8 @@ class _Log:
         data = b"\n" * self._cut + json.dumps(line, allow_nan=False).encode() + b"\n"
         try:
             written = self._file.write(data)
+            if line.get("kind") in _SYNCED:
+                os.fsync(self._file)
         except OSError as error:
             return str(error.strerror)
         self._cut = written < len(data) if written else self._cut
@@ -306,8 +325,8 @@ class _Log:
 
 
 @contextmanager
-def _told_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Whether somebody wants the training to end: by SIGTERM, SIGINT, or a file in its folder."""
+def _told_to_stop(folder: Path | None) -> Iterator[Callable[[], bool]]:
+    """Whether somebody wants the training to end: by SIGTERM, SIGINT, or a file in its folder, for which one rank looks."""
     heard = False
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -316,7 +335,7 @@ def _told_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: heard or os.path.exists(folder / STOP)
+        yield lambda: heard or (folder is not None and os.path.exists(folder / STOP))
     finally:
         for number, handler in before.items():
             with suppress(TypeError):  # one that Python did not set cannot be put back

@@ -48,8 +48,13 @@ class Hyperparameters:
     """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
     weight_decay: Annotated[float, Asked("AdamW's, of weight matrices.", type=float)] = 0.01
     """AdamW's, of what has two dimensions or more; biases and norms have none."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's."""
+    betas: Annotated[tuple[float, float], Asked("AdamW's, of gradients and of their squares.", metavar="B1 B2")] = (
+        0.9,
+        0.999,
+    )
+    """AdamW's, of the moving averages of gradients and of their squares."""
+    eps: Annotated[float, Asked("AdamW's, added to the root of the squares.", type=float)] = 1e-8
+    """AdamW's, added to the root of the average of squares."""
     clip: Annotated[float | None, Asked("Largest norm of all gradients together.", type=float)] = 1.0
     """Largest norm of all gradients together; None or 0 for no limit."""
     average: Annotated[
@@ -70,7 +75,12 @@ class Hyperparameters:
             "weight_decay": (self.weight_decay, self.weight_decay >= 0, "at least 0"),
             "clip": (self.clip, self.clip is None or self.clip >= 0, "at least 0"),
             "average": (self.average, self.average is None or 0 < self.average < 1, "a share between 0 and 1"),
-            "betas": (self.betas, all(0 <= each < 1 for each in self.betas), "shares below 1"),
+            "betas": (
+                self.betas,
+                len(self.betas) == 2 and all(0 <= each < 1 for each in self.betas),
+                "two shares below 1",
+            ),
+            "eps": (self.eps, self.eps > 0, "above 0"),
         }
         for name, (value, holds, rule) in ranges.items():
             if not holds:
@@ -104,5 +114,9 @@ class Hyperparameters:
         ]
         # Not fused leaves the choice to torch: foreach on CUDA, a loop over parameters on a CPU.
         return torch.optim.AdamW(
-            given, lr=self.lr if self.lr is not None else DEFAULT_LR, betas=self.betas, fused=True if fused else None
+            given,
+            lr=self.lr if self.lr is not None else DEFAULT_LR,
+            betas=self.betas,
+            eps=self.eps,
+            fused=True if fused else None,
         )

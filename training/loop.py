@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..base.errors import Diverged, UsageError
+from ..base.errors import Diverged, StudyError, UsageError
 from ..models.batches import each_tensor, to_device
 from ..models.request import Asked
 from ..models.workload import Batch
@@ -18,6 +18,7 @@ from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
 from .data.samples import TrainingData
 from .hyperparameters import Hyperparameters
+from .soak import LONG, agreed, longest, unchanged
 from .training import Training
 from .weighing import factors
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+MIB = 1024 * 1024
 LAG = 2
 """Steps behind which ranks learn what they agreed on, so that none waits for the device."""
 
@@ -53,6 +55,12 @@ class LoopPlan:
     """Minutes between two checkpoints; 0 for none by time."""
     keep: Annotated[int, Asked("Checkpoints that are kept.", type=int, metavar="N")] = 3
     """Checkpoints that are kept."""
+
+    soak: Annotated[
+        bool,
+        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save behind the first."),
+    ] = True
+    """Whether a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save behind its first step."""
 
     def __post_init__(self) -> None:
         for name, least in (("log_every", 1), ("eval_every", 0), ("eval_steps", 1), ("save_every", 0), ("keep", 1)):
@@ -107,6 +115,7 @@ class Loop:
         memory_mib: this rank's peak memory.
         peak_flops: of a device, for the utilisation; None where it is not known.
         average: the moving averages of parameters, where they are kept; see `averages`.
+        phase: told what comes next, so that a failure can say where it happened.
     """
 
     def __init__(
@@ -126,7 +135,9 @@ class Loop:
         memory_mib: Callable[[], float] | None = None,
         peak_flops: float | None = None,
         average: "Mapping[nn.Parameter, torch.Tensor] | None" = None,
+        phase: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._phase = phase
         self.training, self.samples, self.plan, self.saver = training, samples, plan, saver
         self.step, self.position = step, position
         self._hyper = hyperparameters
@@ -169,6 +180,10 @@ class Loop:
                     self._evaluate()
                 if save or (self.plan.save_every and self.step % self.plan.save_every == 0):
                     self._save()
+                if self.plan.soak and self.step == self._first + 1 and self.until - self._first >= LONG and not stopped:
+                    self._phase("soak")
+                    self._soak()
+                    self._phase("training")
             return self._end(stopped)
         finally:
             following.cancel()
@@ -306,12 +321,20 @@ class Loop:
 
     def _evaluate(self) -> None:
         """The mean loss of held-out samples, with dropout off."""
-        import torch
-
         training, begin = self.training, time.perf_counter()
         self._check()
         held = self.samples.num_evaluation
         steps = min(self.plan.eval_steps, max(1, held // training.samples_per_step))
+        loss = self._held_out_loss(steps)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the held-out loss of step {self.step} is {loss}")
+        self._log({"kind": "evaluation", "step": self.step, "loss": loss, "steps": steps})
+        self._idle_s += time.perf_counter() - begin
+
+    def _held_out_loss(self, steps: int) -> float:
+        import torch
+
+        training = self.training
         total = torch.zeros((), device=training.device)
         training.model.eval()
         with torch.no_grad():
@@ -320,11 +343,45 @@ class Loop:
                 batches = training.micro_batches(to_device(share, training.device))
                 total += training.passes(batches, factors=factors(training, self.samples, batches))
         training.model.train()
-        loss = float(total) / steps
-        if not math.isfinite(loss):
-            raise self._diverged(f"the held-out loss of step {self.step} is {loss}")
-        self._log({"kind": "evaluation", "step": self.step, "loss": loss, "steps": steps})
-        self._idle_s += time.perf_counter() - begin
+        return float(total) / steps
+
+    def _soak(self) -> None:
+        """Tries what comes later: the longest batch, an evaluation, a save. Nothing of the training changes by it.
+
+        Raises:
+            StudyError: a checkpoint cannot be saved.
+        """
+        training, size, begin = self.training, self.training.samples_per_step, time.perf_counter()
+        position, left = self._position(self.step), self.until - self.step
+        rank0 = training.world.rank == 0
+        found = longest(self.samples, position, left, size, training.micro_batch) if rank0 else None
+        found = agreed(training, found)
+        tried = [f"the longest of the next {found.looked_at:,} batches (step {self.step + found.step + 1})"]
+        with unchanged(training):
+            share = training.share(self.samples, position + found.step * size)
+            batches = training.micro_batches(to_device(share, training.device))
+            loss = training.passes(batches, factors=factors(training, self.samples, batches))
+            float(loss)  # waits for the device
+            training.optimizer.zero_grad(set_to_none=True)
+            if self.plan.eval_every:
+                self._held_out_loss(1)
+                tried.append("an evaluation")
+        if self.saver is not None:
+            self._told(self.saver.wait())
+            saved = self.saver.rehearse(State(training, self.average), self.step)
+            if saved.failure:
+                raise StudyError(
+                    f"no checkpoint can be saved in '{self.saver.folder.path}', as a trial behind the first step shows: "
+                    f"{saved.failure}"
+                )
+            tried.append(f"a checkpoint of {saved.bytes / MIB:,.1f} MiB")
+        memory_mib = self._memory_mib() if self._memory_mib else None
+        peak = f", {memory_mib:,.0f} MiB at most" if memory_mib else ""
+        seconds = time.perf_counter() - begin
+        self._idle_s += seconds
+        listed = " and ".join(filter(None, (", ".join(tried[:-1]), tried[-1])))
+        text = f"soaked for {seconds:.1f} s{peak}: {listed} went well, and changed nothing"
+        self._log({"kind": "note", "step": self.step, "text": text, "seconds": seconds, "memory_mib": memory_mib})
 
     def _save(self) -> None:
         """Begins to save a checkpoint of this step."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RedlineError, RunnerError
+from ..training.checkpoint.saver import patient_group
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ def decided(here: Place, decide: Callable[[], Any]) -> tuple[Any, Joined]:
         dist.broadcast_object_list(box, src=0, group=group)
         return _read(box[0]), Joined(place=here, device=_device(here), group=group)
     found = _at_the_store(here, decide)
-    return found, Joined(place=here, device=_device(here), group=dist.new_group(backend="gloo"))
+    return found, Joined(place=here, device=_device(here), group=patient_group())
 
 
 def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:

@@ -259,7 +259,7 @@ def _pieces(name: str, tensor: LazyTensor) -> Iterable[Piece]:
         yield Piece(name, tensor.shape, offset, size, tensor.dtype, partial(tensor.read, box))
 
 
-def boxes(tensor: LazyTensor) -> Iterable[Box]:
+def boxes(tensor: "LazyTensor | torch.Tensor") -> Iterable[Box]:
     """Boxes that make up a tensor, each at most `PIECE_BYTES` or one entry of the first two dimensions."""
     found: list[Box] = [()]
     rest = tensor.nbytes

@@ -380,6 +380,10 @@ def test_signals_and_a_file_are_heard(tmp_path, number):
         assert not told()
         (tmp_path / "stop").touch()
         assert told()
+    with _told_to_stop(None) as told:  # the other ranks leave that to the first
+        assert not told()
+        os.kill(os.getpid(), number)
+        assert told()
 
 
 def poisoned(step, rank=0, gradient=False):

@@ -10,20 +10,25 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...base.errors import StudyError
-from ...base.writing import write_atomic
+from ...base.writing import sync_folder, write_atomic
 
 MANIFEST = "manifest.json"
 FROZEN = "frozen"
 FORMAT = 1
+PIECE_BYTES = 64 << 20
+"""Of a file, what has a checksum of its own where the file is larger."""
+_BLOCK = 1 << 20
 SEAL = "sha256"
 """By which a manifest holds the checksum of itself."""
+KEPT, REPLACES = "frozen", "replaces"
+"""By which a manifest names what no step changes, by the seal of that, and that names the seals in whose place it is."""
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.step-\d{8,}\.(saving|removing)")
 """What a save or a removal that was killed leaves."""
@@ -79,27 +84,74 @@ class Checkpoint:
         """What no step changes of the same training; None where all is here."""
         return next(iter(CheckpointFolder(self.path.parent).frozen.all()), None)
 
+    def check_frozen(self, rank: int = 0, ranks: int = 1) -> None:
+        """Reads what no step changes and compares it with its checksums, as `check` does.
+
+        Args:
+            rank, ranks: as for that.
+
+        Raises:
+            StudyError: it is damaged, gone, or another than this checkpoint was saved with.
+        """
+        frozen, seal = self.frozen, self.manifest.get(KEPT)
+        if frozen is not None:
+            frozen.check(rank, ranks)
+        if seal is not None and (frozen is None or seal not in frozen.seals):
+            state = "gone" if frozen is None else "others"
+            raise StudyError(
+                f"'{self.path}' was saved beside weights in '{self.path.parent / FROZEN}' that are {state} now"
+            )
+
+    @property
+    def seals(self) -> tuple[str, ...]:
+        """By which checkpoints name it: its own, and those of what it is in the place of."""
+        return (self.manifest[SEAL], *self.manifest.get(REPLACES, ()))
+
     def files(self) -> tuple[str, ...]:
         """Names of what it consists of, beside the manifest."""
         return tuple(sorted(self.manifest["files"]))
 
-    def check(self, names: Iterable[str]) -> None:
-        """Reads files and compares them with their checksums.
+    def check(self, rank: int = 0, ranks: int = 1) -> None:
+        """Reads a share of the files and compares it with their checksums; all ranks together read all of it once.
+
+        Args:
+            rank, ranks: whose share, of about as many bytes as the others'.
 
         Raises:
-            StudyError: one of them is missing, cut off or altered.
+            StudyError: a file is missing, cut off or altered.
         """
-        for name in names:
+        for name, number in self.shares(ranks)[rank]:
             said = self.manifest["files"][name]
             path = self.path / name
             try:
                 size = path.stat().st_size
                 if size != said["bytes"]:
                     raise StudyError(f"'{path}' is damaged: it has {size} bytes, and had {said['bytes']} when saved")
-                if checksum(path) != said["sha256"]:
+                if number is None:
+                    alike = checksum(path) == said["sha256"]
+                else:
+                    alike = _piece_checksum(path, number) == said["pieces"][number]
+                if not alike:
                     raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
             except OSError as error:
                 raise StudyError(f"'{path}' cannot be read: {error.strerror or error}") from error
+
+    def shares(self, ranks: int) -> list[list[tuple[str, int | None]]]:
+        """What each of some ranks reads to check all files: of large ones pieces by number, of others all (None)."""
+        units: list[tuple[str, int | None, int]] = []
+        for name in self.files():
+            said = self.manifest["files"][name]
+            pieces, rest = said.get("pieces"), said["bytes"]
+            if pieces is None:
+                units.append((name, None, rest))
+                continue
+            units += [(name, number, min(PIECE_BYTES, rest - number * PIECE_BYTES)) for number in range(len(pieces))]
+        loads, out = [0] * ranks, [list[tuple[str, int | None]]() for _ in range(ranks)]
+        for name, number, size in sorted(units, key=lambda unit: -unit[2]):  # stable, so that all ranks share out alike
+            rank = min(range(ranks), key=loads.__getitem__)
+            loads[rank] += size
+            out[rank].append((name, number))
+        return out
 
 
 def _sealed(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,8 +168,15 @@ def _files_of(document: Mapping[str, Any]) -> bool:
         and isinstance(said, dict)
         and isinstance(said.get("bytes"), int)
         and isinstance(said.get("sha256"), str)
+        and _pieces_of(said)
         for name, said in files.items()
     )
+
+
+def _pieces_of(said: Mapping[str, Any]) -> bool:
+    """Whether what a manifest says of a file has checksums of all its pieces, or of none."""
+    pieces = said.get("pieces")
+    return pieces is None or (isinstance(pieces, list) and len(pieces) == -(-said["bytes"] // PIECE_BYTES))
 
 
 class CheckpointFolder:
@@ -194,13 +253,15 @@ class CheckpointFolder:
         """
         beside, made = self.beside(step), self.whole(step)
         # Compared as it is read again: what is no plain JSON would be another thing then.
-        document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, "files": dict(files)}))
+        kept = next((each for each in self.frozen.all() if each.sound), None)
+        named = {} if kept is None else {KEPT: kept.seals[0]}
+        document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, **named, "files": dict(files)}))
         write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
-        _sync(beside)
+        sync_folder(beside)
         if made.path.exists():  # of a training that went back behind it
             self._remove(made)
         os.rename(beside, made.path)
-        _sync(self.path)
+        sync_folder(self.path)
         older = [each for each in self.all() if each.step < step and each.sound]
         for each in older[self.keep - 1 :]:
             self._remove(each)
@@ -235,7 +296,7 @@ class CheckpointFolder:
                 self.frozen.path.rmdir()
         for later in self.all():
             if found is not None and later.step > found.step:
-                os.rename(later.path, _free(later.path.with_name(f"damaged-{later.path.name}")))
+                put_aside(later)
 
     def _remove(self, old: Checkpoint) -> None:
         """Removes a checkpoint: what its manifest names, and the folder where nothing else is in it."""
@@ -261,6 +322,11 @@ def _written_as_one(each: Checkpoint) -> bool:
     return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.sound)
 
 
+def put_aside(damaged: Checkpoint) -> None:
+    """Gives a damaged checkpoint another name, under which it is no checkpoint any more."""
+    os.rename(damaged.path, _free(damaged.path.with_name(f"damaged-{damaged.path.name}")))
+
+
 def _free(path: Path) -> Path:
     """The path, or with a number behind it where something is there."""
     number, free = 1, path
@@ -276,16 +342,39 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _piece_checksum(path: Path, number: int) -> str:
+    """SHA-256 of a piece of a file, hex."""
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(number * PIECE_BYTES)
+        for data in _blocks(file, PIECE_BYTES):
+            total.update(data)
+    return total.hexdigest()
+
+
 def described(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of files in a folder, by name."""
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)} for name in sorted(names)
-    }
+    """Size and checksum of files in a folder, by name; of those that are larger than a piece the checksums of their pieces too,
+    so that several ranks can check one file."""
+    return {name: _about(folder / name) for name in sorted(names)}
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _about(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size <= PIECE_BYTES:
+        return {"bytes": size, "sha256": checksum(path)}
+    whole, pieces = hashlib.sha256(), list[str]()
+    with path.open("rb") as file:
+        for _ in range(0, size, PIECE_BYTES):
+            piece = hashlib.sha256()
+            for data in _blocks(file, PIECE_BYTES):
+                whole.update(data)
+                piece.update(data)
+            pieces.append(piece.hexdigest())
+    return {"bytes": size, "sha256": whole.hexdigest(), "pieces": pieces}
+
+
+def _blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """So many bytes of a file from where it is, a block at a time."""
+    while size > 0 and (data := file.read(min(_BLOCK, size))):
+        size -= len(data)
+        yield data

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import StudyError
 from ...models.layouts.dcp import dcp_tensors
 from ...models.layouts.lazy import LazyTensors
-from .folder import Checkpoint, CheckpointFolder
+from ...models.layouts.weights import Weights
+from .folder import KEPT, REPLACES, Checkpoint, CheckpointFolder, put_aside
+from .saver import Saver
 from .state import State
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+MENDED = "where the training began with --from, --resume takes them from there again"
 
 
 def latest(folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable[[str], None]) -> Checkpoint | None:
@@ -42,14 +47,52 @@ def latest(folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable
 def check(found: Checkpoint, group: "ProcessGroup | None") -> str:
     """What is wrong with a checkpoint, on every rank alike; empty where nothing is."""
     rank, ranks = _place(group)
-    try:
-        for each in (found, found.frozen):
-            if each is not None:
-                each.check(each.files()[rank::ranks])
-        failure = ""
-    except StudyError as error:
-        failure = str(error)
+    failure = _said(lambda: found.check(rank, ranks))
+    if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks))):
+        failure += f"; {MENDED}"
     return next(filter(None, _gathered(failure, group)), "")
+
+
+def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str:
+    """What is wrong with what no step changes of the latest checkpoint with a sound manifest, on every rank alike; empty where
+    nothing is, or there is none."""
+    rank, ranks = _place(group)
+    found = next((each for each in _alike(folder.all(), group) if each.sound), None)
+    failure = "" if found is None else _said(lambda: found.check_frozen(rank, ranks))
+    return next(filter(None, _gathered(failure, group)), "")
+
+
+def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: Saver, rank: int) -> None:
+    """Puts weights that no step changes in the place of a damaged copy; all ranks call it.
+
+    Args:
+        state: of the training.
+        weights: those that it began with.
+        folder: of its checkpoints.
+        saver: of that.
+        rank: of this process.
+
+    Raises:
+        StudyError: they cannot be saved.
+    """
+    sound = [each for each in (*folder.all(), *folder.frozen.all()) if each.sound]
+    seals = {seal for each in sound for seal in (each.manifest.get(KEPT), *each.manifest.get(REPLACES, ())) if seal}
+    saver.gathered(None)  # before any of it is moved
+    if rank == 0:
+        for each in folder.frozen.all():
+            put_aside(each)
+    saver.gathered(None)
+    state.load_weights(weights)
+    if failure := saver.keep_again(state, sorted(seals)):
+        raise StudyError(f"the weights that are not trained cannot be kept again in '{folder.frozen.path}': {failure}")
+
+
+def _said(what: Callable[[], None]) -> str:
+    try:
+        what()
+    except StudyError as error:
+        return str(error)
+    return ""
 
 
 def restore(state: State, found: Checkpoint) -> None:

@@ -4,15 +4,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .folder import CheckpointFolder, described
+from .folder import REPLACES, CheckpointFolder, described
 from .state import Frozen, State
 from .storage import Part, parts_of, write
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for one that is at a checkpoint; gloo's usual half an hour is little for terabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +32,8 @@ class Saved:
     """For how long of that the training stood still, s."""
     failure: str = ""
     """Why there is no such checkpoint; empty where there is one."""
+    bytes: int = 0
+    """Of all its files; 0 where there is none."""
 
 
 class Saver:
@@ -54,6 +61,19 @@ class Saver:
         self._kept = False
         """Whether what no step changes is kept."""
 
+    def rehearse(self, state: State, step: int) -> Saved:
+        """Saves a checkpoint as `save` does, reads it back, removes it again, and tells how that went. No save is under way.
+
+        Args:
+            state: of the training as it is now.
+            step: optimizer steps that are done.
+        """
+        assert self._pending is None, "one that is under way is waited for first"
+        self._start(state, step, None)
+        saved = self.wait()
+        assert saved is not None, "it was begun just now"
+        return saved
+
     def save(self, state: State | Frozen, step: int, facts: Mapping[str, Any]) -> Saved | None:
         """Copies the state and begins to save it; waits for the save before, and tells how that ended.
 
@@ -62,17 +82,21 @@ class Saver:
             step: optimizer steps that are done.
             facts: what the checkpoint is to say of itself.
         """
-        begin = time.perf_counter()
         before = self.wait()
+        self._start(state, step, dict(facts))
+        return before
+
+    def _start(self, state: State | Frozen, step: int, facts: dict[str, Any] | None) -> None:
+        """Copies the state and begins to save it; without facts it is removed again."""
+        begin = time.perf_counter()
         if failure := self._keep(state):
             self._pending = self._thread.submit(Saved, step=step, seconds=0.0, stalled=0.0, failure=failure)
-            return before
+            return
         parts = parts_of(state.tensors())
         self._share_out(parts)
         copies = self._copied([each for each in parts if self._mine is None or each.place in self._mine])
         stalled = time.perf_counter() - begin
-        self._pending = self._thread.submit(self._save, copies, step, dict(facts), begin, stalled)
-        return before
+        self._pending = self._thread.submit(self._save, copies, step, facts, begin, stalled)
 
     def wait(self) -> Saved | None:
         """Waits for the save that is under way; how it ended, None where there was none."""
@@ -87,22 +111,41 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
-        """Ends the thread, behind what it is at."""
+        """Ends the thread, behind what it is at, and gives back the memory of copies."""
         self._thread.shutdown()
+        self._give_back()
 
-    def _keep(self, state: State | Frozen) -> str:
+    def keep_again(self, state: State, replaced: Sequence[str]) -> str:
+        """Keeps what no step changes in the place of a copy that was damaged; why that is not possible, empty where it is.
+
+        Args:
+            state: of the training, with these weights in place.
+            replaced: seals of the copy that checkpoints name.
+        """
+        return self._keep(state, {REPLACES: list(replaced)})
+
+    def _give_back(self) -> None:
+        """Gives pinned memory back to the system: torch would keep it for whatever is pinned next."""
+        import torch
+
+        pinned = bool(self._buffers)
+        self._buffers.clear()
+        if pinned and hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
+            torch.accelerator.empty_host_cache()
+
+    def _keep(self, state: State | Frozen, facts: Mapping[str, Any] | None = None) -> str:
         """Sees that what no step changes is kept; why it is not, on every rank alike."""
         frozen = state.frozen
         if frozen is None or self._kept:
             return ""
-        self._kept = bool(self._gathered(bool(self.folder.frozen.all()))[0])
+        self._kept = bool(self.gathered(bool(self.folder.frozen.all()))[0])
         if self._kept:
             return ""
         if self._rank == 0:
             self.folder.frozen.path.mkdir(parents=True, exist_ok=True)
-        self._gathered(None)
+        self.gathered(None)
         once = Saver(self.folder.frozen, self._rank, self._group)
-        once.save(frozen, 0, {})
+        once.save(frozen, 0, facts or {})
         saved = once.wait()
         once.close()
         assert saved is not None, "it was saved just now"
@@ -125,7 +168,7 @@ class Saver:
         everybody: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
         dist.all_gather_object(everybody, sizes, group=self._group)
         self._known, self._mine = places, shared_out(everybody)[self._rank]
-        self._buffers.clear()
+        self._give_back()
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
         """Copies on the CPU, which training does not change."""
@@ -145,36 +188,38 @@ class Saver:
             torch.cuda.synchronize()
         return out
 
-    def _save(self, parts: list[Part], step: int, facts: dict[str, Any], begin: float, stalled: float) -> Saved:
+    def _save(self, parts: list[Part], step: int, facts: dict[str, Any] | None, begin: float, stalled: float) -> Saved:
         from torch.distributed.checkpoint import CheckpointException
 
+        size = 0
         try:
-            failure = self._written(parts, step, facts)
+            failure, size = self._written(parts, step, facts)
         except (CheckpointException, OSError) as error:
             failure = _reason(error, self._group is not None)
-        if failure and self._rank == 0:
+        if (failure or facts is None) and self._rank == 0:
             self.folder.discard(step)
-        return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure)
+        return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure, bytes=size)
 
-    def _written(self, parts: list[Part], step: int, facts: dict[str, Any]) -> str:
-        """Writes a checkpoint; why there is none, on every rank alike."""
+    def _written(self, parts: list[Part], step: int, facts: dict[str, Any] | None) -> tuple[str, int]:
+        """Writes a checkpoint; why there is none, on every rank alike, and how many bytes it has."""
         beside = self.folder.beside(step)
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
         mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
-        everybody = self._gathered(mine)
+        everybody = self.gathered(mine)
         failure = next((each for each in everybody if isinstance(each, str)), "")
         if not failure and self._rank == 0:
             files = {name: about for each in everybody for name, about in each.items()}
             missing = [name for name in files if not (beside / name).exists()]
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
-            else:
+            elif facts is not None:
                 made = _tried(lambda: self.folder.finish(step, files, facts))
                 failure = made if isinstance(made, str) else ""
-        return str(self._gathered(failure)[0])
+        size = sum(about["bytes"] for each in everybody if isinstance(each, dict) for about in each.values())
+        return str(self.gathered(failure)[0]), size
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
         """What each rank has."""
         if self._group is None:
             return [value]
@@ -183,6 +228,14 @@ class Saver:
         out = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(out, value, group=self._group)
         return out
+
+
+def patient_group() -> "ProcessGroup":
+    """A group of all ranks whose collectives wait for one that reads or writes a large checkpoint; all ranks call it. A rank
+    that is gone is noticed by its connection, and not by a time."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def shared_out(everybody: Sequence[Mapping[Any, int]]) -> list[set[Any]]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...models.layouts.dcp import Piece, save_planner
+from ...models.layouts.dcp import Piece, boxes, save_planner
+from ...models.layouts.lazy import Box
 from .state import Located
 
 if TYPE_CHECKING:
@@ -38,12 +39,18 @@ class Part:
 
 
 def parts_of(tensors: Located) -> list[Part]:
-    """The parts that this rank has of tensors."""
+    """The parts that this rank has of tensors, each of at most `PIECE_BYTES`: of a part, which torch reads as a whole, whoever
+    goes on from it may need little."""
     return [
-        Part(name, tuple(region.shape), box.offset, data)
+        Part(name, tuple(region.shape), _moved(box.offset, piece), data[piece])
         for name, (tensor, region) in tensors.items()
         for box, data in region.parts(tensor)
+        for piece in boxes(data)
     ]
+
+
+def _moved(offset: tuple[int, ...], piece: Box) -> tuple[int, ...]:
+    return tuple(begin + each.start for begin, each in zip(offset, piece))
 
 
 def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> None:

@@ -41,7 +41,28 @@ class Piece(NamedTuple):
     """How much of its source is read with it, from 0 to 1."""
 
 
-def pieces_of(source: Source, field: str) -> Iterator[Piece]:
+class BadRows:
+    """Rows that cannot be read, which are left out and counted.
+
+    Args:
+        skip: whether they are; otherwise the first is refused.
+    """
+
+    def __init__(self, skip: bool = False) -> None:
+        self.skip, self.count, self.first = skip, 0, ""
+
+    def met(self, error: WorkloadError) -> None:
+        """One is met.
+
+        Raises:
+            WorkloadError: it is refused.
+        """
+        if not self.skip:
+            raise error
+        self.count, self.first = self.count + 1, self.first or str(error)
+
+
+def pieces_of(source: Source, field: str, bad: BadRows) -> Iterator[Piece]:
     """The documents of a source of text in its order, empty ones left out.
 
     Raises:
@@ -53,7 +74,13 @@ def pieces_of(source: Source, field: str) -> Iterator[Piece]:
         return
     rows = {"jsonl": _json_lines, "parquet": _parquet, "datasets": _datasets}[source.kind](source.path, field)
     for where, value, read in rows:
-        content = _content(value, field, where)
+        try:
+            if isinstance(value, WorkloadError):
+                raise value
+            content = _content(value, field, where)
+        except WorkloadError as error:
+            bad.met(error)
+            continue
         if content:
             yield Piece(content, True, True, where, read)
 
@@ -162,22 +189,22 @@ def _json_lines(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not line.strip():
-                continue
-            try:
-                line.decode("utf-8")
-                record = parse_json(line)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(where, error) from None
-            except Malformed as error:
-                raise WorkloadError(f"{where} is no JSON: {error}; each line must be a record of its own") from None
-            if not isinstance(record, dict):
-                raise WorkloadError(
-                    f"{where} must be a JSON object with the field '{field}', but is {type(record).__name__}"
-                )
-            if field not in record:
-                raise _missing(field, list(record), where)
-            yield where, record[field], share()
+            if line.strip():
+                yield where, _in_line(line, field, where), share()
+
+
+def _in_line(line: bytes, field: str, where: str) -> Any:
+    """What the field of a record holds; why there is none as the error."""
+    try:
+        line.decode("utf-8")
+        record = parse_json(line)
+    except UnicodeDecodeError as error:
+        return _not_utf8(where, error)
+    except Malformed as error:
+        return WorkloadError(f"{where} is no JSON: {error}; each line must be a record of its own")
+    if not isinstance(record, dict):
+        return WorkloadError(f"{where} must be a JSON object with the field '{field}', but is {type(record).__name__}")
+    return record[field] if field in record else _missing(field, list(record), where)
 
 
 def _parquet(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:

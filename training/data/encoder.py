@@ -10,8 +10,8 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import BYTE_OFFSET, load_tokenizer
-from .chat import encode_conversations
-from .documents import Piece
+from .chat import Chat, encode_conversations
+from .documents import BadRows, Piece
 from .plan import BYTES, TrainOn
 
 BATCH_CHARACTERS = 1 << 21
@@ -123,8 +123,8 @@ class Encoded:
     """The piece's."""
 
 
-def encoded(pieces: Iterable[Piece], encoder: Encoder, train_on: TrainOn) -> Iterator[Encoded]:
-    """Tokens of pieces, which are read and tokenised a batch at a time.
+def encoded(pieces: Iterable[Piece], encoder: Encoder, train_on: TrainOn, bad: BadRows) -> Iterator[Encoded]:
+    """Tokens of pieces, which are read and tokenised a batch at a time; conversations that cannot be written are bad rows.
 
     Raises:
         WorkloadError: texts and conversations are mixed, or a conversation cannot be written as text.
@@ -140,13 +140,29 @@ def encoded(pieces: Iterable[Piece], encoder: Encoder, train_on: TrainOn) -> Ite
                 f"{other.where}: the data has {first} before this, and {type(other.content).__name__} here"
             )
         if conversations:
-            for piece, (tokens, trained) in zip(batch, encode_conversations(encoder.tokenizer, batch, train_on)):
+            for piece, (tokens, trained) in _chats(encoder, batch, train_on, bad):
                 yield Encoded(tokens=tokens, trained=trained, last=True, where=piece.where)
             continue
         for piece, ids in zip(batch, encoder.encode([str(each.content) for each in batch])):
             parts = (encoder.prefix if piece.first else (), ids, encoder.suffix if piece.last else ())
             tokens = np.concatenate([np.asarray(part, dtype=encoder.dtype) for part in parts])
             yield Encoded(tokens=tokens, trained=None, last=piece.last, where=piece.where)
+
+
+def _chats(encoder: Encoder, batch: list[Piece], train_on: TrainOn, bad: BadRows) -> Iterator[tuple[Piece, Chat]]:
+    try:
+        yield from zip(batch, encode_conversations(encoder.tokenizer, batch, train_on))
+        return
+    except WorkloadError as error:
+        if not bad.skip:
+            raise error
+    for piece in batch:  # one of them is bad
+        try:
+            (chat,) = encode_conversations(encoder.tokenizer, [piece], train_on)
+        except WorkloadError as error:
+            bad.met(error)
+        else:
+            yield piece, chat
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

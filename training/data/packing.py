@@ -66,6 +66,11 @@ class Layout:
         """Samples of these rows."""
         return self._padded(rows) if self.packing == "padded" else self._windows(rows)
 
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of padded samples of these rows, padding left out, int64, shape [n]."""
+        assert self.store.boundaries is not None
+        return np.minimum(self.store.boundaries[rows + 1] - self.store.boundaries[rows], self.length)
+
     def _windows(self, rows: np.ndarray) -> Cut:
         tokens = np.empty((len(rows), self.length), dtype=np.int64)
         starts = rows * self.length
@@ -98,7 +103,7 @@ class Layout:
     def _padded(self, rows: np.ndarray) -> Cut:
         assert self.store.boundaries is not None
         starts = self.store.boundaries[rows]
-        lengths = np.minimum(self.store.boundaries[rows + 1] - starts, self.length)
+        lengths = self.lengths(rows)
         tokens = np.full((len(rows), self.length), self.pad_id, dtype=np.int64)
         real = np.arange(self.length) < lengths[:, None]
         trained = real.copy()

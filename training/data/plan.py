@@ -62,6 +62,9 @@ class DataPlan:
     """Share of the samples that is set apart for evaluation, from 0 to 0.5."""
     shuffle: Annotated[bool, Asked("Give each epoch an order of its own.")] = True
     """Whether each epoch has an order of its own; otherwise all have that of the data."""
+    skip_bad_rows: Annotated[bool, Asked("Leave out rows that cannot be read, and say how many.")] = False
+    """Whether rows of JSON lines, Parquet and datasets that cannot be read, or hold no text or conversation, are left out and
+    counted; otherwise the first of them is refused."""
     seed: Annotated[int, Asked("Of weights, order and dropout.", type=range(1 << 63))] = 0
     """Of the order, and of what masked language models hide."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...base.errors import WorkloadError
 from ...models.data import Task, window
 from .cache import made_once
-from .documents import Piece, pieces_of
+from .documents import BadRows, Piece, pieces_of
 from .encoder import encoded, encoder_of, tokenizer_digest
 from .packing import Layout, Usable, usable_rows
 from .plan import BYTES, DataPlan
@@ -158,6 +158,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
         wanted["wide"] = vocab_size > 1 << 16
     else:
         wanted |= {"field": plan.field, "train_on": plan.train_on}
+        wanted |= {"skip_bad_rows": True} if plan.skip_bad_rows else {}
 
     def make(folder: Path) -> dict[str, Any]:
         filled = _of_files if sources[0].kind in OF_TOKENS else _of_texts
@@ -182,30 +183,40 @@ def _now_and_then(heard: Heard) -> Heard:
     return hear
 
 
-def _pieces(sources: list[Source], field: str, heard: Heard) -> Iterator[Piece]:
+def _pieces(sources: list[Source], field: str, bad: BadRows, heard: Heard) -> Iterator[Piece]:
     """The documents of all sources, and how far reading them is."""
     sizes = [sum(size for _, size, _ in each.stamps()) for each in sources]
     total = max(1, sum(sizes))
     for number, source in enumerate(sources):
-        for piece in pieces_of(source, field):
+        for piece in pieces_of(source, field, bad):
             heard((sum(sizes[:number]) + piece.read * sizes[number]) / total)
             yield piece
 
 
 def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:
-    pieces = _pieces(sources, plan.field, heard)
+    bad = BadRows(plan.skip_bad_rows)
+    pieces = _pieces(sources, plan.field, bad, heard)
     first = next(pieces, None)
     if first is None:
+        if bad.count:
+            raise _none_is_good(bad)
         raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files that hold something to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
         raise WorkloadError(f"{first.where} holds text, in which nobody speaks; train_on=assistant needs conversations")
     encoder = encoder_of(plan.tokenizer)
     train_on = plan.train_on or ("assistant" if conversations else "all")
-    return write_texts(
-        folder, encoded(chain([first], pieces), encoder, train_on), encoder, vocab_size=vocab_size,
+    made = write_texts(
+        folder, encoded(chain([first], pieces), encoder, train_on, bad), encoder, vocab_size=vocab_size,
         conversations=conversations, masked=train_on == "assistant",
     )  # fmt: skip
+    if bad.count and not made["documents"]:
+        raise _none_is_good(bad)
+    return {**made, "skipped": bad.count, "first_skipped": bad.first}
+
+
+def _none_is_good(bad: BadRows) -> WorkloadError:
+    return WorkloadError(f"all {bad.count} rows are bad, so that nothing is left to train on; the first: {bad.first}")
 
 
 def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:

@@ -106,6 +106,10 @@ class Samples:
             return self.split.training_ids(shuffled(positions, len(self), self.plan.seed))
         return self.split.training_ids(positions % len(self))
 
+    def lengths(self, start: int, count: int) -> np.ndarray | None:
+        """Tokens of the samples at these positions without padding, int64, shape [count]; None where none is padded."""
+        return self.layout.lengths(self._rows(self.ids(start, count))) if self.layout.packing == "padded" else None
+
     def __call__(self, start: int, count: int) -> "dict[str, torch.Tensor]":
         draw = HashedDraw(self.plan.seed, _TRAINING, _range(start, count))
         return self._batch(self.ids(start, count), draw)
@@ -145,14 +149,19 @@ class Samples:
             "evaluation_samples": self.num_evaluation,
             "unused_samples": self.layout.num_rows - self.usable.samples,
             "shortened_documents": self.usable.shortened,
+            "skipped_rows": about.skipped,
+            "first_skipped_row": about.first_skipped,
             **follows,
             "digest": hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest(),
         }
 
+    def _rows(self, ids: np.ndarray) -> np.ndarray:
+        return ids if self.usable.rows is None else self.usable.rows[ids]
+
     def _batch(self, ids: np.ndarray, draw: HashedDraw) -> "dict[str, torch.Tensor]":
         import torch
 
-        cut = self.layout.cut(ids if self.usable.rows is None else self.usable.rows[ids])
+        cut = self.layout.cut(self._rows(ids))
         real = None if cut.real is None else torch.from_numpy(cut.real)
         batch = inputs_and_labels(
             self.task, torch.from_numpy(cut.tokens), vocab_size=self.vocab_size, pad_id=self.pad_id,

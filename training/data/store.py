@@ -41,6 +41,10 @@ class About:
     """The tokenizer's padding."""
     mask_id: int | None
     """The tokenizer's mask."""
+    skipped: int = 0
+    """Rows that could not be read, and were left out as asked."""
+    first_skipped: str = ""
+    """What is wrong with the first of them."""
 
 
 def write_texts(
@@ -175,7 +179,7 @@ class TokenStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         known = read_about(folder)
-        self.about = About(**{name: known[name] for name in About.__dataclass_fields__})
+        self.about = About(**{name: known[name] for name in About.__dataclass_fields__ if name in known})
         files = [TokenFile(**part) for part in self.about.parts]
         # A path without a folder is in this one; an absolute one stays what it is.
         self._parts = [TokenFile(path=str(folder / e.path), dtype=e.dtype, count=e.count).open() for e in files]

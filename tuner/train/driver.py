@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.device import Device, detect, usable_cores
-from ...base.errors import RunnerError, StudyError, TrainingFailed, UsageError
+from ...base.errors import RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
 from ...base.lock import FolderLock
 from ...base.writing import free_mib, make_folder
 from ...estimator.hardware import recognise
@@ -27,6 +28,7 @@ from ...results.trained import (
     OUT_OF_MEMORY,
     STOP,
     LogReader,
+    fresh_folder,
     holds_training,
     log_size,
     read_document,
@@ -43,9 +45,10 @@ from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import Ended, LoopPlan
 from ..loggers import logging_training_to
+from .again import taken_up, with_schedule
 from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener
-from .request import MAY_CHANGE, OF_A_START, TrainRequest, as_listed
+from .request import TrainRequest
 from .strategy import Source, after_oom, anew, read_source, winner
 from .tokenizer import with_tokenizer
 
@@ -53,6 +56,7 @@ LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
 REPLACE_S, RETRY_S = 120.0, 5.0
 """How long devices that were lost may take to be replaced, and how often it is tried, s."""
+NOTHING_SAVED = "there is no checkpoint, and --resume begins anew"
 FULL_MIB = 1.0
 """Free space of a training's disk below which it is said to be full, MiB."""
 LOOK_S = 0.2
@@ -134,6 +138,7 @@ class Driver:
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
         self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
+        self._made = [each for each in (path, *path.parents) if not each.exists()]
         make_folder(path)
         held.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
@@ -188,6 +193,8 @@ class Driver:
                 f"an evaluation takes at least a global batch of {self.workload.global_batch} samples, but "
                 f"{samples.num_evaluation} are held out; give a larger --held-out"
             )
+        if skipped := self.data.get("skipped_rows"):
+            self.listener.said(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
         if self.data.get("made_up"):
             self.listener.said(
                 f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "
@@ -201,6 +208,14 @@ class Driver:
             self.listener.said("there is no checkpoint to go on from: it begins anew")
         self._take(self._begin())
         self._heed_note()
+
+    def discard(self) -> None:
+        """Removes the folders that a start has made which is refused before anything was trained."""
+        if self._made and not holds_training(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                for each in self._made[1:]:
+                    each.rmdir()
 
     def safer(self, reason: str) -> None:
         """Takes the next-safer configuration, behind one that ran out of memory.
@@ -219,15 +234,20 @@ class Driver:
             steps = self.request.steps
             self.listener.said(f"all {steps} steps are done already; a higher --steps goes on")
             return self._trained(None)
-        self.prepare()
+        try:
+            self.prepare()
+        except RedlineError:
+            self.discard()
+            raise
         while True:
             measured = self._kept_up()
             if measured.ok:
                 return self._ended(measured)
             if measured.status is not Status.OOM:
+                then = f"--resume goes on from the checkpoint of step {self.step}" if self.step else NOTHING_SAVED
                 raise TrainingFailed(
                     f"the training ended at step {self.step} or later ({measured.status}): {measured.reason}; what its "
-                    f"ranks printed is in {self.path / measured.log}, and --resume goes on from the latest checkpoint"
+                    f"ranks printed is in {self.path / measured.log}; {then}"
                 )
             self.safer(f"out of memory: {measured.reason}")
 
@@ -430,7 +450,7 @@ class Driver:
             TrainingFailed: says why, and what there is.
         """
         if end.failure:
-            kept = "there is no checkpoint, and --resume begins anew"
+            kept = NOTHING_SAVED
             if self.step:
                 kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
             raise TrainingFailed(
@@ -453,72 +473,10 @@ class Driver:
         )
 
 
-def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
-    """A request to go on with what was asked before.
-
-    Raises:
-        UsageError: it contradicts that; names what.
-    """
-    before, given = TrainRequest.again(request.source, asked), request.given()
-    was = before.given()
-    for name, value in given.items():
-        if name not in MAY_CHANGE and value != as_listed(getattr(before, name)):
-            raise UsageError(
-                f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot go "
-                f"on with {value!r}; start another one for that"
-            )
-    starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
-    return TrainRequest.again(request.source, asked, **{**given, **starts})
-
-
-def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:
-    """A request that has other steps than the training had so far, with a learning rate that goes on by the schedule of
-    before; and what a user should know of that, empty where there is nothing to know.
-
-    The schedule moves along with the steps only where that changes nothing at the step the training goes on from, as in the
-    stable part of `wsd`; otherwise the rate would jump.
-
-    Args:
-        request: what is asked.
-        before: what was asked until now.
-        step: steps that are done.
-    """
-    old, new = before.section(Hyperparameters), request.section(Hyperparameters)
-    was, horizon = old.lr_factor(step), old.lr_steps or old.steps
-    if new.lr_factor(step) == was:
-        return request, ""
-    if request.lr_steps == before.lr_steps:
-        request = replace(request, lr_steps=horizon)
-        kept = request.section(Hyperparameters)
-        end = f" and stays at {_rate(kept, horizon)} behind it" if request.steps > horizon else ""
-        return request, (
-            f"the learning rate goes on by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
-            f"--lr-steps {request.steps} has it fall over all {request.steps}, from {_rate(new, step)}"
-        )
-    return request, (
-        f"by --lr-steps {request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
-    )
-
-
-def _rate(hyper: Hyperparameters, step: int) -> str:
-    """The learning rate of a step, in words."""
-    factor = hyper.lr_factor(step)
-    return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"
-
-
 def _layout(workload: Workload) -> str | None:
     if not isinstance(workload.model, Architecture):
         return None
     return "peft" if isinstance(workload.model, AdaptedArchitecture) else "hf"
-
-
-def fresh_folder(name: str) -> Path:
-    """`train/NAME`, or NAME-2 and so on where that is there."""
-    path, number = Path("train", name), 1
-    while path.exists():
-        number += 1
-        path = Path("train", f"{name}-{number}")
-    return path
 
 
 @contextlib.contextmanager

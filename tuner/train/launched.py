@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import replace
 
-from ...base.errors import UsageError
+from ...base.errors import RedlineError, UsageError
 from ...base.writing import write_atomic
 from ...results.trained import OUT_OF_MEMORY, LogReader, log_size
 from ...runners import failure
@@ -84,7 +84,11 @@ def _decide(
             f"devices={request.devices} contradicts the launcher, whose ranks are {place.size}; leave --devices out"
         )
     driver = Driver(replace(request, devices=place.size), told[0], held, again=True)
-    driver.prepare()
+    try:
+        driver.prepare()
+    except RedlineError:
+        driver.discard()
+        raise
     drivers.append(driver)
     told[0] = driver.listener
     driver.listener.began(driver.begun())

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 from redline.base.errors import StudyError
+from redline.base.writing import write_atomic
+from redline.runners.train import _Log
 from redline.training.checkpoint.folder import CheckpointFolder, described
 from redline.training.checkpoint.restoring import check
 
@@ -164,3 +166,21 @@ def test_an_older_damaged_one_that_was_put_aside_stays_beside_the_next(tmp_path)
         folder.prepare(folder.all()[-1])
     aside = sorted(each for each in there(tmp_path) if each.endswith("__0_0.distcp") and each.startswith("damaged"))
     assert [(tmp_path / each).read_text() for each in aside] == ["damage 2", "damage 1"]
+
+
+def test_names_survive_a_power_cut_as_what_they_name_does(tmp_path, monkeypatch):
+    """A file is synced before it gets its name, and the folder after."""
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{int(fd)}")) or fsync(fd))
+    write_atomic(tmp_path / "train.yaml", b"x")
+    assert synced == [f"{tmp_path}/.train.yaml.tmp", str(tmp_path)]
+
+
+def test_a_log_is_synced_where_it_tells_of_a_checkpoint(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file.name))
+    with _Log(tmp_path, None) as log:
+        log({"kind": "step", "step": 1})
+        assert synced == []
+        log({"kind": "checkpoint", "step": 1})
+        assert synced == [str(tmp_path / "log.jsonl")]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from redline.base.errors import StudyError, WorkloadError
 from redline.training.data import DataPlan
+from texts import CHATML
 
 
 def refused(samples, tmp_path, said, *paths, error=WorkloadError, **more):
@@ -143,3 +144,46 @@ def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
 def test_a_plan_is_checked(wrong, said):
     with pytest.raises(WorkloadError, match=said):
         DataPlan(**{"paths": ("a.txt",), **wrong})
+
+
+# -- rows that are left out ----------------------------------------------------------------------------------
+
+GOOD = b'{"text": "a good row that is long enough"}\n'
+BAD = [
+    b"{no json\n",
+    b'{"text": "\xe9"}\n',
+    b"[1]\n",
+    b'{"txt": "x"}\n',
+    b'{"text": null}\n',
+    b'{"text": [{"says": 1}]}\n',
+]
+
+
+def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(samples, write):
+    path = write("a.jsonl", GOOD.join([b"", *BAD, b""]))
+    with pytest.raises(WorkloadError, match=r"line 2 is no JSON"):
+        samples(path)
+    made, good = samples(path, skip_bad_rows=True), samples(write("b.jsonl", GOOD * 7))
+    about = made.describe()
+    assert about["skipped_rows"] == 6 and "a.jsonl, line 2 is no JSON" in about["first_skipped_row"]
+    assert about["documents"] == 7 and about["tokens_digest"] == good.describe()["tokens_digest"]
+    assert good.describe()["skipped_rows"] == 0
+    assert samples(path, skip_bad_rows=True).describe() == about, "from the cache"
+
+
+def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, tokenizer_folder):
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    template = CHATML.replace(
+        "{% for m", "{% if messages[0].role != 'user' %}{{ raise_exception('first') }}{% endif %}{% for m"
+    )
+    path = write("a.jsonl", [{"text": each} for each in (said, said[::-1], [{"from": "nobody", "value": ""}], said)])
+    tokenizer = tokenizer_folder(template)
+    with pytest.raises(WorkloadError, match="line 3"):
+        samples(path, tokenizer=tokenizer)
+    about = samples(path, tokenizer=tokenizer, skip_bad_rows=True, seq_len=64).describe()
+    assert (about["documents"], about["skipped_rows"]) == (2, 2)
+
+
+def test_where_no_row_is_good_the_first_is_refused(samples, write, tmp_path):
+    said = r"all 2 rows are bad, so that nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
+    refused(samples, tmp_path, said, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")

@@ -8,6 +8,7 @@ import torch
 import yaml
 from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
+from redline.training.checkpoint.restoring import stored_in
 from safetensors.torch import load_file
 from texts import TOPICS
 from train_commands import ended, trained
@@ -94,3 +95,29 @@ def test_bytes_are_read_where_they_are_asked_for_or_nothing_else_is_there(run, h
     shutil.copytree(begun, here / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     text = words(run(*trained("train", "llama", "of-bare", "--from", "bare", steps=1)))
     assert "bare' has no tokenizer and none is given: text is read by bytes" in text
+
+
+def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here, begun, tmp_path):
+    lora = ("--from", "begun", "--lora", "r=2", "--save-every", 2, "--lr", "1e-2")
+    words(run(*trained("train", "llama", "mended", *lora, steps=4)))
+    shutil.copytree(here / "mended", here / "never-damaged")
+    where = here / "mended" / "checkpoints"
+    assert [each.manifest["frozen"] for each in CheckpointFolder(where).all()] == [
+        CheckpointFolder(where).frozen.all()[0].manifest["sha256"]
+    ] * 2
+    (damaged,) = (where / "frozen" / "step-00000000").glob("*.distcp")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    code, _, err = run("convert", "mended", tmp_path / "hf", "--merge")
+    assert code != 0 and "--resume takes them from there again" in " ".join(err.split())
+    more = ("--steps", 6, "--lr-steps", 6)
+    text = words(run("train", "mended", "--resume", *more))
+    assert "the weights that are not trained are taken from '" in text and "is damaged: it has" in text
+    assert "going on from step-00000004" in text
+    words(run("train", "never-damaged", "--resume", *more))
+    one, other = (
+        {name: each.read() for name, each in stored_in(CheckpointFolder(here / name / "checkpoints").all()[0]).items()}
+        for name in ("mended", "never-damaged")
+    )
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    shutil.rmtree(where / "frozen")
+    assert "that are gone now" in words(run("train", "mended", "--resume", "--steps", 7))

@@ -3,6 +3,10 @@
 import json
 
 import pytest
+import torch
+import yaml
+from redline.training.hyperparameters import Hyperparameters
+from redline.tuner.train.request import TrainRequest
 from train_commands import SIZES, ended, trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -81,6 +85,44 @@ def test_a_folder_that_holds_none(run, here):
     refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
 
 
+def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here, tmp_path):
+    arguments = (
+        "train",
+        "llama",
+        "--data",
+        "corpus.txt",
+        *SIZES,
+        "--devices",
+        1,
+        "--held-out",
+        "0.001",
+        "--eval-every",
+        5,
+    )
+    refused(run, ["are held out; give a larger --held-out"], *arguments, "--out", tmp_path / "new" / "deep")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    refused(run, ["are held out; give a larger --held-out"], *arguments, "--out", tmp_path / "mine")
+    assert (tmp_path / "mine" / "notes.txt").exists()
+    (tmp_path / "mine" / "checkpoints").mkdir()
+    (tmp_path / "mine" / "checkpoints" / "epoch=1.ckpt").write_text("mine")
+    refused(run, ["holds epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
+
+
+def test_betas_and_eps_are_the_optimizer_s(run, here):
+    more = ("--betas", "0.8", "0.9", "--eps", "1e-5")
+    assert ended(here, *trained("train", "llama", "betas", *more, steps=1)) == 0
+    asked = yaml.safe_load((here / "betas" / "train.yaml").read_text())["asked"]
+    assert (asked["betas"], asked["eps"]) == ([0.8, 0.9], 1e-5)
+    assert ended(here, "train", "betas", "--resume", "--steps", 2) == 0
+    hyper = TrainRequest.again("betas", asked).section(Hyperparameters)
+    (group,) = hyper.optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups
+    assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5)
+    refused(run, ["betas must be two shares below 1"], *trained("train", "llama", "no", "--betas", "0.9", "1.5"))
+    assert not (here / "no").exists()
+
+
 def test_data_that_has_changed(run, here, finished):
     before = (here / "corpus.txt").read_text()
     try:
@@ -148,7 +190,6 @@ def test_conversions_that_cannot_be(run, here, finished, more, said):
 
 @pytest.mark.parametrize("more", [(), ("--average",), ("--dtype", "bfloat16")], ids=str)
 def test_a_checkpoint_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, finished, tmp_path, more):
-    import torch
     from redline.models.layouts.dcp import dcp_tensors
     from redline.training.checkpoint.folder import CheckpointFolder
     from transformers import AutoModelForCausalLM

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from redline.training.hyperparameters import Hyperparameters
-from redline.tuner.train.driver import with_schedule
+from redline.tuner.train.again import with_schedule
 from redline.tuner.train.request import TrainRequest
 from train_commands import ended, lines_of, trained
 

@@ -1,0 +1,103 @@
+"""The soak of a training: the longest batch, an evaluation and a save, tried behind its first step, of which nothing changes.
+
+What would run out of memory, or of disk, hours later does so in the first minute. The optimizer's state is there then; the
+passes of the longest batch run with gradients, which are dropped, so that no weight and no state is touched.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..models.batches import entries
+from ..models.data import TokenBatches
+from .data.from_workload import FromWorkload
+from .data.samples import Samples, TrainingData
+
+if TYPE_CHECKING:
+    from .training import Training
+
+LONG = 100
+"""Steps from which on a training is long, and soaked."""
+LOOK_S = 5.0
+"""How long batches that have to be made are looked through for the longest, s."""
+_SAMPLES = 1 << 22
+"""Samples whose lengths are looked at, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Longest:
+    """The longest batch of those that were looked at."""
+
+    step: int
+    """Whose it is, numbered from the first that was looked at, 0."""
+    looked_at: int
+    """Steps whose batches were looked at."""
+
+
+def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batch: int) -> Longest:
+    """The step whose batch needs most: that with the most tokens in a micro-batch, padding left out where samples are
+    padded to one length; with the largest batch where somebody's own function makes batches.
+
+    Args:
+        samples: of the training.
+        first: position of the first step's first sample.
+        steps: that are left.
+        size: samples of a step.
+        micro_batch: samples of a forward pass.
+    """
+    if isinstance(samples, Samples):
+        steps = max(1, min(steps, _SAMPLES // size))
+        lengths = samples.lengths(first, steps * size)
+        if lengths is None:
+            return Longest(step=0, looked_at=steps)
+        passes = lengths.reshape(steps, -1, micro_batch if size % micro_batch == 0 else size).sum(axis=2)
+        return Longest(step=int(passes.max(axis=1).argmax()), looked_at=steps)
+    if not isinstance(samples, FromWorkload) or isinstance(samples.workload.batch, TokenBatches):
+        return Longest(step=0, looked_at=steps)  # all are alike
+    until, sizes = time.monotonic() + LOOK_S, list[int]()
+    while len(sizes) < steps and (not sizes or time.monotonic() < until):
+        batch = samples(first + len(sizes) * size, size)
+        sizes.append(sum(each.numel() for each in entries(batch).values()))
+    return Longest(step=int(np.argmax(sizes)), looked_at=len(sizes))
+
+
+def agreed(training: "Training", found: Longest | None) -> Longest:
+    """What rank 0 has found, on every rank; all call it."""
+    if training.world.size == 1:
+        assert found is not None, "the only rank looks"
+        return found
+    import torch
+
+    told = torch.tensor([0, 0] if found is None else [found.step, found.looked_at], device=training.device)
+    torch.distributed.broadcast(told, src=0)
+    step, looked_at = told.tolist()
+    return Longest(step=step, looked_at=looked_at)
+
+
+@contextmanager
+def unchanged(training: "Training") -> Iterator[None]:
+    """Gives back what passes change beside gradients, and drops these: random numbers, and the model's buffers, such as the
+    running means of norms."""
+    import torch
+
+    cuda = training.device.type == "cuda"
+    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(training.device) if cuda else None
+    buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
+    try:
+        yield
+    finally:
+        training.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for each, before in buffers:
+                each.copy_(before)
+        random.setstate(draws[0])
+        np.random.set_state(draws[1])
+        torch.set_rng_state(draws[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, training.device)
