@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingDependency, UsageError
+from ..errors import MissingDependency, StudyError, UsageError
 from ..lock import FolderLock
 from ..results.dashboard.serve import is_local, listen
 from ..runners.host import HostAgent
@@ -25,15 +25,20 @@ from .errand import IMPORTS, driver_of
 from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
+from .places import MOST, Places
 from .records import Role
 from .runs import Runs
-from .places import MOST, Places
 from .searchers import Searchers
 from .store import Store
+from .store.alone import Alone
 
 PORT = 8700
 ADMIN, EMBEDDED = "admin", "embedded"
 """Users that a first start makes: who administers, and whom the worker of the server's own is of."""
+STANDBY_S = 0.5
+"""How often one that stands by looks whether the other is gone, s."""
+STUDIES_WAITING = 200
+"""Questions for studies' next trials, and answers, that wait for their turn."""
 STUDY_SECONDS = 120.0
 """What a question for a study's next trial may take."""
 _log = logging.getLogger("redline.server")
@@ -73,6 +78,8 @@ class ServeOptions:
     """Requests a second of a user."""
     json_logs: bool = False
     """Whether the log is lines of JSON."""
+    standby: bool = False
+    """Whether it waits where another server has the folder or the database, and takes over when that is gone."""
     keep_events: float = 30.0
     """Days for which the events of a search that ended are kept."""
 
@@ -92,15 +99,16 @@ def serve(
 
     Raises:
         UsageError: the address, the certificate, the storage or the user for code cannot be used.
-        StudyError: another server has the folder.
+        StudyError: another server has the folder or the database.
         StorageUnavailable: the database cannot be used.
         MissingDependency: a package is not installed.
     """
     _check(options)
     with contextlib.ExitStack() as held:
         options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        held.callback(FolderLock(options.data).release)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
+        servers: list[Any] = []
+        held.enter_context(_alone(options, url, say, lambda: [_end(each) for each in servers]))
         # It imports beside this process, which has much to import itself.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
@@ -113,6 +121,7 @@ def serve(
         listening = listen(options.host, options.port)
         held.callback(listening.close)
         server = _server(uvicorn, options, parts)
+        servers.append(server)
         address = _address(options, listening.getsockname()[1])
         say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
         started(address, server)
@@ -121,6 +130,35 @@ def serve(
         with _ended_by_signals():
             server.run(sockets=[listening])
     say("stopped; searches go on with the next start")
+
+
+@contextlib.contextmanager
+def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], object]) -> Iterator[None]:
+    """The folder and the database, for this server alone; waited for where that is asked for.
+
+    Raises:
+        StudyError: another server has one of them.
+    """
+    told = False
+    while True:
+        with contextlib.ExitStack() as held:
+            try:
+                held.callback(FolderLock(options.data).release)
+                held.enter_context(Alone(url, lost))
+            except StudyError as error:
+                if not options.standby:
+                    raise
+                if not told:
+                    say(f"stands by: {error}")
+                told = True
+            else:
+                yield
+                return
+        time.sleep(STANDBY_S)
+
+
+def _end(server: Any) -> None:
+    server.should_exit = True
 
 
 def _uvicorn() -> Any:
@@ -187,7 +225,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         forgetting = Forgetting(store, options.keep_events)
         forgetting.start()
         held.callback(forgetting.close)
-        estimates, studies = Estimates(), Helper(STUDY_SECONDS)
+        estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
         held.callback(estimates.close)
         held.callback(studies.close)
         yield Parts(

@@ -19,7 +19,7 @@ from ..tuner.samplers import Sampler, make_sampler
 
 PREFIX = "study-"
 """What a study's name begins with in the database, where the searches' ledgers are, too."""
-OPEN = 50
+OPEN = 200
 """Studies that are kept open."""
 _FORM = "service"
 

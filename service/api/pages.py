@@ -10,10 +10,10 @@ from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from ...results.dashboard import Library
 from ...results.dashboard.app import make_app as make_dashboard, own as of_dashboard
 from ...results.dashboard.guard import HEADERS
 from ...results.report.page import asset, bundle
+from ..runs import SearchLibrary
 from .access import CSRF, cookie_name, csrf_of, user_of
 from .parts import Parts
 from .problems import Problem
@@ -24,12 +24,16 @@ _PAGES = ("asking", "queue", "submit", "search", "service")
 _POLICY = HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
 RUNS = "/runs"
 """Where the dashboard's pages of searches are."""
+LIST = "../"
+"""Where their list is, from there."""
+_LISTS = ("/api/runs", "/api/training", "/api/printed")
+"""What would look into every folder."""
 
 
 def add(app: FastAPI, parts: Parts) -> None:
     """Adds the pages to an application."""
     parts.runs.searches.mkdir(parents=True, exist_ok=True)
-    app.mount(RUNS, _LoggedIn(make_dashboard(Library(parts.runs.searches)), parts))
+    app.mount(RUNS, _LoggedIn(make_dashboard(SearchLibrary(parts.runs)), parts))
 
     @app.get("/", include_in_schema=False)
     async def index(request: Request) -> Response:
@@ -157,5 +161,16 @@ class _LoggedIn:
             await run_sync(user_of, self._parts, token, address)
         except Problem as error:
             await error.answer()(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == "/":  # its list is the service's queue
+            answer = _html(of_dashboard("index.html").replace("<html ", f'<html data-list="{LIST}" '))
+            await answer(scope, receive, send)
+            return
+        if path.startswith(_LISTS):
+            problem = Problem(
+                404, "not_found", "searches are listed by GET /v1/searches; the pages of runs show one at a time"
+            )
+            await problem.answer()(scope, receive, send)
             return
         await self.app(scope, receive, send)

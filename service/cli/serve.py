@@ -54,6 +54,11 @@ Examples:
     "--rate", type=click.FloatRange(min=1), default=50, show_default=True, metavar="N", help="Requests a second a user."
 )
 @click.option(
+    "--standby",
+    is_flag=True,
+    help="Wait while another server has the folder or the database, and take over when it is gone.",
+)
+@click.option(
     "--keep-events",
     type=click.FloatRange(min=0),
     default=30,

@@ -138,7 +138,8 @@ class Searches(Part):
         if after is not None:
             last = _get(connection, after)
             earlier = and_(searches.c.created == last.created, searches.c.id < last.id)
-            query = query.where(or_(searches.c.created < last.created, earlier))
+            # The first condition is one that an index serves.
+            query = query.where(searches.c.created <= last.created, or_(searches.c.created < last.created, earlier))
         return [_search(each) for each in connection.execute(query)]
 
     @writes

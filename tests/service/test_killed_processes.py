@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from pools import a_store
 from redline.results import View
-from redline.service.records import SearchState
 from redline.service.places import Places
+from redline.service.records import SearchState
 from redline.service.searchers import Searchers
 
 pytestmark = pytest.mark.slow

@@ -18,6 +18,7 @@ from redline.service.estimates import Estimates
 from redline.service.helper import Helper
 from redline.service.places import Places
 from redline.service.runs import Runs
+from redline.service.server import STUDIES_WAITING
 from redline.service.store import Store
 
 SEARCH = {"request": {"target": "gpt2-tiny", "trials": 3}}
@@ -54,12 +55,12 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, 
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        estimates, studies = Estimates(), Helper(120)
+        estimates, studies = Estimates(), Helper(120, STUDIES_WAITING)
         held.callback(estimates.close)
         held.callback(studies.close)
         parts = Parts(
-            store=store, dispatcher=dispatcher, places=Places(store), runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
-            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
+            store=store, dispatcher=dispatcher, places=Places(store), runs=Runs(folder), feed=Feed(store, every=0.02),
+            estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
         )  # fmt: skip
         config = uvicorn.Config(
             make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1, **uvicorn_
