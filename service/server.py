@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..lock import FolderLock
 from ..results.dashboard.serve import is_local, listen
 from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
+from .deleting import deleted
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
 from .errand import IMPORTS, driver_of
@@ -31,6 +33,7 @@ from .runs import Runs
 from .searchers import Searchers
 from .store import Store
 from .store.alone import Alone
+from .studies import forget_ledger
 
 PORT = 8700
 ADMIN, EMBEDDED = "admin", "embedded"
@@ -82,6 +85,8 @@ class ServeOptions:
     """Whether it waits where another server has the folder or the database, and takes over when that is gone."""
     keep_events: float = 30.0
     """Days for which the events of a search that ended are kept."""
+    keep_searches: float | None = None
+    """Days for which a search that ended is kept; None for ever."""
 
 
 def serve(
@@ -222,17 +227,19 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         searchers = Searchers(store, url, options.data, places, started=agent)
         searchers.start()
         held.callback(searchers.close)
-        forgetting = Forgetting(store, options.keep_events)
-        forgetting.start()
-        held.callback(forgetting.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
         held.callback(estimates.close)
         held.callback(studies.close)
+        runs, forget = Runs(options.data), partial(studies.call, forget_ledger, url)
+        delete = partial(deleted, store, runs, forget=forget)
+        forgetting = Forgetting(store, options.keep_events, options.keep_searches, delete)
+        forgetting.start()
+        held.callback(forgetting.close)
         yield Parts(
             store=store,
             dispatcher=dispatcher,
             places=places,
-            runs=Runs(options.data),
+            runs=runs,
             feed=Feed(store),
             estimates=estimates,
             studies=studies,

@@ -107,6 +107,22 @@ def tell(url: str, study: str, number: int, outcome: Mapping[str, Any]) -> dict[
     return _trial(trial)
 
 
+def forget_ledger(url: str, name: str) -> None:
+    """Deletes the ledger of that name, a search's; nothing where there is none."""
+    import optuna
+
+    from ..results.storage import contained, open_storage, quiet, words
+
+    with quiet(), contained(words(url)):
+        storage, _ = open_storage(url, mend=True)
+        try:
+            optuna.delete_study(study_name=name, storage=storage)
+        except KeyError:
+            return
+        finally:
+            storage.remove_session()
+
+
 def _trial(trial: Trial) -> dict[str, Any]:
     out: dict[str, Any] = {"trial": trial.number, "config": trial.config.to_dict(), "status": "pending"}
     if trial.measurement is not None:

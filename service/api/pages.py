@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from ...results.dashboard.app import make_app as make_dashboard, own as of_dashboard
 from ...results.dashboard.guard import HEADERS
 from ...results.report.page import asset, bundle
+from ..records import User
 from ..runs import SearchLibrary
 from .access import CSRF, cookie_name, csrf_of, user_of
 from .parts import Parts
@@ -146,6 +147,11 @@ class _LoggedIn:
     def __init__(self, app: Any, parts: Parts) -> None:
         self.app, self._parts = app, parts
 
+    def _seen(self, user: User, search: str) -> None:
+        """Raises a Problem where a user does not see a search."""
+        if not self._parts.store.sees(user, search):
+            raise Problem(404, "not_found", "there is no such search")
+
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -158,7 +164,9 @@ class _LoggedIn:
             await RedirectResponse("/login", status_code=303)(scope, receive, send)
             return
         try:
-            await run_sync(user_of, self._parts, token, address)
+            user = await run_sync(user_of, self._parts, token, address)
+            if search := request.query_params.get("run", ""):
+                await run_sync(self._seen, user, search)
         except Problem as error:
             await error.answer()(scope, receive, send)
             return

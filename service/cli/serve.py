@@ -67,6 +67,12 @@ Examples:
     help="Events of a search that ended are kept so long.",
 )
 @click.option(
+    "--keep-searches",
+    type=click.FloatRange(min=0),
+    metavar="DAYS",
+    help="Searches that ended are deleted after so long, with their folders.  [default: never]",
+)
+@click.option(
     "--code-user", metavar="NAME", help="Unix user as whom code runs on this host.  [default: who starts this]"
 )
 @click.option("--json-logs", is_flag=True, help="Log every request, as lines of JSON.")
