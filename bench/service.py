@@ -37,7 +37,7 @@ from redline.results.environment import host, versions
 from redline.service.records import Contender, Running, Share, Waiting, Worker
 from redline.service.scheduling import decide, share_places, why_no_place, why_waiting
 from redline.service.store import Store
-from redline.service.store.demand import RECENT_S
+from redline.service.store.demand import RECENT_S, WEEK_S
 from service_filled import filled, growth, words as filled_words
 from service_http import over_http, rows, words
 
@@ -129,7 +129,7 @@ class PaperPool:
         self.active &= asked
         if self.places is None or len(self.active) >= self.places or not self.queued:
             return
-        shares, running, contenders = self.shares(), list(self.running.values()), self.contenders()
+        shares, running, contenders = self.shares(week=True), list(self.running.values()), self.contenders()
         began = time.thread_time()
         begin, _ = share_places(contenders, running, self.workers, shares, self.places)
         self.places_cpu_ms.append(1000 * (time.thread_time() - began))
@@ -147,13 +147,25 @@ class PaperPool:
             submitted=search.submitted, seconds=search.average,
         )  # fmt: skip
 
-    def shares(self) -> list[Share]:
+    def shares(self, *, week: bool = False) -> list[Share]:
         """What users had lately, as the store tells it."""
-        since = self.now - RECENT_S
-        recent = {user: sum(_fading(*each, since) for each in had) for user, had in self.had.items()}
+        recent, longer = self._faded(RECENT_S), self._faded(WEEK_S) if week else {}
+        return [
+            Share(user=user, weight=weight, recent=recent.get(user, 0.0), week=longer.get(user, 0.0))
+            for user, weight in self.users.items()
+        ]
+
+    def _faded(self, window_s: float) -> dict[int, float]:
+        since = self.now - window_s
+        out: dict[int, float] = defaultdict(float)
+        for user, had in self.had.items():
+            for each in reversed(had):  # in the order in which they ended
+                if each[1] <= since:
+                    break
+                out[user] += _fading(*each, since, window_s)
         for each in self.running.values():
-            recent[each.user] = recent.get(each.user, 0.0) + _fading(each.started, self.now, each.devices, since)
-        return [Share(user=user, weight=weight, recent=recent.get(user, 0.0)) for user, weight in self.users.items()]
+            out[each.user] += _fading(each.started, self.now, each.devices, since, window_s)
+        return out
 
     def decide(self) -> float:
         """Begins what is to begin; what deciding took, s."""
@@ -189,9 +201,9 @@ class PaperPool:
         return sum(each.devices for each in self.running.values())
 
 
-def _fading(began: float, ended: float, devices: int, since: float) -> float:
+def _fading(began: float, ended: float, devices: int, since: float, window_s: float) -> float:
     began = max(began, since)
-    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / RECENT_S)
+    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / window_s)
 
 
 def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:
