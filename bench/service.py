@@ -13,7 +13,8 @@ device-seconds of the users while each of them has work (over their weights), ho
 what a decision costs (time of the processor).
 
 Then (`http`) a server and real sockets, see `service_http.py`. Then (`store`) the store alone, a database for real: what a
-submission costs, and how many dry runs a second can be asked for, leased and answered, by one process.
+submission costs, and how many dry runs a second can be asked for, leased and answered, by one process. Last (`filled`, alone
+by `--filled`) what lists, the queue and usage take with 12,500 searches and 250,000 trials, see `service_filled.py`.
 
 Goals: utilisation 95 % while work waits, a decision within 50 ms; over HTTP submissions and estimates that were asked before
 within 100 ms (p99), and 200 events a second to 200 listeners, none missed and all in order.
@@ -36,10 +37,12 @@ from redline.results.environment import host, versions
 from redline.service.records import Contender, Running, Share, Waiting, Worker
 from redline.service.scheduling import decide, share_places, why_no_place, why_waiting
 from redline.service.store import Store
-from redline.service.store.demand import RECENT_S
+from redline.service.store.demand import RECENT_S, WEEK_S
+from service_filled import filled, growth, words as filled_words
 from service_http import over_http, rows, words
 
-PARTS = ("pool", "http", "store")
+PARTS = ("pool", "http", "store", "filled")
+FILLED = "<!-- filled -->", "<!-- end of filled -->"
 MARKS = "<!-- figures -->", "<!-- end of figures -->"
 """Between these a page holds the figures."""
 NAMES = {"sqlite": "SQLite", "postgresql": "Postgres"}
@@ -126,7 +129,7 @@ class PaperPool:
         self.active &= asked
         if self.places is None or len(self.active) >= self.places or not self.queued:
             return
-        shares, running, contenders = self.shares(), list(self.running.values()), self.contenders()
+        shares, running, contenders = self.shares(week=True), list(self.running.values()), self.contenders()
         began = time.thread_time()
         begin, _ = share_places(contenders, running, self.workers, shares, self.places)
         self.places_cpu_ms.append(1000 * (time.thread_time() - began))
@@ -144,13 +147,25 @@ class PaperPool:
             submitted=search.submitted, seconds=search.average,
         )  # fmt: skip
 
-    def shares(self) -> list[Share]:
+    def shares(self, *, week: bool = False) -> list[Share]:
         """What users had lately, as the store tells it."""
-        since = self.now - RECENT_S
-        recent = {user: sum(_fading(*each, since) for each in had) for user, had in self.had.items()}
+        recent, longer = self._faded(RECENT_S), self._faded(WEEK_S) if week else {}
+        return [
+            Share(user=user, weight=weight, recent=recent.get(user, 0.0), week=longer.get(user, 0.0))
+            for user, weight in self.users.items()
+        ]
+
+    def _faded(self, window_s: float) -> dict[int, float]:
+        since = self.now - window_s
+        out: dict[int, float] = defaultdict(float)
+        for user, had in self.had.items():
+            for each in reversed(had):  # in the order in which they ended
+                if each[1] <= since:
+                    break
+                out[user] += _fading(*each, since, window_s)
         for each in self.running.values():
-            recent[each.user] = recent.get(each.user, 0.0) + _fading(each.started, self.now, each.devices, since)
-        return [Share(user=user, weight=weight, recent=recent.get(user, 0.0)) for user, weight in self.users.items()]
+            out[each.user] += _fading(each.started, self.now, each.devices, since, window_s)
+        return out
 
     def decide(self) -> float:
         """Begins what is to begin; what deciding took, s."""
@@ -186,9 +201,9 @@ class PaperPool:
         return sum(each.devices for each in self.running.values())
 
 
-def _fading(began: float, ended: float, devices: int, since: float) -> float:
+def _fading(began: float, ended: float, devices: int, since: float, window_s: float) -> float:
     began = max(began, since)
-    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / RECENT_S)
+    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / window_s)
 
 
 def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:
@@ -355,6 +370,29 @@ def figures(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def of_filled(result: dict[str, Any]) -> str:
+    """What a page says of a database that is full."""
+    found = result["filled"]
+    machine = (
+        f"{result['host']['usable_cores']} cores of {result['host']['system']}, Python {result['versions']['python']}"
+    )
+    return "\n".join([
+        f"`python bench/service.py --filled --write docs/service.md` on {machine}, SQLite; 8 searches run and 100 wait.",
+        "",
+        table(filled_words(found)),
+        "",
+        f"Ten times as many searches take {growth(found):.2f} times the processor time (median of the rows); the larger database",
+        f"has {found[-1]['database_mib']:,} MiB. In brackets: processor time, which others on the machine change less.",
+    ])  # fmt: skip
+
+
+def write(page: Path, marks: tuple[str, str], text: str) -> None:
+    """Puts a text between two marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")
+
+
 def table(lines: list[list[str]]) -> str:
     """A Markdown table."""
     first, *others = [f"| {' | '.join(each)} |" for each in lines]
@@ -370,11 +408,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=16, help="of a search, on average")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", action="append", help="URL of an empty database; may be given several times")
+    parser.add_argument("--filled", action="store_true", help="only the part with a database that is full")
     parser.add_argument("--part", action="append", choices=PARTS, help="by default all; may be given several times")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--write", type=Path, help="a Markdown page with the marks of the figures")
     given = parser.parse_args()
-    parts = given.part or PARTS
+    parts = ["filled"] if given.filled else given.part or PARTS
     result: dict[str, Any] = {}
     if given.out and given.out.exists():
         result = json.loads(given.out.read_text(encoding="utf-8"))
@@ -388,6 +427,8 @@ def main() -> None:
             result["http"] = [over_http(each, Path(folder), _spread) for each in urls]
         if "store" in parts:
             result["store"] = [in_store(each, given.searches) for each in urls]
+        if "filled" in parts:
+            result["filled"] = filled(Path(folder), _spread)
     result["host"] = {**host(), "usable_cores": usable_cores()}
     result["versions"] = versions()
     text = json.dumps(result, indent=1)
@@ -395,10 +436,10 @@ def main() -> None:
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")
     if given.write:
-        page = given.write.read_text(encoding="utf-8")
-        before, _, rest = page.partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        given.write.write_text(f"{before}{MARKS[0]}\n{figures(result)}\n{MARKS[1]}{after}", encoding="utf-8")
+        if set(parts) - {"filled"}:
+            write(given.write, MARKS, figures(result))
+        if "filled" in parts:
+            write(given.write, FILLED, of_filled(result))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ _SERVICE = {
     "results": "Show what came of a search on a server.",
     "worker": "Join this host's devices to a server's pool.",
     "token": "Add users and tokens of a server, and revoke them.",
+    "user": "Change what users of a server may do, and see what they did.",
 }
 """Commands of `redline serve` and its clients."""
 

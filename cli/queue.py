@@ -2,7 +2,7 @@
 
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..service.api.models import SearchAnswer, WorkerAnswer
+    from ..service.client import Client
 
 
 @click.command(
@@ -19,18 +20,40 @@ if TYPE_CHECKING:
 Examples:
   redline queue
   redline queue --all --json
+  redline queue --hold 3f2a9c01d4e7 --priority 9b1c02d4e7aa 20
+  redline queue --delete 3f2a9c01d4e7
 """,
     short_help="Show what runs and what waits on a server.",
 )
 @click.option("--all", "everything", is_flag=True, help="Searches that have ended, too.")
 @click.option("--workers", is_flag=True, help="The pool, in place of searches.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--hold", multiple=True, metavar="ID", help="Have nothing of a search start until it is released.")
+@click.option("--release", multiple=True, metavar="ID", help="Have a search that is held continue.")
+@click.option("--retry", multiple=True, metavar="ID", help="Have a search that failed or was cancelled continue.")
+@click.option("--delete", multiple=True, metavar="ID", help="Delete a search that has ended, with its folder.")
+@click.option(
+    "--priority", type=(str, click.IntRange(-100, 100)), multiple=True, metavar="ID N", help="Change a priority."
+)
+@click.option(
+    "--show-to",
+    type=(str, click.Choice(["own", "team", "all"])),
+    multiple=True,
+    metavar="ID WHO",
+    help="Change who sees a search: own, team or all.",
+)
 @reached
-def queue(server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool) -> None:
-    """Show the searches that run and those that wait, and why they do."""
+def queue(
+    server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool, **changes: Any
+) -> None:
+    """Show the searches that run and those that wait, and why they do; or change how some stand in the queue."""
     from rich.console import Console
     from rich.text import Text
 
+    if any(changes.values()):
+        with client_of(server, token, trust) as client:
+            _change(client, changes)
+        return
     with client_of(server, token, trust) as client:
         pool = client.workers() if workers else []
         found = client.queue()
@@ -48,6 +71,24 @@ def queue(server: str, token: str | None, trust: str | None, everything: bool, w
     console.print(Text(said, style="dim"))
     names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
     console.print(_table(names, [_search(each) for each in searches]))
+
+
+def _change(client: "Client", changes: dict[str, Any]) -> None:
+    """Changes searches as the options ask, and says how each stands then."""
+    for action in ("hold", "release", "retry"):
+        for search in changes[action]:
+            run = client.search(search)
+            getattr(run, action)()
+            click.echo(f"{search} {'held' if action == 'hold' else run.state}")
+    for search, priority in changes["priority"]:
+        client.search(search).change(priority=priority)
+        click.echo(f"{search} priority {priority}")
+    for search, who in changes["show_to"]:
+        client.search(search).change(visibility=who)
+        click.echo(f"{search} is shown to {who}")
+    for search in changes["delete"]:
+        client.search(search).delete()
+        click.echo(f"{search} deleted")
 
 
 def _worker(each: "WorkerAnswer") -> list[str]:

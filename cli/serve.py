@@ -59,12 +59,23 @@ Examples:
     "--rate", type=click.FloatRange(min=1), default=50, show_default=True, metavar="N", help="Requests a second a user."
 )
 @click.option(
+    "--standby",
+    is_flag=True,
+    help="Wait while another server has the folder or the database, and take over when it is gone.",
+)
+@click.option(
     "--keep-events",
     type=click.FloatRange(min=0),
     default=30,
     show_default=True,
     metavar="DAYS",
     help="Events of a search that ended are kept so long.",
+)
+@click.option(
+    "--keep-searches",
+    type=click.FloatRange(min=0),
+    metavar="DAYS",
+    help="Searches that ended are deleted after so long, with their folders.  [default: never]",
 )
 @click.option(
     "--code-user", metavar="NAME", help="Unix user as whom code runs on this host.  [default: who starts this]"

@@ -16,7 +16,7 @@ from .server_options import client_of, reached
 if TYPE_CHECKING:
     from ..service.client import SearchRun
 
-OF_THE_QUEUE = ("name", "priority", "device", "reuse", "key")
+OF_THE_QUEUE = ("name", "priority", "device", "reuse", "visibility", "key")
 
 
 @click.command(
@@ -37,6 +37,13 @@ Examples:
 )
 @click.option("--device", default="", metavar="KIND", help="Kind of device, such as h100 or cpu.  [default: any]")
 @click.option("--reuse", is_flag=True, help="Answer what was measured before on the same hardware from the store.")
+@click.option(
+    "--visibility",
+    type=click.Choice(["own", "team", "all"]),
+    default="all",
+    show_default=True,
+    help="Who sees it beside its owner and admins.",
+)
 @click.option("--key", metavar="TEXT", help="The same key is the same search, however often it is submitted.")
 @click.option("--wait", is_flag=True, help="Show what happens until it ends.")
 @reached

@@ -1,6 +1,8 @@
 """`redline token`: users and their tokens."""
 
 import time
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,26 @@ from ..base.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from ..service.store import Store
+
+
+def at_database(group: Callable[[], None]) -> Callable[..., None]:
+    """Adds `--data` and `--storage` to a group; its commands are given the database's URL."""
+
+    @click.option(
+        "--data",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=Path("redline-service"),
+        show_default=True,
+        metavar="DIR",
+        help="The server's folder.",
+    )
+    @click.option("--storage", metavar="URL", help="The server's database.  [default: redline.db in --data]")
+    @click.pass_context
+    @wraps(group)
+    def reached(context: click.Context, data: Path, storage: str | None) -> None:
+        context.obj = storage or f"sqlite:///{(data / 'redline.db').absolute()}"
+
+    return reached
 
 
 @click.group(
@@ -23,19 +45,9 @@ Examples:
   redline token revoke redline_5c1e
 """,
 )
-@click.option(
-    "--data",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("redline-service"),
-    show_default=True,
-    metavar="DIR",
-    help="The server's folder.",
-)
-@click.option("--storage", metavar="URL", help="The server's database.  [default: redline.db in --data]")
-@click.pass_context
-def token(context: click.Context, data: Path, storage: str | None) -> None:
+@at_database
+def token() -> None:
     """Add users and tokens, and revoke them: on the server's host, in its database, while it runs or not."""
-    context.obj = storage or f"sqlite:///{(data / 'redline.db').absolute()}"
 
 
 @token.command()
@@ -51,7 +63,7 @@ def token(context: click.Context, data: Path, storage: str | None) -> None:
 @click.pass_obj
 def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:
     """Make a token for USER, who is added where there is none of that name. It is shown this once."""
-    with _store(url) as store:
+    with store_of(url) as store:
         try:
             found = store.user(user)
         except NotFound:
@@ -59,7 +71,7 @@ def new(url: str, user: str, role: str | None, name: str, expires: str | None, *
         else:
             if (role is not None and role != found.role) or any(more.values()):
                 raise UsageError(
-                    f"{user} is there already, as {found.role}; what a user may do is said when they are added"
+                    f"{user} is there already, as {found.role}; `redline user change {user}` changes what they may do"
                 )
         made = store.new_token(found, name, _later(expires))
         store.audit("", "token", user, {"for": name, "expires": expires})
@@ -71,7 +83,7 @@ def new(url: str, user: str, role: str | None, name: str, expires: str | None, *
 @click.pass_obj
 def revoke(url: str, begins: str) -> None:
     """Have a token be taken no more, by its text, its id, or how that begins."""
-    with _store(url) as store:
+    with store_of(url) as store:
         gone = store.revoke(begins)
         store.audit("", "revoke", gone.id)
     click.echo(f"revoked {gone.id}")
@@ -83,16 +95,21 @@ def listed(url: str) -> None:
     """List users and tokens."""
     from ..results.listing import write_rows
 
-    with _store(url) as store:
+    with store_of(url) as store:
         users = {each.id: each for each in store.users()}
         rows = [
-            [users[each.user].name, str(users[each.user].role), each.id, each.name, _day(each.created), _state(each)]
+            [
+                *(users[each.user].name, str(users[each.user].role), each.id, each.name, day(each.created)),
+                "never" if each.used is None else day(each.used),
+                _state(each),
+            ]
             for each in store.tokens()
         ]
-    click.echo(write_rows(["user", "role", "token", "for", "made", "state"], rows, "markdown"))
+    click.echo(write_rows(["user", "role", "token", "for", "made", "last used", "state"], rows, "markdown"))
 
 
-def _store(url: str) -> "Store":
+def store_of(url: str) -> "Store":
+    """The store in a database."""
     from ..service.store import Store
 
     return Store.open(url)
@@ -105,13 +122,14 @@ def _later(expires: str | None) -> float | None:
     return None if seconds is None else time.time() + seconds
 
 
-def _day(when: float) -> str:
+def day(when: float) -> str:
+    """A time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
 
 
 def _state(found: Any) -> str:
     if found.revoked is not None:
-        return f"revoked {_day(found.revoked)}"
+        return f"revoked {day(found.revoked)}"
     if found.expires is None:
         return "good"
-    return f"{'good until' if found.expires > time.time() else 'expired'} {_day(found.expires)}"
+    return f"{'good until' if found.expires > time.time() else 'expired'} {day(found.expires)}"

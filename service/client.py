@@ -65,6 +65,7 @@ class Client:
         priority: int = 0,
         device: str = "",
         reuse: bool = False,
+        visibility: str = "all",
         key: str | None = None,
         **asked: Any,
     ) -> "SearchRun":
@@ -77,6 +78,7 @@ class Client:
             priority: higher goes first, -100 to 100.
             device: kind of device, by type or a part of its name; any where empty.
             reuse: whether what was measured before may be answered from the server's store.
+            visibility: who sees it beside its owner and admins: `own` (nobody), `team` (the owner's), `all`.
             key: the same key is the same search; by default a new one, so that a call that is tried again submits once.
             asked: the other arguments of `redline.tune`, as far as they travel.
 
@@ -92,6 +94,7 @@ class Client:
             "priority": priority,
             "device": device,
             "reuse": reuse,
+            **({"visibility": visibility} if visibility != "all" else {}),
         }
         headers = {"idempotency-key": key or uuid.uuid4().hex}
         return SearchRun(self, self._json("POST", "/v1/searches", json=body, headers=headers)["id"])
@@ -368,6 +371,28 @@ class SearchRun:
     def cancel(self) -> None:
         """Ends it; what was found so far is kept."""
         self._client._json("POST", f"/v1/searches/{self.id}/cancel")
+
+    def hold(self) -> None:
+        """Has nothing of it start until `release`; what workers run ends first."""
+        self._client._json("POST", f"/v1/searches/{self.id}/hold")
+
+    def release(self) -> None:
+        """Has it continue after `hold`."""
+        self._client._json("POST", f"/v1/searches/{self.id}/release")
+
+    def retry(self) -> None:
+        """Has it continue after it failed or was cancelled; what it measured is not measured again."""
+        self._client._json("POST", f"/v1/searches/{self.id}/retry")
+
+    def change(self, *, priority: int | None = None, visibility: str | None = None) -> None:
+        """Changes its priority, or who sees it (`own`, `team`, `all`)."""
+        given = {"priority": priority, "visibility": visibility}
+        body = {name: value for name, value in given.items() if value is not None}
+        self._client._json("PATCH", f"/v1/searches/{self.id}", json=body)
+
+    def delete(self) -> None:
+        """Deletes it, with its folder; it must have ended."""
+        self._client._send("DELETE", f"/v1/searches/{self.id}")
 
     def __repr__(self) -> str:
         return f"SearchRun({self.id!r})"

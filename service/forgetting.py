@@ -1,9 +1,10 @@
-"""Events of searches that are long over are forgotten; their trials, runs and logs stay, and so does the audit."""
+"""Events of searches that are long over are forgotten, and searches themselves where that is asked for; the audit stays."""
 
 import logging
 import threading
+from collections.abc import Callable
 
-from ..base.errors import StorageUnavailable
+from ..base.errors import RunnerError, StorageUnavailable, UsageError
 from .store import Store
 
 ROUND_S = 3600.0
@@ -13,16 +14,25 @@ _log = logging.getLogger("redline.server")
 
 
 class Forgetting(threading.Thread):
-    """Deletes old events, at the start and then every hour.
+    """Deletes old events, and old searches, at the start and then every hour.
 
     Args:
         store: whose.
         days: how long after their search's end events are kept.
+        search_days: how long after its end a search is kept; None for ever.
+        delete: deletes a search.
     """
 
-    def __init__(self, store: Store, days: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        days: float,
+        search_days: float | None = None,
+        delete: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(daemon=True, name="forgetting")
         self._store, self._days = store, days
+        self._search_days, self._delete_search = search_days, delete
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -30,10 +40,20 @@ class Forgetting(threading.Thread):
             try:
                 if found := self._store.forget_events(self._store.clock() - self._days * DAY_S):
                     _log.info("%d events forgotten, of searches that ended over %g days ago", found, self._days)
-            except StorageUnavailable as error:
-                _log.warning("old events are kept for another hour: %s", error)
+                if self._search_days is not None:
+                    self._delete_searches(self._store.clock() - self._search_days * DAY_S)
+            except (StorageUnavailable, UsageError, RunnerError) as error:
+                _log.warning("what is old is kept for another hour: %s", error)
             if self._over.wait(ROUND_S):
                 return
+
+    def _delete_searches(self, before: float) -> None:
+        """Deletes the searches that ended before a time."""
+        assert self._delete_search is not None, "who has searches deleted says how"
+        while found := self._store.ended_before(before):
+            for each in found:
+                self._delete_search(each)
+                self._store.audit("", "delete", each, {"kept_days": self._search_days})
 
     def close(self) -> None:
         """Ends it."""

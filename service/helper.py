@@ -13,7 +13,8 @@ from ..base import errors
 from ..base.errors import RedlineError, RunnerError, UsageError
 
 MOST_WAITING = 8
-"""Calls that wait for their turn; more are refused, so that who asks for something else is answered."""
+"""Calls that wait for their turn unless another number is given; more are refused, so that who asks for something else is
+answered."""
 _log = logging.getLogger(__name__)
 
 
@@ -22,11 +23,12 @@ class Helper:
 
     Args:
         seconds: what a call may take.
+        most_waiting: calls that wait for their turn; more are refused.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._places = threading.BoundedSemaphore(1 + MOST_WAITING)
+    def __init__(self, seconds: float, most_waiting: int = MOST_WAITING) -> None:
+        self._seconds, self._most_waiting = seconds, most_waiting
+        self._places = threading.BoundedSemaphore(1 + most_waiting)
         self._lock = threading.Lock()
         self._process: Any = None
         self._ours: Connection | None = None
@@ -40,7 +42,7 @@ class Helper:
             RunnerError: the process ended with it, it failed otherwise, or too many calls wait.
         """
         if not self._places.acquire(blocking=False):
-            raise RunnerError(f"{MOST_WAITING} others wait for what computes this; ask again in a moment")
+            raise RunnerError(f"{self._most_waiting} others wait for what computes this; ask again in a moment")
         try:
             return self._call(function, args)
         finally:

@@ -342,6 +342,8 @@ class Share:
     """`User.weight`."""
     recent: float = 0.0
     """Device-seconds lately, the older the less they count."""
+    week: float = 0.0
+    """The same over a week, by which searches get places: one lasts longer than what `recent` remembers."""
     used_hours: float = 0.0
     """Device-hours in the time that the quota is for."""
     device_hours: float | None = None

@@ -9,10 +9,11 @@ from ..frameworks import chosen_trial, render
 from ..frameworks.target import Export
 from ..results import View
 from ..results.measurement import Trial
-from ..results.names import TABLE
+from ..results.names import TABLE, holds_run
 from ..results.table import LARGEST_TABLE, parse, safe_lines
 from ..space import Config
 from ..tuner.result import make_result
+from ..views.dashboard.library import Library, NoSuchRun
 from ..views.report.document import as_json
 from .logs import SEARCHES, folder_of
 
@@ -80,6 +81,32 @@ class Runs:
         """
         trials, view = self.trials(search)
         return render(target, chosen_trial(trials, trial), view.document if view else None, form=form)
+
+
+class SearchLibrary(Library):
+    """The runs of searches as the dashboard's pages show them, one by one: the list is the database's, and no folder but that
+    of the search in question is looked into, however many there are.
+
+    Args:
+        runs: the folders.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        super().__init__(runs.searches)
+        self._runs = runs
+
+    def ids(self) -> list[str]:
+        """None: searches are listed by the service."""
+        return []
+
+    def folder(self, run: str) -> Path:
+        try:
+            folder = self._runs.folder(run)
+        except NotFound as error:
+            raise NoSuchRun(str(error)) from None
+        if not holds_run(folder):
+            raise NoSuchRun(f"the search {run} has not begun, or was deleted")
+        return folder
 
 
 def _told(problems: Any, root: Path) -> list[str]:

@@ -6,8 +6,8 @@ on which the fewest are left over. A gang that finds no worker with so many free
 them first, and dry runs behind it are placed there only where they do not delay it (backfilling as EASY does: Lifka 1995,
 "The ANL/IBM SP scheduling system"). What runs is never interrupted.
 
-Which searches run (`share_places`) follows the same order: priority, then the user with the fewest places, then the one
-who has had least of the devices, both for their weight. A search that cannot run gives up its place.
+Which searches run (`share_places`) follows the same order, over a longer time: priority, then the user who has had least of
+the devices in a week for their weight, then the one with the fewest places. A search that cannot run gives up its place.
 """
 
 import heapq
@@ -21,6 +21,8 @@ from .records import Contender, Running, Share, Waiting, Worker
 
 NOMINAL_S = 60.0
 """What a dry run counts for in its user's share as soon as it starts, and is taken to last where nothing is known, s."""
+NOMINAL_SEARCH_S = 600.0
+"""What a search counts for in its user's share as soon as it gets a place, for each of its devices, s."""
 RESERVED = 8
 """One worker of so many may be reserved for gangs, and one at least."""
 
@@ -117,11 +119,15 @@ class _Places:
         shares: Iterable[Share],
     ) -> None:
         self._contenders, self._workers = contenders, workers
+        shares = list(shares)
         self._users = _Users(shares, running)
+        self._charges = defaultdict(float, {each.user: each.week for each in shares})
+        for each in running:
+            self._charges[each.user] += each.devices * (each.seconds or NOMINAL_S)
         self._never: dict[tuple[str, str, int], str] = {}
         self._have: dict[int, int] = defaultdict(int)
-        for each in contenders:
-            self._have[each.user] += each.runs
+        for one in contenders:
+            self._have[one.user] += one.runs
 
     def obstacle(self, each: Contender) -> str:
         """Why a search cannot run, whoever else does; empty where it can."""
@@ -149,7 +155,7 @@ class _Places:
     def order(self) -> Iterator[str]:
         """The searches that can run and have no place, in the order in which they get one."""
         queues: dict[int, list[Contender]] = defaultdict(list)
-        have = dict(self._have)
+        have, charges = self._have.copy(), self._charges.copy()
         for each in sorted(self._contenders, key=lambda one: (one.priority, -one.submitted, one.search)):
             if not each.runs and not self.obstacle(each):
                 queues[each.user].append(each)
@@ -157,18 +163,20 @@ class _Places:
         def place_of(user: int) -> tuple[float, float, float, float, int]:
             head = queues[user][-1]
             share = self._users.shares.get(user)
-            places = have.get(user, 0) / (share.weight if share else 1.0)
-            return -head.priority, places, self._users.charge(user), head.submitted, user
+            weight = share.weight if share else 1.0
+            return -head.priority, charges[user] / weight, have[user] / weight, head.submitted, user
 
         heap = [place_of(user) for user in queues]
         heapq.heapify(heap)
         while heap:
             user = heapq.heappop(heap)[-1]
             share = self._users.shares.get(user)
-            if share is not None and share.running is not None and have.get(user, 0) >= share.running:
+            if share is not None and share.running is not None and have[user] >= share.running:
                 continue
-            yield queues[user].pop().search
-            have[user] = have.get(user, 0) + 1
+            each = queues[user].pop()
+            yield each.search
+            have[user] += 1
+            charges[user] += each.devices * NOMINAL_SEARCH_S
             if queues[user]:
                 heapq.heappush(heap, place_of(user))
 

@@ -9,16 +9,18 @@ import signal
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MissingDependency, UsageError
+from ..base.errors import MissingDependency, StudyError, UsageError
 from ..base.lock import FolderLock
 from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
 from ..views.dashboard.serve import is_local, listen
+from .deleting import deleted
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
 from .estimates import Estimates
@@ -30,10 +32,16 @@ from .runs import Runs
 from .searcher_task import IMPORTS, driver_of
 from .searchers import Searchers
 from .store import Store
+from .store.alone import Alone
+from .studies import forget_ledger
 
 PORT = 8700
 ADMIN, EMBEDDED = "admin", "embedded"
 """Users that a first start makes: who administers, and whom the worker of the server's own is of."""
+STANDBY_S = 0.5
+"""How often one that stands by looks whether the other is gone, s."""
+STUDIES_WAITING = 200
+"""Questions for studies' next trials, and answers, that wait for their turn."""
 STUDY_SECONDS = 120.0
 """What a question for a study's next trial may take."""
 _log = logging.getLogger("redline.server")
@@ -76,8 +84,12 @@ class ServeOptions:
     """Requests a second of a user."""
     json_logs: bool = False
     """Whether the log is lines of JSON."""
+    standby: bool = False
+    """Whether it waits where another server has the folder or the database, and takes over when that is gone."""
     keep_events: float = 30.0
     """Days for which the events of a search that ended are kept."""
+    keep_searches: float | None = None
+    """Days for which a search that ended is kept; None for ever."""
 
 
 def serve(
@@ -95,15 +107,16 @@ def serve(
 
     Raises:
         UsageError: the address, the certificate, the storage or the user for code cannot be used.
-        StudyError: another server has the folder.
+        StudyError: another server has the folder or the database.
         StorageUnavailable: the database cannot be used.
         MissingDependency: a package is not installed.
     """
     _check(options)
     with contextlib.ExitStack() as held:
         options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        held.callback(FolderLock(options.data).release)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
+        servers: list[Any] = []
+        held.enter_context(_alone(options, url, say, lambda: _end(servers)))
         # It imports beside this process, which has much to import itself.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
@@ -119,6 +132,7 @@ def serve(
         listening = listen(options.host, options.port)
         held.callback(listening.close)
         server = _server(options, parts)
+        servers.append(server)
         address = _address(options, listening.getsockname()[1])
         say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
         started(address, server)
@@ -127,6 +141,36 @@ def serve(
         with _ended_by_signals():
             server.run(sockets=[listening])
     say("stopped; searches go on with the next start")
+
+
+@contextlib.contextmanager
+def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
+    """The folder and the database, for this server alone; waited for where that is asked for.
+
+    Raises:
+        StudyError: another server has one of them.
+    """
+    told = False
+    while True:
+        with contextlib.ExitStack() as held:
+            try:
+                held.callback(FolderLock(options.data).release)
+                held.enter_context(Alone(url, lost))
+            except StudyError as error:
+                if not options.standby:
+                    raise
+                if not told:
+                    say(f"stands by: {error}")
+                told = True
+            else:
+                yield
+                return
+        time.sleep(STANDBY_S)
+
+
+def _end(servers: Sequence[Any]) -> None:
+    for server in servers:
+        server.should_exit = True
 
 
 def _check_installed() -> None:
@@ -188,17 +232,19 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         searchers = Searchers(store, url, options.data, places, workloads=workloads, started=agent)
         searchers.start()
         held.callback(searchers.close)
-        forgetting = Forgetting(store, options.keep_events)
-        forgetting.start()
-        held.callback(forgetting.close)
-        estimates, studies = Estimates(), Helper(STUDY_SECONDS)
+        estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
         held.callback(estimates.close)
         held.callback(studies.close)
+        runs, forget = Runs(options.data), partial(studies.call, forget_ledger, url)
+        delete = partial(deleted, store, runs, forget=forget)
+        forgetting = Forgetting(store, options.keep_events, options.keep_searches, delete)
+        forgetting.start()
+        held.callback(forgetting.close)
         yield Parts(
             store=store,
             dispatcher=dispatcher,
             places=places,
-            runs=Runs(options.data),
+            runs=runs,
             feed=Feed(store),
             estimates=estimates,
             studies=studies,

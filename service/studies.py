@@ -19,7 +19,7 @@ from ..views.report.document import as_json
 
 PREFIX = "study-"
 """What a study's name begins with in the database, where the searches' ledgers are, too."""
-OPEN = 50
+OPEN = 200
 """Studies that are kept open."""
 _FORM = "service"
 
@@ -105,6 +105,22 @@ def tell(url: str, study: str, number: int, outcome: Mapping[str, Any]) -> dict[
     elif trial.measured.to_dict() != measured.to_dict():
         raise KeyTaken(f"trial {number} has ended otherwise: it is {trial.measured.status}")
     return _trial(trial)
+
+
+def forget_ledger(url: str, name: str) -> None:
+    """Deletes the ledger of that name, a search's; nothing where there is none."""
+    import optuna
+
+    from ..results.storage import contained, open_storage, quiet, words
+
+    with quiet(), contained(words(url)):
+        storage, _ = open_storage(url, mend=True)
+        try:
+            optuna.delete_study(study_name=name, storage=storage)
+        except KeyError:
+            return
+        finally:
+            storage.remove_session()
 
 
 def _trial(trial: Trial) -> dict[str, Any]:

@@ -140,8 +140,8 @@ usage = Table(
     "redline_usage",
     METADATA,
     # Device-seconds by the day (UTC, since 1970) on which dry runs ended: quotas are added up from these.
-    Column("user", ForeignKey("redline_users.id"), primary_key=True),
     Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("user", ForeignKey("redline_users.id"), primary_key=True),
     Column("device_seconds", Float, nullable=False),
 )
 

@@ -113,7 +113,11 @@ class Feed:
         changed.set()
 
     async def follow(
-        self, after: int | None, search: str | None = None, allowed: Callable[[], bool] = lambda: True
+        self,
+        after: int | None,
+        search: str | None = None,
+        allowed: Callable[[], bool] = lambda: True,
+        hidden: Callable[[set[str]], set[str]] = lambda searches: set(),
     ) -> AsyncIterator[bytes]:
         """What happens, as chunks of a stream.
 
@@ -121,6 +125,7 @@ class Feed:
             after: the event that was seen last; None for what happens from now on.
             search: only what happens to it; the stream ends when it does.
             allowed: asked now and then, in a thread, whether who listens still may; the stream ends when not.
+            hidden: which of some searches who listens does not see; asked in a thread.
 
         Raises:
             Problem: there are too many listeners.
@@ -139,6 +144,9 @@ class Feed:
                             return
                         checked = time.monotonic()
                     found, seen = await self._since(seen, search)
+                    if others := {each.search for each in found if each.search not in (None, search)}:
+                        out = await asyncio.to_thread(hidden, {each for each in others if each is not None})
+                        found = [each for each in found if each.search not in out] if out else found
                 except ServiceError:  # it is missed by nobody: it is read when the database is back
                     yield b": the database is away\n\n"
                     await asyncio.sleep(IDLE_S)

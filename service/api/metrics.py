@@ -41,8 +41,9 @@ class Metrics:
         waiting, running, workers = store.waiting(), store.running(), store.workers()
         busy = sum(each.devices for each in running)
         total = sum(each.devices for each in workers)
-        for state in ("queued", "running"):
-            self._searches.labels(state).set(len(store.searches(state=state, limit=10_000)))
+        contenders = store.contenders()
+        self._searches.labels("running").set(sum(each.runs for each in contenders))
+        self._searches.labels("queued").set(sum(not each.runs for each in contenders))
         self._dry_runs.labels("waiting").set(len(waiting))
         self._dry_runs.labels("running").set(len(running))
         self._devices.labels("busy").set(busy)

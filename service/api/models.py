@@ -23,6 +23,7 @@ LEAST_MEMORY_MIB, MOST_MEMORY_MIB = 64, 1 << 27
 ROLES = ("reader", "submitter", "admin", "worker")
 STATES = ("queued", "running", "done", "failed", "cancelled")
 ENDED = ("done", "failed", "cancelled")
+Visibility = Literal["own", "team", "all"]
 _LONE = re.compile("[\ud800-\udfff\0]")
 
 
@@ -243,6 +244,15 @@ class Submission(Body):
     """On which device of the pool; any where empty."""
     reuse: bool = False
     """Whether a configuration that was measured before on the same device, software and seed may be answered from that."""
+    visibility: Visibility = "all"
+    """Who sees it beside its owner and admins."""
+
+
+class ChangeForm(Body):
+    """What of a search can be changed."""
+
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    visibility: Visibility | None = None
 
 
 class SearchAnswer(Answer):
@@ -270,7 +280,7 @@ class SearchAnswer(Answer):
     reuse: bool
     held: bool = False
     """Whether nothing of it starts until it is released."""
-    visibility: Literal["own", "team", "all"] = "all"
+    visibility: Visibility = "all"
     """Who sees it beside its owner and admins."""
     created_now: bool = False
     """Of a submission: whether this call made it, and not an earlier one with the same key."""

@@ -11,7 +11,7 @@ from ..records import Role, Search, SearchState
 from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
-from .searches import STREAM, EventId, PartsOf, resumed, shown, stream, why_waiting
+from .searches import STREAM, EventId, PartsOf, resumed, seen, shown, stream, why_waiting
 
 router = APIRouter(tags=["service"], route_class=Guarded)
 MOST_SHOWN = 1000
@@ -31,7 +31,7 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
     found = [
         each
         for state in (SearchState.RUNNING, SearchState.QUEUED)
-        for each in store.searches(state=state, limit=MOST_SHOWN)
+        for each in store.searches(state=state, limit=MOST_SHOWN, seen_by=user)
     ]
     found.sort(key=_turn)
     workers, reasons = store.workers(), why_waiting(parts, found)
@@ -72,7 +72,11 @@ def history(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[EventAnswer]:
     """What happened behind an event, as a list."""
+    if search is not None:
+        seen(parts, user, search)
     found = parts.store.events(after, search=search, limit=limit)
+    hidden = parts.store.hidden_from(user, {each.search for each in found if each.search is not None})
+    found = [each for each in found if each.search not in hidden]
     return [EventAnswer(**{name: getattr(each, name) for name in EventAnswer.model_fields}) for each in found]
 
 

@@ -10,10 +10,11 @@ from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from ...views.dashboard import Library
 from ...views.dashboard.app import make_app as make_dashboard, own as of_dashboard
 from ...views.dashboard.guard import HEADERS
 from ...views.report.page import asset, bundle
+from ..records import User
+from ..runs import SearchLibrary
 from .access import CSRF, cookie_name, csrf_of, user_of
 from .parts import Parts
 from .problems import Problem
@@ -24,12 +25,16 @@ _PAGES = ("asking", "queue", "submit", "search", "service")
 _POLICY = HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
 RUNS = "/runs"
 """Where the dashboard's pages of searches are."""
+LIST = "../"
+"""Where their list is, from there."""
+_LISTS = ("/api/runs", "/api/training", "/api/printed")
+"""What would look into every folder."""
 
 
 def add(app: FastAPI, parts: Parts) -> None:
     """Adds the pages to an application."""
     parts.runs.searches.mkdir(parents=True, exist_ok=True)
-    app.mount(RUNS, _LoggedIn(make_dashboard(Library(parts.runs.searches)), parts))
+    app.mount(RUNS, _LoggedIn(make_dashboard(SearchLibrary(parts.runs)), parts))
 
     @app.get("/", include_in_schema=False)
     async def index(request: Request) -> Response:
@@ -142,6 +147,11 @@ class _LoggedIn:
     def __init__(self, app: Any, parts: Parts) -> None:
         self.app, self._parts = app, parts
 
+    def _seen(self, user: User, search: str) -> None:
+        """Raises a Problem where a user does not see a search."""
+        if not self._parts.store.sees(user, search):
+            raise Problem(404, "not_found", "there is no such search")
+
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -154,8 +164,21 @@ class _LoggedIn:
             await RedirectResponse("/login", status_code=303)(scope, receive, send)
             return
         try:
-            await run_sync(user_of, self._parts, token, address)
+            user = await run_sync(user_of, self._parts, token, address)
+            if search := request.query_params.get("run", ""):
+                await run_sync(self._seen, user, search)
         except Problem as error:
             await error.answer()(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == "/":  # its list is the service's queue
+            answer = _html(of_dashboard("index.html").replace("<html ", f'<html data-list="{LIST}" '))
+            await answer(scope, receive, send)
+            return
+        if path.startswith(_LISTS):
+            problem = Problem(
+                404, "not_found", "searches are listed by GET /v1/searches; the pages of runs show one at a time"
+            )
+            await problem.answer()(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -1,19 +1,22 @@
 """Searches over HTTP: submitted, listed, cancelled, and what came of them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from ...base.errors import Refused, UsageError
+from ...base.errors import NotFound, Refused, UsageError
 from ...frameworks import export_targets
+from ..deleting import deleted
 from ..logs import read_log
 from ..records import Role, Search, SearchState, User
 from ..request import NO_WORKLOADS, is_code
+from ..studies import forget_ledger
 from .access import Guarded, Reader, Submitter
-from .models import SearchAnswer, SearchesAnswer, Submission
+from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission
 from .parts import Parts, parts_of
 from .problems import Problem
 
@@ -70,6 +73,18 @@ def may_change(user: User, search: Search) -> None:
         raise Problem(403, "not_yours", f"search {search.id} is {search.owner}'s; an admin may change it, too")
 
 
+def seen(parts: Parts, user: User, search: str) -> Search:
+    """The search of that id, where a user sees it.
+
+    Raises:
+        NotFound: there is none, or it is not shown to them.
+    """
+    found = parts.store.search(search)
+    if not parts.store.sees(user, search):
+        raise NotFound(f"there is no search '{search}'")
+    return found
+
+
 @router.post("", status_code=201)
 def submit(
     form: Submission,
@@ -102,6 +117,7 @@ def submit(
         name=name,
         key=idempotency_key,
         reuse=form.reuse,
+        visibility=form.visibility,
     )
     if new:
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
@@ -134,7 +150,7 @@ def listed(
 ) -> SearchesAnswer:
     """Searches of everybody, the latest first."""
     whose = user.id if mine else None
-    found = parts.store.searches(user=whose, state=state, after=after, limit=limit)
+    found = parts.store.searches(user=whose, state=state, after=after, limit=limit, seen_by=user)
     last = found[-1].id if len(found) == limit else None
     reasons = why_waiting(parts, found)
     return SearchesAnswer(searches=[shown(parts, each, reasons) for each in found], next=last)
@@ -143,7 +159,7 @@ def listed(
 @router.get("/{search}")
 def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
     """A search; while it runs, `best` is the best so far."""
-    found = parts.store.search(search)
+    found = seen(parts, user, search)
     answer = shown(parts, found)
     if found.best is None and answer.trials:
         answer = answer.model_copy(update={"best": parts.runs.summary(search)["best"]})
@@ -153,7 +169,7 @@ def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
 @router.post("/{search}/cancel")
 def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Ends a search; what was found so far is kept. One that has ended stays as it is."""
-    found = parts.store.search(search)
+    found = seen(parts, user, search)
     may_change(user, found)
     if not found.state.ended:
         found = parts.store.cancel(search)
@@ -161,17 +177,61 @@ def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     return shown(parts, found)
 
 
+def _changed(
+    parts: Parts, user: User, search: str, action: str, change: Callable[[], Search], detail: Any
+) -> SearchAnswer:
+    """A search that its owner or an admin changes, and that is written to the audit."""
+    may_change(user, seen(parts, user, search))
+    found = change()
+    parts.store.audit(user.name, action, search, detail)
+    parts.dispatcher.wake()
+    return shown(parts, found)
+
+
+@router.post("/{search}/hold")
+def hold(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
+    """Has nothing of a search start until it is released; what workers run ends first."""
+    return _changed(parts, user, search, "hold", lambda: parts.store.hold(search), None)
+
+
+@router.post("/{search}/release")
+def release(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
+    """Has a search that is held continue."""
+    return _changed(parts, user, search, "release", lambda: parts.store.hold(search, False), None)
+
+
+@router.post("/{search}/retry")
+def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
+    """Has a search that failed or was cancelled continue; what it measured is not measured again."""
+    return _changed(parts, user, search, "retry", lambda: parts.store.retry(search), None)
+
+
+@router.patch("/{search}")
+def change(search: SearchId, form: ChangeForm, user: Submitter, parts: PartsOf) -> SearchAnswer:
+    """Changes a search's priority, or who sees it."""
+    values = form.model_dump(exclude_none=True)
+    return _changed(parts, user, search, "change", lambda: parts.store.change_search(search, **values), values)
+
+
+@router.delete("/{search}", status_code=204)
+def delete(search: SearchId, user: Submitter, parts: PartsOf) -> None:
+    """Deletes a search that has ended, with its folder."""
+    may_change(user, seen(parts, user, search))
+    deleted(parts.store, parts.runs, search, partial(parts.studies.call, forget_ledger, parts.url))
+    parts.store.audit(user.name, "delete", search)
+
+
 @router.get("/{search}/trials")
 def trials(search: SearchId, user: Reader, parts: PartsOf) -> list[dict[str, Any]]:
     """The trials that have ended, by the columns of trials.csv."""
-    parts.store.search(search)
+    seen(parts, user, search)
     return parts.runs.rows(search)
 
 
 @router.get("/{search}/trials.csv", response_class=PlainTextResponse)
 def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
     """trials.csv, as it is in the folder of a run."""
-    parts.store.search(search)
+    seen(parts, user, search)
     headers = {"content-disposition": f'attachment; filename="{search}.csv"'}
     return Response(parts.runs.table(search), media_type="text/csv; charset=utf-8", headers=headers)
 
@@ -179,7 +239,7 @@ def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
 @router.get("/{search}/best")
 def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
     """The winner, or the best so far, beside the default configuration; `why` where there is none."""
-    found = parts.store.search(search)
+    found = seen(parts, user, search)
     return {"state": found.state.value, **parts.runs.summary(search)}
 
 
@@ -195,7 +255,7 @@ async def events(
     """What happens to a search, from its beginning or behind an event, until it ends."""
     from anyio.to_thread import run_sync
 
-    await run_sync(parts.store.search, search)
+    await run_sync(seen, parts, user, search)
     return stream(request, parts, resumed(after, last_event_id), search)
 
 
@@ -219,7 +279,13 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
         return parts.store.user_of(request.state.token) is not None
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(parts.feed.follow(after, search, allowed), media_type="text/event-stream", headers=headers)
+
+    def hidden(searches: set[str]) -> set[str]:
+        user = parts.store.user_of(request.state.token)
+        return searches if user is None else parts.store.hidden_from(user, searches)
+
+    chunks = parts.feed.follow(after, search, allowed, hidden)
+    return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
 
 
 @router.get("/{search}/logs/{trial}", response_class=PlainTextResponse, responses={206: {}, 416: {}})
@@ -232,7 +298,7 @@ def log(
     given_range: Annotated[str, Header(alias="range", max_length=100)] = "",
 ) -> Response:
     """What a trial printed, a MiB at most: from a byte on, or with `Range: bytes=...`; `x-redline-size` is the whole."""
-    parts.store.search(search)
+    seen(parts, user, search)
     name = f"{trial}.log"
     _, size = read_log(parts.runs.data, search, name, count=0)
     end, status = size, 200
@@ -276,7 +342,7 @@ def export(
     form: Annotated[str | None, Query(max_length=20)] = None,
 ) -> Response:
     """The winner's configuration, or a trial's, for the framework one trains with."""
-    parts.store.search(search)
+    seen(parts, user, search)
     made = parts.runs.export(search, target, trial, form)
     name = f"{search}-{export_targets()[target].file(made.form)}"
     headers = {"content-disposition": f'attachment; filename="{name}"', "x-redline-form": made.form}

@@ -124,6 +124,10 @@ class Database:
         finally:
             self._turn.release()
 
+    def apart(self) -> Connection:
+        """A connection that whoever asks for it has until they close it, each statement a transaction of its own."""
+        return self._reader.connect().execution_options(isolation_level="AUTOCOMMIT")
+
     def close(self) -> None:
         """Closes its connections."""
         self._reader.dispose()

@@ -1,5 +1,6 @@
 """What waits, what runs, and what every user has had of the devices: what scheduling looks at, a query each."""
 
+from collections import defaultdict
 from typing import Any
 
 from sqlalchemy import Connection, and_, case, func, literal, select
@@ -10,6 +11,8 @@ from .part import DAY_S, Part, reads
 
 RECENT_S = 3600.0
 """How far back fair shares look, s."""
+WEEK_S = 7 * DAY_S
+"""How far back shares of places among searches look, s."""
 QUOTA_S = 30 * DAY_S
 """How far back quotas of device-hours look, s."""
 
@@ -89,7 +92,7 @@ class Demand(Part):
     @reads
     def usage(self, connection: Connection) -> dict[int, float]:
         """Device-seconds of every user who had any within `QUOTA_S`."""
-        return self._device_seconds(connection)
+        return self._totals(connection)[0]
 
     @reads
     def shares(self, connection: Connection) -> list[Share]:
@@ -97,12 +100,13 @@ class Demand(Part):
 
         Lately is within `RECENT_S`, and a second counts the less the longer it is ago, in proportion.
         """
-        recent, used = self._lately(connection), self._device_seconds(connection)
+        recent, (used, week) = self._lately(connection), self._totals(connection)
         return [
             Share(
                 user=each.id,
                 weight=each.weight,
                 recent=recent.get(each.id, 0.0),
+                week=week.get(each.id, 0.0),
                 used_hours=used.get(each.id, 0.0) / 3600,
                 device_hours=each.device_hours,
                 running=each.running,
@@ -110,20 +114,27 @@ class Demand(Part):
             for each in connection.execute(select(users.c.id, users.c.weight, users.c.device_hours, users.c.running))
         ]
 
-    def _device_seconds(self, connection: Connection) -> dict[int, float]:
-        """Device-seconds within `QUOTA_S`, from a total a day and what runs; of the first day the share that is within."""
+    def _totals(self, connection: Connection) -> tuple[dict[int, float], dict[int, float]]:
+        """Device-seconds within `QUOTA_S`, and those within `WEEK_S`, fading: from a total a day, and what runs.
+
+        Of the first day the share that is within counts.
+        """
         now = self.clock()
         since = (now - QUOTA_S) / DAY_S
         first = int(since)
-        within = case((usage.c.day == first, first + 1 - since), else_=1.0)
-        query = select(usage.c.user, func.sum(usage.c.device_seconds * within)).where(usage.c.day >= first)
-        out = {user: float(total) for user, total in connection.execute(query.group_by(usage.c.user))}
+        used: dict[int, float] = defaultdict(float)
+        week: dict[int, float] = defaultdict(float)
+        query = select(usage.c.user, usage.c.day, usage.c.device_seconds).where(usage.c.day >= first)
+        for user, day, seconds in connection.execute(query):
+            used[user] += seconds * (first + 1 - since if day == first else 1.0)
+            week[user] += seconds * min(1.0, max(0.0, 1 - (now - (day + 0.5) * DAY_S) / WEEK_S))
         runs = dry_runs.c.state == DryRunState.LEASED
-        query = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
-        query = query.join(searches, searches.c.id == dry_runs.c.search).where(runs)
-        for user, total in connection.execute(query.group_by(searches.c.user)):
-            out[user] = out.get(user, 0.0) + max(0.0, float(total))
-        return out
+        had = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
+        had = had.join(searches, searches.c.id == dry_runs.c.search).where(runs).group_by(searches.c.user)
+        for user, total in connection.execute(had):
+            used[user] += max(0.0, float(total))
+            week[user] += max(0.0, float(total))
+        return dict(used), dict(week)
 
     def _lately(self, connection: Connection) -> dict[int, float]:
         """Device-seconds within `RECENT_S`, fading: only dry runs that ended in that time are looked at, and those that run."""

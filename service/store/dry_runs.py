@@ -14,14 +14,9 @@ from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, SearchState
 from ..scheduling import matches
 from ..tables import dry_runs, searches, workers
+from .forgiveness import MOST_ATTEMPTS, attempts_when_given_back, attempts_when_leased, attempts_when_lost
 from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell, used, writes
 from .searches import check_attempt
-
-MOST_ATTEMPTS = 3
-"""Lost leases after which a dry run is a crash: what it runs may be what kills its workers."""
-FORGIVEN = 10
-"""Up to this lease one that was lost for another reason that can be seen does not count. Beyond it does, as that reason may
-have been this dry run: it must end somewhere."""
 
 _OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
 
@@ -145,9 +140,8 @@ class DryRuns(Part):
         if not search.kind:
             connection.execute(update(searches).where(searches.c.id == search.id).values(kind=kind))
         begun = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
-        # A worker that asks again after its lease ended was slow, not lost: this lease counts in place of that one.
-        was_slow = row.worker == worker and row.until is not None and row.lease <= FORGIVEN
-        more = {"started": now, "attempts": max(1, row.attempts) if was_slow else row.attempts + 1}
+        same_worker = row.worker == worker and row.until is not None
+        more = {"started": now, "attempts": attempts_when_leased(row.attempts, row.lease, same_worker=same_worker)}
         connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**begun, **more))
         self._told(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
         return Assignment(
@@ -207,13 +201,12 @@ class DryRuns(Part):
         if row.state == DryRunState.DONE:
             raise LeaseOver(f"the dry run {dry_run} has its outcome")
         if row.state == DryRunState.LEASED:
-            self._wait_again(connection, row, attempts=row.attempts - 1, until=None)
+            self._wait_again(connection, row, attempts=attempts_when_given_back(row.attempts), until=None)
 
     def expire(self, *, renewed_after: float = float("-inf"), overdue_s: float = 0.0) -> list[DryRun]:
         """Has every dry run whose lease ended wait again, or be a crash after `MOST_ATTEMPTS` that count; those dry runs.
 
-        What takes a worker with it does so alone, while the server lives. So a lease does not count that was lost with the
-        server, or in the same moment as others of its worker.
+        Which count: see `forgiveness`.
 
         Args:
             renewed_after: a lease that would have ended by then was lost with a server: the present one never heard of it.
@@ -241,8 +234,8 @@ class DryRuns(Part):
         rows = [row for row in rows if row.state == DryRunState.LEASED and row.until == over[row.id]]
         of_worker = Counter(row.worker for row in rows)
         for row in rows:
-            forgiven = row.until < renewed_after or of_worker[row.worker] > 1
-            attempts = row.attempts - (forgiven and row.lease <= FORGIVEN)
+            with_server, with_others = row.until < renewed_after, of_worker[row.worker] > 1
+            attempts = attempts_when_lost(row.attempts, row.lease, with_server=with_server, with_others=with_others)
             if attempts >= MOST_ATTEMPTS:
                 reason = f"{attempts} workers were lost while they ran it: what it runs may be what ends them"
                 self._ended(connection, row, lost(reason), row.lease + 1)

@@ -94,7 +94,7 @@ def used(connection: Connection, user: int, now: float, device_seconds: float) -
     row = {"user": user, "day": day, "device_seconds": device_seconds}
     made = (postgres_insert if connection.dialect.name == "postgresql" else sqlite_insert)(usage).values(**row)
     added = {"device_seconds": usage.c.device_seconds + made.excluded.device_seconds}
-    connection.execute(made.on_conflict_do_update(index_elements=["user", "day"], set_=added))
+    connection.execute(made.on_conflict_do_update(index_elements=["day", "user"], set_=added))
 
 
 def add(connection: Connection, table: Table, values: dict[str, Any]) -> int:

@@ -1,18 +1,22 @@
 """Who uses the service: users, their tokens, and what they did."""
 
+import contextlib
 import hashlib
 import hmac
 import math
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
-from ...base.errors import KeyTaken, NotFound, UsageError, unknown
+from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
 from ..records import Audited, Role, Token, User
 from ..tables import audit, tokens, users
-from .part import Part, add, as_count, as_text, one, reads, writes
+from .part import Part, add, as_count, as_text, beats, one, reads, writes
 
+USED_S = 60.0
+"""When a token was last taken is written no more often than this, s."""
 PREFIX = "redline_"
 """What a token begins with, so that scanners for leaked secrets can know it."""
 
@@ -31,6 +35,7 @@ class People(Part):
         running: int | None = None,
         weight: float = 1.0,
         allow_code: bool = False,
+        team: str = "",
     ) -> User:
         """Adds a user.
 
@@ -45,12 +50,41 @@ class People(Part):
             "running": None if running is None else as_count("running", running),
             "weight": _positive("weight", weight) or 1.0,
             "allow_code": bool(allow_code),
+            "team": as_text("team", team),
             "created": self.clock(),
         }
         if one(connection, select(users.c.id).where(users.c.name == name)):
             raise KeyTaken(f"there is a user '{name}' already")
         made = add(connection, users, values)
         return _user(one(connection, select(users).where(users.c.id == made)))
+
+    @writes
+    def change_user(self, connection: Connection, name: str, **changes: Any) -> User:
+        """Changes what a user is and may do; who is disabled has none of their tokens taken.
+
+        Args:
+            name: whose.
+            changes: `role`, `device_hours` and `running` (None for no quota), `weight`, `allow_code`, `team`, `disabled`
+                (whether they are).
+
+        Raises:
+            NotFound: there is no such user.
+            UsageError: a value is none that can be kept, or nobody would be an admin any more.
+        """
+        found = one(connection, select(users).where(users.c.name == name).with_for_update())
+        if found is None:
+            raise NotFound(unknown("user", name, connection.execute(select(users.c.name)).scalars()))
+        values = {each: _CHANGES[each](value) for each, value in changes.items()}
+        if "disabled" in changes:
+            values["disabled"] = (found.disabled or self.clock()) if changes["disabled"] else None
+        admins = users.c.role == Role.ADMIN, users.c.disabled.is_(None), users.c.id != found.id
+        was_one = found.role == Role.ADMIN and found.disabled is None
+        stays_one = values.get("role", found.role) == Role.ADMIN and values.get("disabled", found.disabled) is None
+        if was_one and not stays_one and one(connection, select(users.c.id).where(*admins)) is None:
+            raise UsageError(f"{name} is the only admin; make another user one first")
+        if values:
+            connection.execute(update(users).where(users.c.id == found.id).values(**values))
+        return _user(one(connection, select(users).where(users.c.id == found.id)))
 
     @reads
     def users(self, connection: Connection) -> list[User]:
@@ -96,9 +130,26 @@ class People(Part):
         values = {"id": made, "digest": digest, "user": user, "name": as_text("a token's name", name)}
         connection.execute(insert(tokens).values(**values, created=self.clock(), expires=expires))
 
+    def user_of(self, text: str) -> User | None:
+        """Whose token that is; None where it is nobody's, has expired or was revoked, or its user is disabled.
+
+        When a token was last taken is kept to a minute.
+        """
+        found = self._user_of(text)
+        if found is None:
+            return None
+        user, used = found
+        if used is None or self.clock() - used > USED_S:
+            with contextlib.suppress(StorageUnavailable):  # a token is taken where nothing can be written, too
+                self._used_token(_id_of(text))
+        return user
+
+    @beats
+    def _used_token(self, connection: Connection, token: str) -> None:
+        connection.execute(update(tokens).where(tokens.c.id == token).values(used=self.clock()))
+
     @reads
-    def user_of(self, connection: Connection, text: str) -> User | None:
-        """Whose token that is; None where it is nobody's, has expired or was revoked."""
+    def _user_of(self, connection: Connection, text: str) -> tuple[User, float | None] | None:
         made = _id_of(text)
         found = one(connection, select(tokens).where(tokens.c.id == made)) if made else None
         # Compared in constant time, and also where there is none: how long it takes tells nothing.
@@ -107,7 +158,8 @@ class People(Part):
             return None
         if found.expires is not None and found.expires <= self.clock():
             return None
-        return _user(one(connection, select(users).where(users.c.id == found.user)))
+        user = _user(one(connection, select(users).where(users.c.id == found.user)))
+        return None if user.disabled is not None else (user, found.used)
 
     @reads
     def tokens(self, connection: Connection, user: int | None = None) -> list[Token]:
@@ -163,6 +215,26 @@ class People(Part):
         """What was done after entry `after`, in order."""
         query = select(audit).where(audit.c.id > after).order_by(audit.c.id).limit(limit)
         return [Audited(**each._mapping) for each in connection.execute(query)]
+
+    @reads
+    def audited_last(self, connection: Connection, limit: int, *, user: str | None = None) -> list[Audited]:
+        """What was done last, in order; by everybody, or by the user of that name."""
+        query = select(audit).order_by(audit.c.id.desc()).limit(limit)
+        if user is not None:
+            query = query.where(audit.c.user == user)
+        return [Audited(**each._mapping) for each in connection.execute(query)][::-1]
+
+
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "role": lambda value: _role(value),
+    "device_hours": lambda value: _positive("device_hours", value),
+    "running": lambda value: None if value is None else as_count("running", value),
+    "weight": lambda value: _positive("weight", value) or 1.0,
+    "allow_code": bool,
+    "team": lambda value: as_text("team", value),
+    "disabled": bool,
+}
+"""What of a user can be changed, and how a value is checked."""
 
 
 def _user(row: Row[Any] | None) -> User:

@@ -1,8 +1,9 @@
 """Searches: submitted, taken up by a searcher, ended. A later attempt at a search fences off the earlier one."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, not_, or_, select, update
 
 from ...base.errors import AttemptOver, KeyTaken, NotFound, UsageError, unknown
 from ..records import DryRunState, Role, Search, SearchState, User
@@ -129,17 +130,32 @@ class Searches(Part):
         if user is not None:
             query = query.where(searches.c.user == user)
         if seen_by is not None and seen_by.role != Role.ADMIN:
-            shown = [searches.c.visibility == "all", searches.c.user == seen_by.id]
-            if seen_by.team:
-                shown.append(and_(searches.c.visibility == "team", users.c.team == seen_by.team))
-            query = query.where(or_(*shown))
+            query = query.where(_shown_to(seen_by))
         if state is not None:
             query = query.where(searches.c.state == str(state))
         if after is not None:
             last = _get(connection, after)
             earlier = and_(searches.c.created == last.created, searches.c.id < last.id)
-            query = query.where(or_(searches.c.created < last.created, earlier))
+            # The first condition is one that an index serves.
+            query = query.where(searches.c.created <= last.created, or_(searches.c.created < last.created, earlier))
         return [_search(each) for each in connection.execute(query)]
+
+    @reads
+    def sees(self, connection: Connection, user: User, search: str) -> bool:
+        """Whether a user sees a search."""
+        if user.role == Role.ADMIN:
+            return True
+        query = select(searches.c.id).join(users, users.c.id == searches.c.user)
+        return one(connection, query.where(searches.c.id == search, _shown_to(user))) is not None
+
+    @reads
+    def hidden_from(self, connection: Connection, user: User, found: Iterable[str]) -> set[str]:
+        """Those of these searches that a user does not see."""
+        if user.role == Role.ADMIN:
+            return set()
+        query = select(searches.c.id).join(users, users.c.id == searches.c.user)
+        query = query.where(searches.c.id.in_(list(found)), not_(_shown_to(user)))
+        return set(connection.execute(query).scalars())
 
     @writes
     def cancel(self, connection: Connection, search: str) -> Search:
@@ -365,6 +381,14 @@ def check_attempt(row: Row[Any], attempt: int) -> None:
     """
     if row.attempt != attempt:
         raise AttemptOver(f"attempt {attempt} at the search {row.id} is over: attempt {row.attempt} has it")
+
+
+def _shown_to(user: User) -> Any:
+    """The condition that a user sees a search; the query joins the search's owner."""
+    shown = [searches.c.visibility == "all", searches.c.user == user.id]
+    if user.team:
+        shown.append(and_(searches.c.visibility == "team", users.c.team == user.team))
+    return or_(*shown)
 
 
 def _visibility(value: str) -> str:

@@ -290,3 +290,27 @@ def test_a_space_too_large_to_be_listed_is_told_of_too():
     plan = {"valid": None, "sampler": "bayes", "done": 0}
     assert told("plan", plan) == "very many valid configurations, bayes, 0 trials done"
     assert told("plan", {**plan, "valid": 1200}) == "1,200 valid configurations, bayes, 0 trials done"
+
+
+@pytest.mark.slow
+def test_fifty_loops_ask_and_tell_at_once(service):
+    """Of 14 loops five were refused by a queue of eight."""
+    told, trouble = [], []
+
+    def loop(number):
+        try:
+            with service.rl(patience_s=0) as client:
+                study = client.study(SPACE, sampler="random", seed=number)
+                trial = client.ask(study)
+                client.tell(study, trial.trial, throughput=100.0 + trial.config["micro_batch"])
+                told.append(len(client.look(study).trials))
+        except Exception as error:
+            trouble.append(error)
+            raise
+
+    loops = [threading.Thread(target=loop, args=(number,)) for number in range(50)]
+    for each in loops:
+        each.start()
+    for each in loops:
+        each.join()
+    assert (told, trouble) == ([1] * 50, [])

@@ -13,8 +13,9 @@ import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from redline.base.errors import StorageAhead, StorageUnavailable, UsageError
-from redline.service.store import Store
+from redline.base.errors import StorageAhead, StorageUnavailable, StudyError, UsageError
+from redline.service.store import Store, alone
+from redline.service.store.alone import Alone
 from redline.service.store.connection import Database
 from redline.service.tables import METADATA, VERSIONS
 from sqlalchemy import text
@@ -219,3 +220,38 @@ def test_what_was_written_outlives_a_kill(url, tmp_path):
                 database.sqlite is False
                 or database.read(lambda c: c.execute(text("PRAGMA integrity_check")).scalar()) == "ok"
             )
+
+
+def test_one_server_has_a_database_until_it_ends(url):
+    """Whatever folder the other one works on."""
+    first = Alone(url, lost=lambda: None)
+    with pytest.raises(StudyError, match=r"is in use by .*process \d+ on "):
+        Alone(url, lost=lambda: None)
+    first.close()
+    with Alone(url, lost=lambda: None):
+        pass
+
+
+def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresql_url, monkeypatch):
+    monkeypatch.setattr(alone, "LOOK_S", 0.05)
+    lost = threading.Event()
+
+    def cut(database):
+        """As when Postgres restarts."""
+        query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'redline serve%'"
+        assert database.read(lambda connection: connection.execute(text(query)).scalar())
+
+    database = Database(postgresql_url)
+    with contextlib.closing(database), Alone(postgresql_url, lost=lost.set) as first:
+        cut(database)
+        time.sleep(0.5)
+        assert not lost.is_set()
+        with pytest.raises(StudyError, match="is in use by"):
+            Alone(postgresql_url, lost=lambda: None)
+        first._over.set()
+        first._thread.join()
+        cut(database)
+        with Alone(postgresql_url, lost=lambda: None):
+            first._over.clear()
+            first._watch()  # as if it looked only now
+            assert lost.is_set()

@@ -191,12 +191,14 @@ def contends(search, *, user=1, runs=False, leased=0, submitted=0.0, priority=0,
     )  # fmt: skip
 
 
-def test_places_go_by_priority_then_to_who_has_the_fewest_and_had_least():
+def test_places_go_by_priority_then_to_who_had_least_in_a_week_for_their_weight():
     mine = [contends(f"a{each}", user=1, submitted=each) for each in range(9)]
     theirs = [contends("b", user=2, submitted=50.0), contends("c", user=3, submitted=60.0)]
-    had = [Share(user=1, recent=10.0), Share(user=2, recent=900.0), Share(user=3, recent=100.0)]
-    begin, given_up = share_places([*mine, *theirs], [], [worker("w")], had, 4)
-    assert (begin, given_up) == (["a0", "c", "b", "a1"], {})
+    had = [Share(user=1, week=10.0), Share(user=2, week=900.0), Share(user=3, week=100.0)]
+    begin, given_up = share_places([*mine, *theirs], [], [worker("w")], had, 5)
+    assert (begin, given_up) == (["a0", "c", "a1", "b", "a2"], {}), (
+        "a search counts for 600 s as soon as it has a place"
+    )
     urgent = contends("u", user=1, priority=5, submitted=99.0)
     assert share_places([*mine, *theirs, urgent], [], [worker("w")], had, 2)[0] == ["u", "c"]
     double = [Share(user=1, weight=4.0), Share(user=2), Share(user=3)]

@@ -14,6 +14,7 @@ from redline.results import Measurement, RunFolder, Status, summary
 from redline.space import Config
 from redline.tuner.result import make_result
 from redline.tuner.train.strategy import read_source
+from redline.views.dashboard import Library
 from redline.views.report.source import Source
 from served import SEARCH, SPACE
 
@@ -68,7 +69,6 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
         }
         listed = next(each for each in get("/v1/searches")["searches"] if each["id"] == search)
         page = get(f"/runs/api/run?run={search}")["document"]
-        line = next(each for each in get("/runs/api/runs")["runs"] if each["run"] == search)
         terminal = {
             "redline results": said("results", search),
             "redline show": said("show", folder),
@@ -88,7 +88,7 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
             "View": told_of(summary.best(rl.results.View(folder).trials())),
         }
     assert found == dict.fromkeys(found, (1, 140.0))
-    assert line["best"] == 140.0
+    assert [each["best"] for each in Library(folder).lines()] == [140.0]
     assert read_source(folder).config == {"micro_batch": 2}
     for name, text in exported.items():
         assert re.search(r"micro_batch\W+2\b", text), name

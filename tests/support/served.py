@@ -18,6 +18,7 @@ from redline.service.estimates import Estimates
 from redline.service.helper import Helper
 from redline.service.places import Places
 from redline.service.runs import Runs
+from redline.service.server import STUDIES_WAITING
 from redline.service.store import Store
 
 SEARCH = {"request": {"target": "gpt2-tiny", "trials": 3}}
@@ -56,7 +57,7 @@ def served(
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        estimates, studies = Estimates(), Helper(120)
+        estimates, studies = Estimates(), Helper(120, STUDIES_WAITING)
         held.callback(estimates.close)
         held.callback(studies.close)
         parts = Parts(

@@ -73,7 +73,7 @@ function complain(error) {
 // One stream for the whole page; a browser that loses it connects again and says what it saw last.
 const happenings = [];
 const MOST_HAPPENINGS = 200;
-const KINDS = ["search", "dry_run", "worker", "plan", "placed", "started", "finished", "remeasuring", "waiting", "said", "ended"];
+const KINDS = ["search", "dry_run", "worker", "plan", "placed", "started", "finished", "remeasuring", "waiting", "said", "ended", "held", "released", "changed", "deleted"];
 function listen() {
   const source = new EventSource("v1/events");
   source.addEventListener("open", () => { connected(true); listeners.forEach((each) => each()); });

@@ -28,11 +28,11 @@ def upgrade() -> None:
     op.create_index("ix_redline_searches_user_created", "redline_searches", ["user", "created"], unique=False)
     op.create_table(
         "redline_usage",
-        sa.Column("user", NUMBER, nullable=False),
         sa.Column("day", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("user", NUMBER, nullable=False),
         sa.Column("device_seconds", sa.Float(), nullable=False),
         sa.ForeignKeyConstraint(["user"], ["redline_users.id"], name=op.f("fk_redline_usage_user")),
-        sa.PrimaryKeyConstraint("user", "day", name=op.f("pk_redline_usage")),
+        sa.PrimaryKeyConstraint("day", "user", name=op.f("pk_redline_usage")),
     )
     _fill()
 

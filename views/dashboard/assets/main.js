@@ -13,6 +13,7 @@ function route() {
   if (kind === "run" && named.length === 1) leave = watchPage(page, named[0]);
   else if (kind === "training" && named.length === 1) leave = trainingPage(page, named[0]);
   else if (kind === "overlay" && named.length) leave = overlayPage(page, named);
+  else if (document.documentElement.dataset.list) location.replace(document.documentElement.dataset.list);
   else leave = listPage(page);
 }
 

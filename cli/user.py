@@ -1,0 +1,134 @@
+"""`redline user`: what users may do, whether they are let in, and what they did."""
+
+from typing import Any
+
+import click
+
+from .token import at_database, day, store_of
+
+NONE = "none"
+ROLES = ("reader", "submitter", "admin")
+
+
+@click.group(
+    short_help="Change what users of a server may do, and see what they did.",
+    epilog="""\b
+Examples:
+  redline user list
+  redline user change ann --role admin --device-hours 500 --team vision
+  redline user change ann --running none
+  redline user disable bob
+  redline user audit --user ann
+""",
+)
+@at_database
+def user() -> None:
+    """Change users, disable them, and list what was done: on the server's host, in its database, while it runs or not."""
+
+
+@user.command("list")
+@click.pass_obj
+def listed(url: str) -> None:
+    """List users, what they may do, and when a token of theirs was last taken."""
+    from ...results.listing import write_rows
+
+    with store_of(url) as store:
+        hours = {who: seconds / 3600 for who, seconds in store.usage().items()}
+        used: dict[int, float] = {}
+        for each in store.tokens():
+            used[each.user] = max(used.get(each.user, 0.0), each.used or 0.0)
+        rows = [
+            [
+                *(each.name, str(each.role), each.team, f"{each.weight:g}"),
+                f"{hours.get(each.id, 0.0):.1f} of {'any' if each.device_hours is None else f'{each.device_hours:g}'}",
+                "any" if each.running is None else str(each.running),
+                "yes" if each.allow_code else "no",
+                day(used[each.id]) if used.get(each.id) else "never",
+                f"disabled {day(each.disabled)}" if each.disabled is not None else "good",
+            ]
+            for each in store.users()
+        ]
+    names = [
+        "user",
+        "role",
+        "team",
+        "weight",
+        "device-hours in 30 days",
+        "dry runs at once",
+        "code",
+        "last seen",
+        "state",
+    ]
+    click.echo(write_rows(names, rows, "markdown"))
+
+
+@user.command()
+@click.argument("name", metavar="USER")
+@click.option("--role", type=click.Choice(ROLES))
+@click.option("--device-hours", metavar="H", help=f"Quota in 30 days, or '{NONE}'.")
+@click.option("--running", metavar="N", help=f"Dry runs at once, or '{NONE}'.")
+@click.option("--weight", type=click.FloatRange(min=0, min_open=True), metavar="W", help="Share of the devices.")
+@click.option("--allow-code/--no-code", default=None, help="Whether they may submit workloads and commands.")
+@click.option("--team", metavar="TEXT", help="Who sees the searches that they show to their team.")
+@click.pass_obj
+def change(url: str, name: str, device_hours: str | None, running: str | None, **given: Any) -> None:
+    """Change what USER is and may do; what is not named stays."""
+    changes = {field: value for field, value in given.items() if value is not None}
+    if device_hours is not None:
+        changes["device_hours"] = None if device_hours == NONE else _number("--device-hours", device_hours, float)
+    if running is not None:
+        changes["running"] = None if running == NONE else _number("--running", running, int)
+    _changed(url, name, "change user", changes)
+
+
+@user.command()
+@click.argument("name", metavar="USER")
+@click.pass_obj
+def disable(url: str, name: str) -> None:
+    """Have no token of USER be taken any more; their searches continue."""
+    _changed(url, name, "disable", {"disabled": True})
+
+
+@user.command()
+@click.argument("name", metavar="USER")
+@click.pass_obj
+def enable(url: str, name: str) -> None:
+    """Have the tokens of USER be taken again."""
+    _changed(url, name, "enable", {"disabled": False})
+
+
+@user.command()
+@click.option("--user", "who", metavar="NAME", help="Only what this user did.")
+@click.option(
+    "--last", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="The latest so many."
+)
+@click.pass_obj
+def audit(url: str, who: str | None, last: int) -> None:
+    """List what was done, by whom: submitted, cancelled, joined, logged in, changed."""
+    import json
+
+    from ...results.columns import fold
+    from ...results.listing import write_rows
+
+    with store_of(url) as store:
+        found = store.audited_last(last, user=who)
+    rows = [
+        [day(each.time), each.user or "(on the host)", each.action, each.subject, json.dumps(each.detail)]
+        for each in found
+    ]
+    rows = [[fold(cell) for cell in row] for row in rows]
+    click.echo(write_rows(["when", "who", "what", "to", "how"], rows, "markdown"))
+
+
+def _changed(url: str, name: str, action: str, changes: dict[str, Any]) -> None:
+    with store_of(url) as store:
+        found = store.change_user(name, **changes)
+        store.audit("", action, name, changes)
+    click.echo(f"{found.name} is {found.role}{', disabled' if found.disabled is not None else ''}")
+
+
+def _number(option: str, value: str, kind: type) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is neither a number nor '{NONE}'", param_hint=option) from None
