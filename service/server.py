@@ -8,7 +8,6 @@ import logging
 import signal
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,12 +273,10 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _begin_logging(as_json: bool) -> None:
-    from .api.app import JsonLines
+    from .api.app import JsonLines, PlainLines
 
     handler = logging.StreamHandler()
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-    plain.converter = time.gmtime
-    handler.setFormatter(JsonLines() if as_json else plain)
+    handler.setFormatter(JsonLines() if as_json else PlainLines())
     logger = logging.getLogger("redline")
     logger.handlers[:] = [handler]
     logger.propagate = False

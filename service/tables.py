@@ -62,6 +62,14 @@ tokens = Table(
     Column("revoked", Float),
 )
 
+sessions = Table(
+    "redline_sessions",
+    METADATA,
+    Column("digest", String(64), primary_key=True),
+    Column("token", ForeignKey("redline_tokens.id"), nullable=False),
+    Column("expires", Float, nullable=False),
+)
+
 searches = Table(
     "redline_searches",
     METADATA,

@@ -263,6 +263,7 @@ class SearchAnswer(Answer):
     started: float | None
     ended: float | None
     request: dict[str, JsonValue]
+    """What was asked for, values of `env` shown as ***; in lists only what is short of it."""
     best: dict[str, JsonValue] | None
     """The winner, or the best so far."""
     trials: int
@@ -497,4 +498,5 @@ def short(value: Any) -> Any:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):
         return "..."
-    return value if len(text) <= 200 and "NaN" not in text and "Infinity" not in text else text[:200]
+    plain_ = len(text) <= 200 and not any(each in text for each in ("NaN", "Infinity", "\\ud"))
+    return value if plain_ else text[:200]

@@ -38,7 +38,7 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
     running, names = store.running(), {each.id: each.name for each in store.users()}
     used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
     return QueueAnswer(
-        searches=[shown(parts, each, workers) for each in found],
+        searches=[shown(parts, each, workers, whole=False) for each in found],
         waiting=len(store.waiting()),
         running=len(running),
         devices=sum(each.devices for each in workers),

@@ -12,7 +12,7 @@ from ...results.export import export_targets
 from ..logs import read_log
 from ..placing import obstacle
 from ..records import Role, Search, SearchState, User, Worker
-from ..request import NO_WORKLOADS, is_code
+from ..request import NO_WORKLOADS, brief, is_code, without_secrets
 from .access import Guarded, Reader, Submitter
 from .models import SearchAnswer, SearchesAnswer, Submission
 from .parts import Parts, parts_of
@@ -29,20 +29,22 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def shown(parts: Parts, search: Search, workers: Sequence[Worker] | None = None) -> SearchAnswer:
+def shown(parts: Parts, search: Search, workers: Sequence[Worker] | None = None, *, whole: bool = True) -> SearchAnswer:
     """A search as it is answered; while it has not ended, with why it waits.
 
     Args:
         parts: of the application.
         search: which.
         workers: the pool, where it is known.
+        whole: whether with all of its request, which may be a MiB.
     """
     waits = "" if search.state.ended else parts.dispatcher.reasons.get(search.id, "")
     if search.state is SearchState.QUEUED:
         waits = obstacle(search, parts.store.workers() if workers is None else workers) or waits
     return SearchAnswer(
         **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "device", "reuse")},
-        **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best")},
+        **{name: getattr(search, name) for name in ("created", "started", "ended", "best")},
+        request=without_secrets(search.request) if whole else brief(search.request),
         user=search.owner,
         reason=search.reason or waits,
         state=search.state.value,
@@ -127,7 +129,7 @@ def listed(
     found = parts.store.searches(user=whose, state=state, after=after, limit=limit)
     last = found[-1].id if len(found) == limit else None
     workers = parts.store.workers()
-    return SearchesAnswer(searches=[shown(parts, each, workers) for each in found], next=last)
+    return SearchesAnswer(searches=[shown(parts, each, workers, whole=False) for each in found], next=last)
 
 
 @router.get("/{search}")
@@ -206,7 +208,7 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
     """Server-sent events, for as long as the token is good that asked for them."""
 
     def allowed() -> bool:
-        return parts.store.user_of(request.state.token) is not None
+        return request.state.still() is not None
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(parts.feed.follow(after, search, allowed), media_type="text/event-stream", headers=headers)

@@ -6,11 +6,11 @@ import math
 import secrets
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from ...errors import KeyTaken, NotFound, UsageError, unknown
 from ..records import Audited, Role, Token, User
-from ..tables import audit, tokens, users
+from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, one, reads, writes
 
 PREFIX = "redline_"
@@ -99,15 +99,59 @@ class People(Part):
     @reads
     def user_of(self, connection: Connection, text: str) -> User | None:
         """Whose token that is; None where it is nobody's, has expired or was revoked."""
+        return self._owner(connection, text)
+
+    def _owner(self, connection: Connection, text: str) -> User | None:
         made = _id_of(text)
         found = one(connection, select(tokens).where(tokens.c.id == made)) if made else None
         # Compared in constant time, and also where there is none: how long it takes tells nothing.
         same = hmac.compare_digest(_digest(text), found.digest if found else _digest(""))
-        if found is None or not same or found.revoked is not None:
+        return self._good(connection, found) if found is not None and same else None
+
+    def _good(self, connection: Connection, found: Row[Any]) -> User | None:
+        """Whose a token is that is known; None where it is not taken any more."""
+        if found.revoked is not None:
             return None
         if found.expires is not None and found.expires <= self.clock():
             return None
         return _user(one(connection, select(users).where(users.c.id == found.user)))
+
+    def new_session(self, token: str, seconds: float) -> str:
+        """A session of whoever has a token, for so long: its text, of which only a digest is kept.
+
+        Raises:
+            NotFound: it is nobody's token.
+        """
+        text = secrets.token_urlsafe(32)
+        self._keep_session(_digest(text), token, seconds)
+        return text
+
+    @writes
+    def _keep_session(self, connection: Connection, digest: str, token: str, seconds: float) -> None:
+        if self._owner(connection, token) is None:
+            raise NotFound("the token is not known, was revoked or has expired")
+        if one(connection, select(sessions.c.digest).where(sessions.c.digest == digest)):
+            return
+        now = self.clock()
+        connection.execute(delete(sessions).where(sessions.c.expires <= now))
+        values = {"digest": digest, "token": _id_of(token), "expires": now + seconds}
+        connection.execute(insert(sessions).values(**values))
+
+    @reads
+    def user_of_session(self, connection: Connection, text: str) -> User | None:
+        """Whose session that is; None where it is nobody's, has ended or expired, or its token is not taken any more."""
+        found = one(
+            connection,
+            select(tokens)
+            .join(sessions, sessions.c.token == tokens.c.id)
+            .where(sessions.c.digest == _digest(text), sessions.c.expires > self.clock()),
+        )
+        return None if found is None else self._good(connection, found)
+
+    @writes
+    def end_session(self, connection: Connection, text: str) -> None:
+        """Ends a session: its text is nobody's from now on."""
+        connection.execute(delete(sessions).where(sessions.c.digest == _digest(text)))
 
     @reads
     def tokens(self, connection: Connection, user: int | None = None) -> list[Token]:
