@@ -18,6 +18,7 @@ from ..errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import Begun, Errand
 from .errand import IMPORTS, OF_MODELS, SearchErrand, driver_of
+from .limits import SearcherLimits
 from .logs import folder_of
 from .placing import obstacle
 from .records import Search, SearchState
@@ -78,6 +79,8 @@ class Searchers:
     """Searches that run at once."""
     workloads: bool = True
     """Whether searchers may run a workload's file, as this process's user."""
+    limits: SearcherLimits = field(default_factory=SearcherLimits)
+    """What each of them may take."""
     errand: Callable[..., Errand] = SearchErrand
     """What is done for a search, made as `SearchErrand` is."""
     imports: tuple[str, ...] = IMPORTS
@@ -188,7 +191,9 @@ class Searchers:
             child.printed = 0
         child.began, child.code = time.monotonic(), None
         try:
-            asked = self.errand(url=self.url, data=self.data, search=search, log=log, code=self.workloads)
+            asked = self.errand(
+                url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
+            )
             child.connection = self.agent.begin(asked)
         except RunnerError as error:
             if not self._stopping.is_set():  # no fault of the search's

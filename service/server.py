@@ -24,6 +24,7 @@ from .errand import IMPORTS, driver_of
 from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
+from .limits import SearcherLimits
 from .records import Role
 from .runs import Runs
 from .searchers import MOST, Searchers
@@ -70,6 +71,10 @@ class ServeOptions:
     """Unix user as whom code runs on this host's devices; None for as whom this runs."""
     searches: int = MOST
     """Searches that run at once."""
+    queued: int = 1000
+    """Searches that a user may have queued; an admin may have any number."""
+    search_memory: float = 4096.0
+    """Memory of a searcher, MiB."""
     rate: float = 50.0
     """Requests a second of a user."""
     json_logs: bool = False
@@ -181,8 +186,11 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
+        limits = SearcherLimits(memory_mib=options.search_memory)
         workloads = options.workloads and options.code_user is None
-        searchers = Searchers(store, url, options.data, options.searches, workloads=workloads, started=agent)
+        searchers = Searchers(
+            store, url, options.data, options.searches, workloads=workloads, limits=limits, started=agent
+        )
         searchers.start()
         held.callback(searchers.close)
         forgetting = Forgetting(store, options.keep_events)
@@ -202,6 +210,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
             rates=Rates(options.rate, 4 * options.rate),
             allow_code=options.allow_code,
             workloads=workloads,
+            most_queued=options.queued,
             url=url,
         )
 

@@ -47,6 +47,7 @@ users = Table(
     Column("running", Integer),
     Column("weight", Float, nullable=False),
     Column("allow_code", Boolean, nullable=False),
+    Column("priority", Integer, nullable=False, server_default="0"),
     Column("created", Float, nullable=False),
 )
 

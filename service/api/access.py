@@ -39,6 +39,8 @@ _UNLIMITED = ("/v1/leases/", "/v1/workers/")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
 TOO_MANY_STRANGERS = "too many requests without a token came from this address; wait a little"
+MOST_VALUES = 50_000
+"""Commas and opening brackets of a body: a MiB of empty lists takes a second of the interpreter, which all others wait for."""
 _PARSING = CapacityLimiter(2)
 """Bodies that are parsed at once: more would only have all others wait for the interpreter."""
 
@@ -170,6 +172,9 @@ def _formed(form: type[Body], text: bytes) -> Body:
         RequestValidationError: it breaks a rule.
         Problem: it cannot be parsed.
     """
+    if sum(text.count(each) for each in (b",", b"[", b"{")) > MOST_VALUES:
+        rule = f"at most {MOST_VALUES:,} commas and opening brackets"
+        raise Problem(422, "invalid", f"the body holds too many values to be read: {rule}", rule=rule)
     try:
         return form.model_validate(json.loads(text))
     except ValidationError as error:

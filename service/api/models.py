@@ -340,6 +340,8 @@ class MeAnswer(Answer):
     running: int | None
     """Dry runs at once; None for no limit."""
     allow_code: bool
+    priority: int = 0
+    """The highest priority that they may give; an admin may give any."""
 
 
 class HealthAnswer(Answer):

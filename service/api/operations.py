@@ -20,7 +20,7 @@ MOST_SHOWN = 1000
 @router.get("/v1/me")
 def me(user: Reader) -> MeAnswer:
     """Whom the token is of, and what they may do."""
-    names = ("name", "device_hours", "running", "allow_code")
+    names = ("name", "device_hours", "running", "allow_code", "priority")
     return MeAnswer(**{name: getattr(user, name) for name in names}, role=Role(user.role).value)
 
 

@@ -77,6 +77,7 @@ def submit(
             f"this server does not run code of {user.name}: a workload or a command is code; submit a model's name or "
             "config.json, or ask an admin to allow it"
         )
+    _check_priority(user, form.priority)
     if "workload" in request and not parts.workloads:
         raise Refused(NO_WORKLOADS)
     if form.reuse and "command" in request:
@@ -94,12 +95,26 @@ def submit(
         name=name,
         key=idempotency_key,
         reuse=form.reuse,
+        most_queued=None if user.role == Role.ADMIN else parts.most_queued,
     )
     if new:
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
         parts.metrics.submitted.inc()
     response.status_code = 201 if new else 200
     return shown(parts, search).model_copy(update={"created_now": new})
+
+
+def _check_priority(user: User, priority: int) -> None:
+    """Whether a user may give a search that priority.
+
+    Raises:
+        Refused: they may not.
+    """
+    if user.role != Role.ADMIN and priority > user.priority:
+        raise Refused(
+            f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin adds users who may "
+            "give higher ones (redline token new NAME --priority N)"
+        )
 
 
 def named(request: dict[str, Any]) -> str:

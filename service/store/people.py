@@ -12,6 +12,7 @@ from ...errors import KeyTaken, NotFound, UsageError, unknown
 from ..records import Audited, Role, Token, User
 from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, one, reads, writes
+from .searches import MOST_PRIORITY
 
 PREFIX = "redline_"
 """What a token begins with, so that scanners for leaked secrets can know it."""
@@ -31,6 +32,7 @@ class People(Part):
         running: int | None = None,
         weight: float = 1.0,
         allow_code: bool = False,
+        priority: int = 0,
     ) -> User:
         """Adds a user.
 
@@ -45,6 +47,7 @@ class People(Part):
             "running": None if running is None else as_count("running", running),
             "weight": _positive("weight", weight) or 1.0,
             "allow_code": bool(allow_code),
+            "priority": as_count("priority", priority, most=MOST_PRIORITY),
             "created": self.clock(),
         }
         if one(connection, select(users.c.id).where(users.c.name == name)):

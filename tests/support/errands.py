@@ -17,6 +17,7 @@ class InPlaceOfASearch(Errand):
     search: str
     log: Path
     code: bool = True
+    limits: object = None
 
 
 class Waits(InPlaceOfASearch):

@@ -1,4 +1,4 @@
-"""Sessions of pages; the server's own worker has the role of a worker."""
+"""Sessions of pages, the highest priority of a user; the server's own worker has the role of a worker."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -17,4 +17,5 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["token"], ["redline_tokens.id"], name=op.f("fk_redline_sessions_token")),
         sa.PrimaryKeyConstraint("digest", name=op.f("pk_redline_sessions")),
     )
+    op.add_column("redline_users", sa.Column("priority", sa.Integer(), nullable=False, server_default="0"))
     op.execute("UPDATE redline_users SET role = 'worker' WHERE name = 'embedded' AND role = 'submitter'")
