@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from ...tuner.budget import parse_memory
+
 
 @click.command(
     epilog="""\b
@@ -54,6 +56,22 @@ Examples:
 )
 @click.option(
     "--searches", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Searches at once."
+)
+@click.option(
+    "--queued",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="Searches queued of a user.",
+)
+@click.option(
+    "--search-memory",
+    default="4GiB",
+    show_default=True,
+    metavar="SIZE",
+    callback=lambda context, option, value: parse_memory(value),
+    help="What a searcher may take beyond what all share.",
 )
 @click.option(
     "--rate", type=click.FloatRange(min=1), default=50, show_default=True, metavar="N", help="Requests a second a user."

@@ -59,6 +59,9 @@ def token() -> None:
 @click.option("--expires", metavar="TIME", help="From when it is not taken any more, such as 30d or 12h.")
 @click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="H", help="Quota of a new user.")
 @click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
+@click.option(
+    "--priority", type=click.IntRange(0, 100), default=0, metavar="N", help="Highest priority that a new user may give."
+)
 @click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
 @click.pass_obj
 def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:

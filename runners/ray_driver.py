@@ -31,6 +31,8 @@ from .worker_group import Layout, WorkerGroup, lay_out
 
 Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
+PLACED_AGAIN_S = 30.0
+"""How long it may take until a host that was lost is placed again, s. Where no node is left it never is."""
 CLOSE_S = 15.0
 """How long Ray may take to end in good order, s."""
 BEAT_S = 3.0
@@ -189,6 +191,8 @@ class Cluster:
         self._groups: list[Any] = []
         self._worker_groups: dict[int, WorkerGroup] = {}
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._lost: dict[int, float] = {}
+        """Since when a slot has a host that was lost and is not there again, on the monotonic clock."""
         self._connect()
         try:
             self.layout = self._lay_out()
@@ -221,6 +225,8 @@ class Cluster:
         devices = self._setup.devices
         nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
         shares = " + ".join(f"{each.get(self._kind, 0):g}" for each in nodes)
+        if not nodes:
+            raise RunnerError("the Ray cluster has no node that is alive; start one again, or choose `--runner local`")
         layout = lay_out(devices, self._setup.cuda, [each.get(self._kind, 0) for each in nodes])
         if layout is None:
             raise UsageError(
@@ -304,15 +310,37 @@ class Cluster:
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (exceptions.RayActorError, exceptions.RaySystemError, TimeoutError) as error:
+            self._lost.setdefault(slot, time.monotonic())
             self._worker_groups[slot].kill()
-            self._worker_groups[slot] = self._worker_group(slot)
+            workers = self._worker_groups[slot] = self._worker_group(slot)
+            threading.Thread(target=self._await, args=(slot, workers), daemon=True, name="placing").start()
             raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
+
+    def _await(self, slot: int, workers: WorkerGroup) -> None:
+        """Notes that a slot's hosts are there again, once they are."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # lost again: it is asked of the next
+            workers.wait_placed()
+            self._lost.pop(slot, None)
+
+    def _check_placed(self) -> None:
+        """Ends the waiting for a host that Ray does not place again: it says nothing of one that has no node to go to.
+
+        Raises:
+            RunnerError: one has been waited for too long.
+        """
+        now = time.monotonic()
+        if any(now - since > PLACED_AGAIN_S for since in list(self._lost.values())):
+            alive = sum(bool(each["Alive"]) for each in self._ray.nodes())
+            raise RunnerError(
+                f"Ray has lost the host of a trial, and has not placed it again within {PLACED_AGAIN_S:g} s; of its nodes "
+                f"{alive} {'is' if alive == 1 else 'are'} alive"
+            )
 
     def watch(self, beat: Callable[[], None]) -> None:
         """Calls `beat` every `BEAT_S` as long as Ray's head and every host that was ready answer.
 
         Raises:
-            RunnerError: nothing listens any more where the head did.
+            RunnerError: nothing listens any more where the head did, or a host that was lost is not placed again.
         """
         head = self._ray.get_runtime_context().gcs_address
         while True:
@@ -325,6 +353,7 @@ class Cluster:
             with contextlib.suppress(self._ray.exceptions.RayActorError):
                 for workers in list(self._worker_groups.values()):
                     workers.answer()
+            self._check_placed()
             beat()
             time.sleep(BEAT_S)
 

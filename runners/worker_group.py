@@ -175,6 +175,10 @@ class WorkerGroup:
         self._all("wait_ready")
         self._ready = True
 
+    def wait_placed(self) -> None:
+        """Returns when all hosts are there, whether their agents are ready or not."""
+        self._all("answer")
+
     def answer(self) -> None:
         """Returns when all hosts have answered, which one that stands still does not; at once before they are ready."""
         if self._ready:

@@ -11,7 +11,10 @@ from typing import Any
 
 from ..base import errors
 from ..base.errors import RedlineError, RunnerError, UsageError
+from ..runners.memory import HostMemoryMeter
 
+MEMORY_MIB = 8192.0
+"""Memory of the process, MiB: it traces models that somebody else describes."""
 MOST_WAITING = 8
 """Calls that wait for their turn unless another number is given; more are refused, so that who asks for something else is
 answered."""
@@ -95,6 +98,7 @@ class Helper:
 
 def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    HostMemoryMeter().limit(MEMORY_MIB)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

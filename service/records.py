@@ -69,6 +69,8 @@ class User:
     """Their share of the devices beside others': who has 2 gets twice what who has 1 gets."""
     allow_code: bool
     """Whether they may submit workloads that are code."""
+    priority: int
+    """The highest priority that they may give a search; an admin may give any."""
     created: float
     """When they were added."""
     team: str

@@ -20,7 +20,7 @@ from typing import Any
 from ..base.errors import UsageError
 from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..models.server_model import ServerModel
-from ..runners.command.command import Command, ServerCommand
+from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
 
 TRAVELLING = (
@@ -33,6 +33,8 @@ TARGETS = ("target", "model", "workload", "command")
 """What is tuned: one of these."""
 LARGEST_FILE = 512 * 1024
 """Bytes of a file that travels."""
+LONGEST_SHOWN = 200
+"""Characters of a text that lists show."""
 NO_WORKLOADS = (
     "this server runs no workload's file: its searchers would run it as the server's own user; submit a --command, a model's "
     "name or a config.json instead"
@@ -107,6 +109,23 @@ def digest(text: str) -> str:
 def is_code(request: Mapping[str, Any]) -> bool:
     """Whether running it runs somebody's own code."""
     return "workload" in request or "command" in request
+
+
+def without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request as it may be shown: what a command's environment holds is for its dry runs alone."""
+    out = dict(request)
+    if "command" in out:
+        out["command"] = {**out["command"], **({"env": hidden(env)} if (env := out["command"].get("env")) else {})}
+    return out
+
+
+def brief(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a request is short: numbers, truth values and short texts."""
+    return {
+        name: value
+        for name, value in request.items()
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= LONGEST_SHOWN)
+    }
 
 
 def arguments(request: Mapping[str, Any], folder: Path, *, code: bool = True) -> dict[str, Any]:

@@ -9,15 +9,19 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import AttemptOver, RedlineError, StorageUnavailable, StudyError
 from ..results.names import holds_run
+from ..runners.failure import is_oom
+from ..runners.memory import HostMemoryMeter
 from ..tuner import Result, tune
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
 from .known import Known
+from .limits import SearcherLimits
 from .logs import folder_of
 from .placing import Placed, place
 from .pool_runner import PoolRunner
@@ -38,8 +42,8 @@ LOCKED_S = 10.0
 MOST_AT_ONCE = 4
 """Dry runs of a search at the same time, unless it asks for another number: a sampler that knows less of what runs
 beside proposes worse."""
-FENCED = 3
-"""Exit code of one whose search another has."""
+FENCED, LIMITED = 3, 4
+"""Exit codes of one whose search another has, and of one that took more than it may."""
 
 
 class Searcher:
@@ -51,14 +55,26 @@ class Searcher:
         data: the server's data.
         search: which.
         code: whether a workload's file may be run here.
+        limits: what this process may take; its memory is limited by whoever starts it.
     """
 
-    def __init__(self, store: Store, url: str, data: Path, search: str, *, code: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        data: Path,
+        search: str,
+        *,
+        code: bool = True,
+        limits: SearcherLimits | None = None,
+    ) -> None:
         self._store, self._url = store, url
         self._id, self._folder = search, folder_of(data, search)
         self._attempt = store.take_search(search)
         self._search: Search = store.search(search)
-        self._code = code
+        self._code, self._limits = code, limits or SearcherLimits()
+        self._trying = threading.Event()
+        self._placed_at: float | None = None
         self._cancelled = False
         self._over = threading.Event()
 
@@ -72,6 +88,13 @@ class Searcher:
             raise SystemExit(f"the search cannot go on at the moment: {error}") from error
         except RedlineError as error:
             self._finish(SearchState.FAILED, str(error))
+            return
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            HostMemoryMeter().lift()
+            traceback.print_exc()
+            self._finish(SearchState.FAILED, self._limits.too_large)
             return
         finally:
             self._over.set()
@@ -92,8 +115,10 @@ class Searcher:
         asked = arguments(search.request, self._folder / "asked", code=self._code)
         target = asked.pop("target")
         listener = Telling(self._store, search.id)
+        self._trying = listener.trying
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()
+        self._placed_at = time.monotonic()
         known = Known(self._store, search, self._folder, placed)
         listener.finished_one = known.note
         if placed is not None:
@@ -155,10 +180,21 @@ class Searcher:
             return self._placed()
         return found
 
+    def _broken(self) -> str:
+        """Which of its limits this process has exceeded."""
+        since = 0.0
+        if self._placed_at is not None and not self._trying.is_set():
+            since = time.monotonic() - self._placed_at
+        return self._limits.broken(time.process_time(), since)
+
     def _beat(self) -> None:
         """Says that this lives until the search is over; ends it where it is cancelled or another has it."""
         while not self._over.wait(BEAT_S if not self._cancelled else 10 * BEAT_S):
             try:
+                if broken := self._broken():
+                    self._finish(SearchState.FAILED, broken)
+                    print(broken, file=sys.stderr, flush=True)
+                    os._exit(LIMITED)
                 found = self._store.beat_search(self._id, self._attempt)
             except AttemptOver as error:
                 print(error, file=sys.stderr, flush=True)

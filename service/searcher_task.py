@@ -5,14 +5,16 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..base.errors import AttemptOver
 from ..runners.host import PLAIN_IMPORTS
 from ..runners.job import AgentTask, Begun
+from ..runners.memory import HostMemoryMeter
 from ..runners.process import call_this_process
+from .limits import SearcherLimits
 
 IMPORTS = (
     "redline.service.searcher",
@@ -56,6 +58,8 @@ class SearchTask(AgentTask):
     """File for what it prints, which is appended to."""
     code: bool = True
     """Whether it may run a workload's file."""
+    limits: SearcherLimits = field(default_factory=SearcherLimits)
+    """What it may take."""
 
     def run(self, client: Connection) -> None:
         call_this_process(f"rl-{self.search}")
@@ -67,6 +71,7 @@ class SearchTask(AgentTask):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=_end_with, args=(client,), daemon=True, name="server").start()
         client.send(Begun(os.getpid()))
+        HostMemoryMeter().limit(self.limits.memory_mib)
         code = self._searched()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -78,7 +83,8 @@ class SearchTask(AgentTask):
         from .store import Store
 
         try:
-            Searcher(Store.open(self.url, create=False), self.url, self.data, self.search, code=self.code).run()
+            store = Store.open(self.url, create=False)
+            Searcher(store, self.url, self.data, self.search, code=self.code, limits=self.limits).run()
         except AttemptOver as error:
             print(error, file=sys.stderr)
             return FENCED

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..base.errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import AgentTask, Begun
+from .limits import SearcherLimits
 from .logs import folder_of
 from .places import Places
 from .records import Search, SearchState
@@ -75,6 +76,8 @@ class Searchers:
     """Which searches run."""
     workloads: bool = True
     """Whether searchers may run a workload's file, as this process's user."""
+    limits: SearcherLimits = field(default_factory=SearcherLimits)
+    """What each of them may take."""
     task: Callable[..., AgentTask] = SearchTask
     """What is done for a search, made as `SearchTask` is."""
     imports: tuple[str, ...] = IMPORTS
@@ -190,7 +193,9 @@ class Searchers:
             child.printed = 0
         child.began, child.code = time.monotonic(), None
         try:
-            asked = self.task(url=self.url, data=self.data, search=search, log=log, code=self.workloads)
+            asked = self.task(
+                url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
+            )
             child.connection = self.agent.begin(asked)
         except RunnerError as error:
             if not self._stopping.is_set():  # no fault of the search's

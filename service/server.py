@@ -26,6 +26,7 @@ from .embedded import EmbeddedWorker
 from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
+from .limits import SearcherLimits
 from .places import MOST, Places
 from .records import Role
 from .runs import Runs
@@ -80,6 +81,10 @@ class ServeOptions:
     """Unix user as whom code runs on this host's devices; None for as whom this runs."""
     searches: int = MOST
     """Searches that run at once."""
+    queued: int = 1000
+    """Searches that a user may have queued; an admin may have any number."""
+    search_memory: float = 4096.0
+    """Memory of a searcher, MiB."""
     rate: float = 50.0
     """Requests a second of a user."""
     json_logs: bool = False
@@ -228,8 +233,9 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher.start()
         held.callback(dispatcher.close)
         places = Places(store, options.searches)
+        limits = SearcherLimits(memory_mib=options.search_memory)
         workloads = options.workloads and options.code_user is None
-        searchers = Searchers(store, url, options.data, places, workloads=workloads, started=agent)
+        searchers = Searchers(store, url, options.data, places, workloads=workloads, limits=limits, started=agent)
         searchers.start()
         held.callback(searchers.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
@@ -252,6 +258,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
             rates=Rates(options.rate, 4 * options.rate),
             allow_code=options.allow_code,
             workloads=workloads,
+            most_queued=options.queued,
             url=url,
         )
 
@@ -323,12 +330,10 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _begin_logging(as_json: bool) -> None:
-    from .api.app import JsonLines
+    from .api.app import JsonLines, PlainLines
 
     handler = logging.StreamHandler()
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-    plain.converter = time.gmtime
-    handler.setFormatter(JsonLines() if as_json else plain)
+    handler.setFormatter(JsonLines() if as_json else PlainLines())
     logger = logging.getLogger("redline")
     logger.handlers[:] = [handler]
     logger.propagate = False

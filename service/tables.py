@@ -48,6 +48,7 @@ users = Table(
     Column("running", Integer),
     Column("weight", Float, nullable=False),
     Column("allow_code", Boolean, nullable=False),
+    Column("priority", Integer, nullable=False, server_default="0"),
     Column("created", Float, nullable=False),
     Column("team", String(200), nullable=False, server_default=""),
     Column("disabled", Float),
@@ -64,6 +65,14 @@ tokens = Table(
     Column("expires", Float),
     Column("revoked", Float),
     Column("used", Float),
+)
+
+sessions = Table(
+    "redline_sessions",
+    METADATA,
+    Column("digest", String(64), primary_key=True),
+    Column("token", ForeignKey("redline_tokens.id"), nullable=False),
+    Column("expires", Float, nullable=False),
 )
 
 searches = Table(

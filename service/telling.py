@@ -1,5 +1,6 @@
 """What a search tells the store while it runs, as events that pages and clients follow."""
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ class Telling(SearchListener):
         """Trials that are finished."""
         self.finished_one: Callable[[Trial], None] = lambda trial: None
         """Called with each trial that was finished."""
+        self.trying = threading.Event()
+        """Set with the first trial."""
 
     def began(self, plan: SearchPlan) -> None:
         self.done = plan.done
@@ -43,6 +46,7 @@ class Telling(SearchListener):
         self._tell("waiting", what=what)
 
     def started(self, trial: Trial) -> None:
+        self.trying.set()
         self._tell(
             "started",
             trial=trial.number,

@@ -12,6 +12,9 @@ from ...frameworks.launchers import LAUNCHERS
 from ...models.request import Asked, either
 from ...models.server_model import ServerModel
 
+HIDDEN = "***"
+"""What is shown in the place of a value that is not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -89,6 +92,11 @@ class Command:
         """Whether files that it names may be looked at before it is started."""
         return True
 
+    @property
+    def hides_env(self) -> bool:
+        """Whether the values of its environment are shown to nobody."""
+        return False
+
     def named(self, model: str) -> str | ServerModel | None:
         """The model of a name that it or its text gives, for `redline.workload`; None where it is not one.
 
@@ -127,11 +135,17 @@ class Command:
         return cls(**values)
 
 
+def hidden(env: Sequence[str]) -> list[str]:
+    """Variables of an environment without their values."""
+    return [f"{each.partition('=')[0]}={HIDDEN}" for each in env]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand(Command):
     """A command as a server takes it, of somebody who may run it elsewhere and as somebody else.
 
     Where it is resolved no file that it names is opened, and what it names as its model is a preset, a hub id, or nothing.
+    What its environment holds is for its process alone, and stands in no file of the run.
     """
 
     def __post_init__(self) -> None:
@@ -143,6 +157,13 @@ class ServerCommand(Command):
     @property
     def reads_files(self) -> bool:
         return False
+
+    @property
+    def hides_env(self) -> bool:
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), **({"env": hidden(self.env)} if self.env else {})}
 
     def named(self, model: str) -> ServerModel | None:
         if model == self.model:

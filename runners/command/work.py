@@ -18,7 +18,7 @@ from ...space.knob import DerivedKnob
 from ..function import measured_by_itself
 from ..job import Job, Outcome, RankOutcome
 from ..work import Work
-from .command import Command
+from .command import HIDDEN, Command
 from .comparison import Comparison
 from .events import check_installed, of_events
 from .files import read_files
@@ -187,7 +187,8 @@ class Commands(Work):
         return self._shown(self._whole, values)
 
     def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
-        variables = [(name, each.text(values)) for name, each in self._environment]
+        hides = self.asked.hides_env
+        variables = [(name, HIDDEN if hides else each.text(values)) for name, each in self._environment]
         return line.shown(values, variables)
 
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:

@@ -5,6 +5,7 @@ import hmac
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter
@@ -24,6 +25,8 @@ COOKIE = "redline-session"
 """What the cookie's name starts with; a dash and the port follow, as ports of a host share cookies."""
 CSRF = "x-csrf-token"
 LONGEST_TOKEN = 200
+SESSION_S = 12 * 3600.0
+"""How long a page is logged in, s."""
 _MAY = {
     Role.READER: (Role.READER, Role.SUBMITTER, Role.ADMIN),
     Role.SUBMITTER: (Role.SUBMITTER, Role.ADMIN),
@@ -36,13 +39,15 @@ _UNLIMITED = ("/v1/leases/", "/v1/workers/")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
 TOO_MANY_STRANGERS = "too many requests without a token came from this address; wait a little"
+MOST_VALUES = 50_000
+"""Commas and opening brackets of a body: a MiB of empty lists takes a second of the interpreter, which all others wait for."""
 _PARSING = CapacityLimiter(2)
 """Bodies that are parsed at once: more would only have all others wait for the interpreter."""
 
 
-def csrf_of(token: str) -> str:
-    """What a page's changes must bring beside its cookie: only who has the token can make it."""
-    return hmac.new(token.encode(), b"redline csrf", hashlib.sha256).hexdigest()
+def csrf_of(session: str) -> str:
+    """What a page's changes must bring beside its cookie: only who has the session can make it."""
+    return hmac.new(session.encode(), b"redline csrf", hashlib.sha256).hexdigest()
 
 
 def cookie_name(request: Request) -> str:
@@ -50,14 +55,15 @@ def cookie_name(request: Request) -> str:
     return f"{COOKIE}-{request.url.port or (443 if request.url.scheme == 'https' else 80)}"
 
 
-def user_of(parts: Parts, token: str, address: str) -> User:
-    """Whose token it is.
+def user_of(parts: Parts, token: str, address: str, *, session: bool = False) -> User:
+    """Whose token it is, or whose session of a page.
 
     Raises:
         Problem: nobody's, or too many were tried.
     """
     usable = token if 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() else ""
-    found = parts.store.user_of(usable) if usable else None
+    known = parts.store.user_of_session if session else parts.store.user_of
+    found = known(usable) if usable else None
     if found is None:
         parts.failures.take(address, "too many wrong tokens came from this address; wait a little")
         parts.metrics.refused_tokens.inc()
@@ -83,9 +89,9 @@ def _caller(request: Request) -> User:
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and given:
         token = given.strip()
-        user = user_of(parts, token, address)
+        user, still = user_of(parts, token, address), parts.store.user_of
     elif token := request.cookies.get(cookie_name(request), ""):
-        user = user_of(parts, token, address)
+        user, still = user_of(parts, token, address, session=True), parts.store.user_of_session
         brought = request.headers.get(CSRF, "")
         if request.method not in _SAFE and not hmac.compare_digest(brought.encode(), csrf_of(token).encode()):
             raise Problem(
@@ -101,7 +107,7 @@ def _caller(request: Request) -> User:
         )  # fmt: skip
     if not request.url.path.startswith(_UNLIMITED):
         parts.rates.take(f"user {user.id}", f"{user.name} asks more often than this server allows; wait a little")
-    request.state.user, request.state.token = user.name, token
+    request.state.user, request.state.still = user.name, partial(still, token)
     return user
 
 
@@ -166,6 +172,9 @@ def _formed(form: type[Body], text: bytes) -> Body:
         RequestValidationError: it breaks a rule.
         Problem: it cannot be parsed.
     """
+    if sum(text.count(each) for each in (b",", b"[", b"{")) > MOST_VALUES:
+        rule = f"at most {MOST_VALUES:,} commas and opening brackets"
+        raise Problem(422, "invalid", f"the body holds too many values to be read: {rule}", rule=rule)
     try:
         return form.model_validate(json.loads(text))
     except ValidationError as error:

@@ -51,6 +51,8 @@ def make_app(parts: Parts) -> Any:
         title="redline", version=__version__, description="Searches for a team on shared devices.",
         openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None, lifespan=lifespan, responses=_ERRORS,
         max_body_size=LARGEST_BODY,
+        # It would send whoever asks to whatever the Host header names.
+        redirect_slashes=False,
     )  # fmt: skip
     app.state.parts = parts
     answer_problems(app)
@@ -106,6 +108,21 @@ def _told(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
     }
 
 
+class PlainLines(logging.Formatter):
+    """Log records as text, in which nothing that somebody sent ends a line or steers a terminal."""
+
+    converter = time.gmtime  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode()
+            for each in super().formatMessage(record)
+        )
+
+
 class JsonLines(logging.Formatter):
     """Log records as lines of JSON."""
 
@@ -115,4 +132,4 @@ class JsonLines(logging.Formatter):
         out |= getattr(record, "told", {})
         if record.exc_info:
             out["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(out, ensure_ascii=False, default=str)
+        return json.dumps(out, default=str)

@@ -273,6 +273,7 @@ class SearchAnswer(Answer):
     started: float | None
     ended: float | None
     request: dict[str, JsonValue]
+    """What was asked for, values of `env` shown as ***; in lists only what is short of it."""
     best: dict[str, JsonValue] | None
     """The winner, or the best so far."""
     trials: int
@@ -353,6 +354,8 @@ class MeAnswer(Answer):
     running: int | None
     """Dry runs at once; None for no limit."""
     allow_code: bool
+    priority: int = 0
+    """The highest priority that they may give; an admin may give any."""
 
 
 class HealthAnswer(Answer):
@@ -511,4 +514,5 @@ def short(value: Any) -> Any:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):
         return "..."
-    return value if len(text) <= 200 and "NaN" not in text and "Infinity" not in text else text[:200]
+    plain_ = len(text) <= 200 and not any(each in text for each in ("NaN", "Infinity", "\\ud"))
+    return value if plain_ else text[:200]

@@ -20,7 +20,7 @@ MOST_SHOWN = 1000
 @router.get("/v1/me")
 def me(user: Reader) -> MeAnswer:
     """Whom the token is of, and what they may do."""
-    names = ("name", "device_hours", "running", "allow_code")
+    names = ("name", "device_hours", "running", "allow_code", "priority")
     return MeAnswer(**{name: getattr(user, name) for name in names}, role=Role(user.role).value)
 
 
@@ -38,7 +38,7 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
     running, names = store.running(), {each.id: each.name for each in store.users()}
     used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
     return QueueAnswer(
-        searches=[shown(parts, each, reasons) for each in found],
+        searches=[shown(parts, each, reasons, whole=False) for each in found],
         waiting=len(store.waiting()),
         running=len(running),
         devices=sum(each.devices for each in workers),

@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Mapping
+from functools import partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qsl
@@ -13,9 +14,9 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from ...views.dashboard.app import make_app as make_dashboard, own as of_dashboard
 from ...views.dashboard.guard import HEADERS
 from ...views.report.page import asset, bundle
-from ..records import User
+from ..records import Role, User
 from ..runs import SearchLibrary
-from .access import CSRF, cookie_name, csrf_of, user_of
+from .access import CSRF, SESSION_S, TOO_MANY_STRANGERS, address_of, cookie_name, csrf_of, user_of
 from .parts import Parts
 from .problems import Problem
 
@@ -34,6 +35,11 @@ _LISTS = ("/api/runs", "/api/training", "/api/printed")
 def add(app: FastAPI, parts: Parts) -> None:
     """Adds the pages to an application."""
     parts.runs.searches.mkdir(parents=True, exist_ok=True)
+
+    @app.get(RUNS, include_in_schema=False)
+    async def runs() -> Response:
+        return RedirectResponse(f"{RUNS}/", status_code=307)
+
     app.mount(RUNS, _LoggedIn(make_dashboard(SearchLibrary(parts.runs)), parts))
 
     @app.get("/", include_in_schema=False)
@@ -51,7 +57,8 @@ def add(app: FastAPI, parts: Parts) -> None:
         _same_origin(request)
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), max_num_fields=10))
         token = form.get("token", "").strip()
-        address = request.client.host if request.client else ""
+        address = address_of(request)
+        parts.strangers.take(address, TOO_MANY_STRANGERS)
         try:
             user = await run_sync(user_of, parts, token, address)
         except Problem as error:
@@ -59,15 +66,19 @@ def add(app: FastAPI, parts: Parts) -> None:
                 own("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"), error.status
             )
         await run_sync(parts.store.audit, user.name, "login", address)
+        begun = await run_sync(parts.store.new_session, token, SESSION_S)
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
-            cookie_name(request), token, httponly=True, samesite="strict", secure=request.url.scheme == "https"
-        )
+            cookie_name(request), begun, max_age=int(SESSION_S), httponly=True, samesite="strict",
+            secure=request.url.scheme == "https",
+        )  # fmt: skip
         return answer
 
     @app.post("/logout", include_in_schema=False)
     async def logout(request: Request) -> Response:
         _same_origin(request)
+        if has := request.cookies.get(cookie_name(request), ""):
+            await run_sync(parts.store.end_session, has)
         answer = RedirectResponse("/login", status_code=303)
         answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict")
         return answer
@@ -75,7 +86,7 @@ def add(app: FastAPI, parts: Parts) -> None:
     @app.get("/session", include_in_schema=False)
     async def session(request: Request) -> Response:
         cookie = request.cookies.get(cookie_name(request), "")
-        user = await run_sync(user_of, parts, cookie, request.client.host if request.client else "")
+        user = await run_sync(partial(user_of, parts, cookie, address_of(request), session=True))
         return JSONResponse({"user": user.name, "role": str(user.role), "header": CSRF, "csrf": csrf_of(cookie)})
 
     @app.get("/icon.svg", include_in_schema=False)
@@ -158,13 +169,15 @@ class _LoggedIn:
             return
         request = Request(scope)
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        token = given if kind.lower() == "bearer" else request.cookies.get(cookie_name(request), "")
-        address = request.client.host if request.client else ""
+        bearer = kind.lower() == "bearer"
+        token = given if bearer else request.cookies.get(cookie_name(request), "")
         if not token:
             await RedirectResponse("/login", status_code=303)(scope, receive, send)
             return
         try:
-            user = await run_sync(user_of, self._parts, token, address)
+            user = await run_sync(partial(user_of, self._parts, token, address_of(request), session=not bearer))
+            if user.role == Role.WORKER:
+                raise Problem(403, "role", f"{user.name} is a worker, which looks at nothing", given=str(user.role))
             if search := request.query_params.get("run", ""):
                 await run_sync(self._seen, user, search)
         except Problem as error:

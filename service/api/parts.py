@@ -46,6 +46,8 @@ class Parts:
     """How often an address may try a wrong token."""
     strangers: Rates = field(default_factory=lambda: Rates(20, 200))
     """How often an address may ask without a token for what costs something."""
+    most_queued: int = 1000
+    """Searches that a user who is no admin may have queued."""
     allow_code: bool = True
     """Whether anybody at all may submit code; whoever may is said of each user."""
     workloads: bool = True

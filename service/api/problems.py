@@ -48,6 +48,11 @@ TOO_LARGE = "the body is larger than this takes"
 _RETRY_S = 2
 
 
+def _sendable(text: str) -> str:
+    """A text of which half of a surrogate pair, which no encoding has, is written as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class Problem(Exception):
     """An answer of 400 and above.
 
@@ -72,10 +77,16 @@ class Problem(Exception):
         rule: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_sendable(message))
         self.status = status
         self.headers = headers
-        self.detail = ErrorDetail(code=code, message=message, field=field, given=short(given), rule=rule)
+        self.detail = ErrorDetail(
+            code=code,
+            message=_sendable(message),
+            field=None if field is None else _sendable(field),
+            given=short(given),
+            rule=None if rule is None else _sendable(rule),
+        )
 
     def answer(self) -> Response:
         """It as a response."""

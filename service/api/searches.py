@@ -13,7 +13,7 @@ from ...frameworks import export_targets
 from ..deleting import deleted
 from ..logs import read_log
 from ..records import Role, Search, SearchState, User
-from ..request import NO_WORKLOADS, is_code
+from ..request import NO_WORKLOADS, brief, is_code, without_secrets
 from ..studies import forget_ledger
 from .access import Guarded, Reader, Submitter
 from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission
@@ -31,13 +31,16 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def shown(parts: Parts, search: Search, reasons: Mapping[str, str] | None = None) -> SearchAnswer:
+def shown(
+    parts: Parts, search: Search, reasons: Mapping[str, str] | None = None, *, whole: bool = True
+) -> SearchAnswer:
     """A search as it is answered; while it has not ended, with why it waits.
 
     Args:
         parts: of the application.
         search: which.
         reasons: why searches wait, where that is known.
+        whole: whether with all of its request, which may be a MiB.
     """
     if search.state.ended:
         waits = ""
@@ -47,8 +50,9 @@ def shown(parts: Parts, search: Search, reasons: Mapping[str, str] | None = None
         waits = (why_waiting(parts, [search]) if reasons is None else reasons).get(search.id, "")
     return SearchAnswer(
         **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "reuse", "trials", "held")},
-        **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best", "visibility")},
+        **{name: getattr(search, name) for name in ("created", "started", "ended", "best", "visibility")},
         device=search.kind or search.device,
+        request=without_secrets(search.request) if whole else brief(search.request),
         user=search.owner,
         reason=search.reason or waits,
         state=search.state.value,
@@ -100,6 +104,7 @@ def submit(
             f"this server does not run code of {user.name}: a workload or a command is code; submit a model's name or "
             "config.json, or ask an admin to allow it"
         )
+    _check_priority(user, form.priority)
     if "workload" in request and not parts.workloads:
         raise Refused(NO_WORKLOADS)
     if form.reuse and "command" in request:
@@ -118,12 +123,26 @@ def submit(
         key=idempotency_key,
         reuse=form.reuse,
         visibility=form.visibility,
+        most_queued=None if user.role == Role.ADMIN else parts.most_queued,
     )
     if new:
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
         parts.metrics.submitted.inc()
     response.status_code = 201 if new else 200
     return shown(parts, search).model_copy(update={"created_now": new})
+
+
+def _check_priority(user: User, priority: int) -> None:
+    """Whether a user may give a search that priority.
+
+    Raises:
+        Refused: they may not.
+    """
+    if user.role != Role.ADMIN and priority > user.priority:
+        raise Refused(
+            f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin adds users who may "
+            "give higher ones (redline token new NAME --priority N)"
+        )
 
 
 def named(request: dict[str, Any]) -> str:
@@ -153,7 +172,7 @@ def listed(
     found = parts.store.searches(user=whose, state=state, after=after, limit=limit, seen_by=user)
     last = found[-1].id if len(found) == limit else None
     reasons = why_waiting(parts, found)
-    return SearchesAnswer(searches=[shown(parts, each, reasons) for each in found], next=last)
+    return SearchesAnswer(searches=[shown(parts, each, reasons, whole=False) for each in found], next=last)
 
 
 @router.get("/{search}")
@@ -276,7 +295,7 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
     """Server-sent events, for as long as the token is good that asked for them."""
 
     def allowed() -> bool:
-        return parts.store.user_of(request.state.token) is not None
+        return request.state.still() is not None
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
 

@@ -8,12 +8,13 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
 from ..records import Audited, Role, Token, User
-from ..tables import audit, tokens, users
+from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, beats, one, reads, writes
+from .searches import MOST_PRIORITY
 
 USED_S = 60.0
 """When a token was last taken is written no more often than this, s."""
@@ -36,6 +37,7 @@ class People(Part):
         weight: float = 1.0,
         allow_code: bool = False,
         team: str = "",
+        priority: int = 0,
     ) -> User:
         """Adds a user.
 
@@ -51,6 +53,7 @@ class People(Part):
             "weight": _positive("weight", weight) or 1.0,
             "allow_code": bool(allow_code),
             "team": as_text("team", team),
+            "priority": as_count("priority", priority, most=MOST_PRIORITY),
             "created": self.clock(),
         }
         if one(connection, select(users.c.id).where(users.c.name == name)):
@@ -150,16 +153,69 @@ class People(Part):
 
     @reads
     def _user_of(self, connection: Connection, text: str) -> tuple[User, float | None] | None:
+        """Whose token that is, and when it was last used."""
+        found = self._token(connection, text)
+        user = None if found is None else self._good(connection, found)
+        return None if found is None or user is None else (user, found.used)
+
+    def _owner(self, connection: Connection, text: str) -> User | None:
+        """Whose token that is; None where it is not taken."""
+        found = self._token(connection, text)
+        return None if found is None else self._good(connection, found)
+
+    def _token(self, connection: Connection, text: str) -> Row[Any] | None:
+        """The token of that text; None where it is not known."""
         made = _id_of(text)
         found = one(connection, select(tokens).where(tokens.c.id == made)) if made else None
         # Compared in constant time, and also where there is none: how long it takes tells nothing.
         same = hmac.compare_digest(_digest(text), found.digest if found else _digest(""))
-        if found is None or not same or found.revoked is not None:
+        return found if same else None
+
+    def _good(self, connection: Connection, found: Row[Any]) -> User | None:
+        """Whose a token is that is known; None where it is not taken any more, or its user is disabled."""
+        if found.revoked is not None:
             return None
         if found.expires is not None and found.expires <= self.clock():
             return None
         user = _user(one(connection, select(users).where(users.c.id == found.user)))
-        return None if user.disabled is not None else (user, found.used)
+        return None if user.disabled is not None else user
+
+    def new_session(self, token: str, seconds: float) -> str:
+        """A session of whoever has a token, for so long: its text, of which only a digest is kept.
+
+        Raises:
+            NotFound: it is nobody's token.
+        """
+        text = secrets.token_urlsafe(32)
+        self._keep_session(_digest(text), token, seconds)
+        return text
+
+    @writes
+    def _keep_session(self, connection: Connection, digest: str, token: str, seconds: float) -> None:
+        if self._owner(connection, token) is None:
+            raise NotFound("the token is not known, was revoked or has expired")
+        if one(connection, select(sessions.c.digest).where(sessions.c.digest == digest)):
+            return
+        now = self.clock()
+        connection.execute(delete(sessions).where(sessions.c.expires <= now))
+        values = {"digest": digest, "token": _id_of(token), "expires": now + seconds}
+        connection.execute(insert(sessions).values(**values))
+
+    @reads
+    def user_of_session(self, connection: Connection, text: str) -> User | None:
+        """Whose session that is; None where it is nobody's, has ended or expired, or its token is not taken any more."""
+        found = one(
+            connection,
+            select(tokens)
+            .join(sessions, sessions.c.token == tokens.c.id)
+            .where(sessions.c.digest == _digest(text), sessions.c.expires > self.clock()),
+        )
+        return None if found is None else self._good(connection, found)
+
+    @writes
+    def end_session(self, connection: Connection, text: str) -> None:
+        """Ends a session: its text is nobody's from now on."""
+        connection.execute(delete(sessions).where(sessions.c.digest == _digest(text)))
 
     @reads
     def tokens(self, connection: Connection, user: int | None = None) -> list[Token]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, not_, or_, select, update
 
-from ...base.errors import AttemptOver, KeyTaken, NotFound, UsageError, unknown
+from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
 from ..records import DryRunState, Role, Search, SearchState, User
 from ..tables import dry_runs, events, measured, searches, users
 from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, used, writes
@@ -37,6 +37,7 @@ class Searches(Part):
         key: str | None = None,
         reuse: bool = False,
         visibility: str = "all",
+        most_queued: int | None = None,
     ) -> tuple[Search, bool]:
         """Records a search, to be taken up by a searcher.
 
@@ -50,6 +51,7 @@ class Searches(Part):
             key: the same key of the same user is the same search.
             reuse: whether measured configurations may be answered from the store.
             visibility: who sees it, one of `VISIBILITIES`.
+            most_queued: of this user; None for any number.
 
         Returns:
             The search, and whether it is new.
@@ -58,6 +60,7 @@ class Searches(Part):
             KeyTaken: the key stands for another request.
             UsageError: a value is none that can be kept.
             NotFound: there is no such user.
+            Refused: they have as many searches queued as they may.
         """
         made = new_id()
         values = {
@@ -73,10 +76,10 @@ class Searches(Part):
             "visibility": _visibility(visibility),
             "simulated": request.get("runner") == SIMULATE,
         }
-        return self._submit(values)
+        return self._submit(values, most_queued)
 
     @writes
-    def _submit(self, connection: Connection, values: dict[str, Any]) -> tuple[Search, bool]:
+    def _submit(self, connection: Connection, values: dict[str, Any], most_queued: int | None) -> tuple[Search, bool]:
         known = one(connection, _search_rows().where(_keyed(values["user"], values["key"])))
         if known is not None:
             if any(getattr(known, each) != values[each] for each in SAME):
@@ -87,6 +90,10 @@ class Searches(Part):
             return _search(known), known.id == values["id"]
         if one(connection, select(users.c.id).where(users.c.id == values["user"])) is None:
             raise NotFound(f"there is no user {values['user']}")
+        if most_queued is not None and _queued_by(connection, values["user"]) >= most_queued:
+            raise Refused(
+                f"you have {most_queued} searches queued, as many as a user of this server may; wait, or cancel some"
+            )
         now = self.clock()
         begun = {"state": SearchState.QUEUED, "reason": "", "created": now, "attempt": 0, "finished": 0, "seconds": 0.0}
         begun |= {"trials": 0, "kind": "", "held": False}
@@ -371,6 +378,11 @@ class Searches(Part):
         connection.execute(update(dry_runs).where(open_ones).values(**over))
         tell(connection, now, search, "search", {"state": state, "reason": reason})
         return _get(connection, search)
+
+
+def _queued_by(connection: Connection, user: int) -> int:
+    mine = and_(searches.c.user == user, searches.c.state == SearchState.QUEUED)
+    return int(connection.execute(select(func.count()).select_from(searches).where(mine)).scalar_one())
 
 
 def check_attempt(row: Row[Any], attempt: int) -> None:

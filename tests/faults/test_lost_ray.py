@@ -113,7 +113,8 @@ def test_a_search_goes_on(search, tmp_path, name, number, request):
     assert [row["status"] for row in rows] == ["ok"] * 3
 
 
-def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(search, tmp_path):
+@pytest.mark.parametrize("killed", [("gcs_server", "raylet"), ("raylet",)], ids=["head and node", "the only node"])
+def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(search, tmp_path, killed):
     script = """
     import sys, time
     from ray.cluster_utils import Cluster
@@ -129,11 +130,12 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
     try:
         process, family = search(RAY_ADDRESS=cluster.stdout.readline().strip(), seconds=60)
         nodes = psutil.Process(cluster.pid).children(recursive=True)
-        named(nodes, "gcs_server").kill()
-        named(nodes, "raylet").kill()
+        for name in killed:
+            named(nodes, name).kill()
         begin = time.monotonic()
-        out, errors = process.communicate(timeout=150)
-        assert time.monotonic() - begin < 60
+        out, errors = process.communicate(timeout=250)
+        # A host may take half a minute until it is given up.
+        assert time.monotonic() - begin < (60 if "gcs_server" in killed else 120)
     finally:
         cluster.kill()
         cluster.communicate()
@@ -142,7 +144,7 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
                 each.kill()
         place.cleanup()
     assert out.startswith("RunnerError"), errors
-    assert "failed" in out and f"What was found before is in '{tmp_path / 'run'}'" in out
+    assert f"What was found before is in '{tmp_path / 'run'}'" in out
     assert left_of(family) == []
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["best"]["configuration"] in ({"x": 1}, {"x": 2}, {"x": 3})

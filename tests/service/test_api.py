@@ -259,6 +259,29 @@ def test_who_asks_too_often_is_told_when_to_come_again(tmp_path):
         assert slow.client("reader").get("/v1/me").status_code == 200
 
 
+def test_a_priority_above_the_default_is_a_right(service):
+    high = {**SEARCH, "priority": 1}
+    assert (
+        "up to 0, but got 1"
+        in error(service.client("other").post("/v1/searches", json=high), 403, "refused")["message"]
+    )
+    assert service.client("other").post("/v1/searches", json={**SEARCH, "priority": -5}).status_code == 201
+    assert service.client("submitter").post("/v1/searches", json=high).status_code == 201
+    assert service.client("admin").post("/v1/searches", json={**SEARCH, "priority": 9}).status_code == 201
+
+
+def test_a_user_has_so_many_searches_queued(tmp_path):
+    with served(tmp_path, queued=2) as small, small.client() as client:
+        headers = {"idempotency-key": "once"}
+        made = [client.post("/v1/searches", json=SEARCH, headers=headers).json()["id"]]
+        made += [client.post("/v1/searches", json=SEARCH).json()["id"]]
+        assert "2 searches queued" in error(client.post("/v1/searches", json=SEARCH), 403, "refused")["message"]
+        assert client.post("/v1/searches", json=SEARCH, headers=headers).json()["id"] == made[0]
+        assert small.client("other").post("/v1/searches", json=SEARCH).status_code == 201
+        client.post(f"/v1/searches/{made[1]}/cancel")
+        assert client.post("/v1/searches", json=SEARCH).status_code == 201
+
+
 def test_the_queue_says_why_a_search_waits(service, submitter):
     search = submitter.post("/v1/searches", json={**SEARCH, "device": "h100", "priority": 100}).json()["id"]
     first = submitter.get("/v1/queue").json()["searches"][0]

@@ -123,6 +123,14 @@ def test_bodies_are_checked_beside_the_event_loop(tmp_path, monkeypatch):
     assert threads and all("AnyIO" in each for each in threads)
 
 
+def test_a_body_of_very_many_values_is_refused_unread(tmp_path):
+    with served(tmp_path) as running, running.client("worker") as client:
+        wide = client.post("/v1/leases/1/answer", json={"lease": 1, "outcome": {"a": [[]] * 200_000}})
+        assert wide.status_code == 422 and "too many values" in wide.json()["error"]["message"]
+        narrow = client.post("/v1/leases/1/answer", json={"lease": 1, "outcome": {"a": [0] * 40_000}})
+        assert narrow.status_code == 404
+
+
 def test_answers_are_a_mebibyte_at_most(tmp_path):
     with served(tmp_path) as running, running.client() as client:
         large = {"lease": 1, "outcome": {"status": "x" * (1 << 20)}}

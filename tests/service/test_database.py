@@ -79,7 +79,7 @@ def test_a_database_of_a_later_version_is_refused_and_left_alone(empty_url):
     with Store.open(empty_url) as store:
         store.database.write(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '99'")))
     with pytest.raises(
-        StorageAhead, match=r"is of version 99, written by a later redline: this one knows versions up to 2_totals"
+        StorageAhead, match=r"is of version 99, written by a later redline: this one knows versions up to [0-9]"
     ):
         Store.open(empty_url)
 

@@ -17,6 +17,7 @@ class InPlaceOfASearch(AgentTask):
     search: str
     log: Path
     code: bool = True
+    limits: object = None
 
 
 class Waits(InPlaceOfASearch):

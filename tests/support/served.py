@@ -48,7 +48,17 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    folder, *, url=None, rate=1e6, allow_code=True, workloads=True, port=0, tokens=None, patience_s=10.0, **uvicorn_
+    folder,
+    *,
+    url=None,
+    rate=1e6,
+    allow_code=True,
+    workloads=True,
+    queued=1000,
+    port=0,
+    tokens=None,
+    patience_s=10.0,
+    **uvicorn_,
 ):
     """A service over a folder; ended in order."""
     with contextlib.ExitStack() as held:
@@ -63,7 +73,7 @@ def served(
         parts = Parts(
             store=store, dispatcher=dispatcher, places=Places(store), runs=Runs(folder), feed=Feed(store, every=0.02),
             estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,
-            workloads=workloads, url=url,
+            workloads=workloads, most_queued=queued, url=url,
         )  # fmt: skip
         config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
         server = GuardedServer(config)
@@ -84,7 +94,8 @@ def served(
 
 def users(store):
     """A token for each role; `other` is another submitter, `coder` one who may submit code."""
-    made = {role: store.add_user(role, role) for role in ("reader", "submitter", "admin", "worker")}
+    made = {role: store.add_user(role, role) for role in ("reader", "admin", "worker")}
+    made["submitter"] = store.add_user("submitter", "submitter", priority=100)
     made["other"] = store.add_user("other", "submitter")
     made["coder"] = store.add_user("coder", "submitter", allow_code=True)
     return {name: store.new_token(user, "a test's") for name, user in made.items()}

@@ -26,7 +26,7 @@ def make_app(library: Library) -> Any:
     from starlette.middleware.gzip import GZipMiddleware
 
     # No generated documentation: it would load its scripts from elsewhere.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
 
     def answer(content: Any) -> Response:

@@ -1,0 +1,142 @@
+"""What is told to one is shown to no other: environments, tokens, sessions; and what strangers send steers nothing."""
+
+import contextlib
+import io
+import json
+import logging
+
+import pytest
+from redline.base.device import Device
+from redline.service.api.app import JsonLines, PlainLines
+from redline.service.request import arguments
+from redline.tuner.record import asked_of, command_of
+from redline.tuner.request import Request
+from redline.tuner.task import resolve_task
+from served import SEARCH, served
+
+COMMAND = {"command": "python train.py {x}", "env": ["HF_TOKEN=hf_secret", "OMP_NUM_THREADS={x}", "EMPTY="]}
+SUBMITTED = {"request": {"command": COMMAND, "override": {"x": [1, 2]}}}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("secrets")) as running:
+        yield running
+
+
+def test_what_an_environment_holds_is_shown_to_nobody(service):
+    with service.client("coder") as owner:
+        made = owner.post("/v1/searches", json=SUBMITTED).json()
+        assert made["request"]["command"]["env"] == ["HF_TOKEN=***", "OMP_NUM_THREADS=***", "EMPTY=***"]
+        assert service.store.search(made["id"]).request["command"]["env"] == COMMAND["env"]
+        path = f"/v1/searches/{made['id']}"
+        for each in (owner, service.client("admin"), service.client("reader")):
+            for where in (path, "/v1/searches", "/v1/queue", "/v1/history", f"{path}/best"):
+                assert "hf_secret" not in each.get(where).text
+        assert "hf_secret" not in owner.post(f"{path}/cancel").text
+
+
+def test_what_an_environment_holds_stands_in_no_file_of_a_run(tmp_path):
+    """run.yaml keeps `asked`, best.yaml the command that measures the winner again; a note names the winner's command."""
+    given = arguments({"devices": 1, **SUBMITTED["request"]}, tmp_path)
+    request = Request(given.pop("target"), **given)
+    task = resolve_task(request, device=Device(type="cpu", name="cpu", count=1, memory_mib=1000))
+    kept = json.dumps([asked_of(request, task), command_of(request, task, None, ())])
+    told = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.whole({"x": 2}, 0, tmp_path, hosts=1)
+    assert "hf_secret" not in kept + told
+    assert "HF_TOKEN=***" in kept and "HF_TOKEN='***'" in told
+    assert {name: each.text({"x": 2}) for name, each in task.command._environment}["HF_TOKEN"] == "hf_secret"
+
+
+def test_lists_carry_no_whole_requests(service):
+    with service.client() as client:
+        large = {"model_type": "gpt2", "n_layer": 1, "more": ["x" * 1000] * 500}
+        made = client.post("/v1/searches", json={"request": {"model": large, "trials": 7}}).json()["id"]
+        assert client.get(f"/v1/searches/{made}").json()["request"]["model"] == large
+        for where in ("/v1/queue", "/v1/searches"):
+            found = client.get(where)
+            assert len(found.content) < 100_000
+            one = next(each for each in found.json()["searches"] if each["id"] == made)
+            assert one["request"] == {"devices": 1, "trials": 7}
+
+
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def logged_in(service, role="submitter"):
+    with service.client(None) as client:
+        answer = client.post("/login", data={"token": service.tokens[role]})
+        assert answer.status_code == 303 and "max-age=" in answer.headers["set-cookie"].lower()
+        yield client
+
+
+def test_a_cookie_is_a_session_and_not_the_token(service):
+    with logged_in(service) as page:
+        (value,) = page.cookies.values()
+        assert value not in service.tokens.values() and page.get("/v1/me").json()["name"] == "submitter"
+        with service.client(None, headers={"authorization": f"Bearer {value}"}) as other:
+            assert other.get("/v1/me").status_code == 401
+        with service.client(None, cookies={next(iter(page.cookies)): service.tokens["submitter"]}) as other:
+            assert other.get("/v1/me").status_code == 401
+        change = {"x-csrf-token": page.get("/session").json()["csrf"]}
+        assert page.post("/v1/searches", json=SEARCH).status_code == 403
+        assert page.post("/v1/searches", json=SEARCH, headers=change).status_code == 201
+
+
+def test_a_session_ends_with_a_logout_whoever_has_its_cookie(service):
+    with logged_in(service) as page:
+        stolen = dict(page.cookies)
+        page.post("/logout")
+        with service.client(None, cookies=stolen) as thief:
+            assert thief.get("/v1/me").status_code == 401
+            assert thief.get("/session").status_code == 401
+            assert thief.get("/runs/api/runs").status_code == 401
+    with service.client() as api:
+        assert api.get("/v1/me").status_code == 200  # the token is as good as before
+
+
+def test_a_session_ends_with_its_time_and_with_its_token(service, sqlite, clock):
+    ann = sqlite.add_user("ann")
+    token = sqlite.new_token(ann)
+    session = sqlite.new_session(token, 100.0)
+    assert sqlite.user_of_session(session) == ann and sqlite.user_of_session(token) is None
+    clock.now += 99.0
+    assert sqlite.user_of_session(session) == ann
+    clock.now += 2.0
+    assert sqlite.user_of_session(session) is None
+    session = sqlite.new_session(token, 100.0)
+    sqlite.revoke(token)
+    assert sqlite.user_of_session(session) is None
+
+
+# -- what strangers send -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [
+    b'{"request": {"target": "\\ud800"}}', b'{"request": {"target": "gpt2-tiny", "fix": {"\\udfff": 1}}}',
+    b'{"request": {"\\ud800": 1}}', b'{"request": {"target": "gpt2-tiny"}, "name": "\\ud83d"}', b'"\\ud800"',
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_in_words(service, body):
+    with service.client(headers={"content-type": "application/json"}) as client:
+        answer = client.post("/v1/searches", content=body)
+        assert answer.status_code == 422 and answer.json()["error"]["message"]
+
+
+def test_nobody_is_sent_to_what_the_host_header_names(service):
+    with service.client(headers={"host": "evil.example"}) as client:
+        for path in ("/v1/searches/", "/v1/me/", "/runs", "/login/", "/runs/api/runs/", "/v1/queue/"):
+            answer = client.get(path)
+            assert "evil" not in answer.headers.get("location", ""), path
+            assert answer.status_code in (307, 404)
+
+
+@pytest.mark.parametrize("kind", [PlainLines, JsonLines])
+def test_a_line_of_the_log_is_one_line_whatever_somebody_sent(kind):
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(kind())
+    record = logging.LogRecord("redline", logging.WARNING, "", 1, "no %s", ("a\nb\x1b[31m\x9b\u2028\u202e",), None)
+    handler.emit(record)
+    text = stream.getvalue()
+    assert text.endswith("\n") and text[:-1].isprintable() and "\\n" in text

@@ -1,0 +1,68 @@
+"""Requests by which a server was attacked (issue 33), for tests and `bench/attacks.py`."""
+
+import contextlib
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+
+EVIL = "/tmp/evil.py:workload"
+X = {"x": [1, 2]}
+DEVICE = {"type": "tpu", "name": "\u0000", "count": "many"}
+NESTED = b'{"request": ' + b"[" * 300_000 + b"]" * 300_000 + b"}"
+WIDE = json.dumps({"lease": 1, "outcome": {"a": [[]] * 200_000}}).encode()
+
+
+def _json(value):
+    return json.dumps(value).encode()
+
+
+FILE = {"command": {"command": ["echo", "{x}"], "model": EVIL}, "override": X}
+JOINING = {"host": "h", "device": DEVICE, "devices": 1, "memory_mib": 0}
+ATTACKS = {
+    "a model that is a file": ("coder", "POST", "/v1/searches", _json({"request": FILE})),
+    "a target that is a file": ("submitter", "POST", "/v1/searches", _json({"request": {"target": EVIL}})),
+    "a body without a token": (None, "POST", "/v1/leases/1/answer", WIDE),
+    "a body with a forged token": ("forged", "POST", "/v1/leases/1/answer", WIDE),
+    "a body of 16 MiB without a token": (None, "POST", "/v1/leases/1/answer", b" " * (16 << 20)),
+    "a body of 16 MiB": ("worker", "POST", "/v1/leases/1/answer", b" " * (16 << 20)),
+    "an answer to nobody's lease": ("worker", "POST", "/v1/leases/1/answer", WIDE),
+    "a body that is nested": ("submitter", "POST", "/v1/searches", NESTED),
+    "a worker of a submitter's": ("submitter", "POST", "/v1/workers", _json(JOINING)),
+    "a strange device": ("worker", "POST", "/v1/workers", _json(JOINING)),
+    "half a surrogate pair": ("submitter", "POST", "/v1/searches", b'{"request": {"target": "\\ud800"}}'),
+    "a priority": ("other", "POST", "/v1/searches", _json({"request": {"target": "gpt2-tiny"}, "priority": 100})),
+}  # fmt: skip
+"""By name: whose token, method, path, body."""
+
+
+def attack(client, name, tokens):
+    """One attack; its status and how long its answer took, s."""
+    role, method, path, body = ATTACKS[name]
+    token = tokens.get(role, "redline_00000000_forged") if role else None
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+    begun = time.monotonic()
+    answer = client.request(method, path, content=body, headers=headers)
+    return answer.status_code, time.monotonic() - begun
+
+
+def attacked(address, tokens, end):
+    """All attacks in turn, once at least and then until that time (monotonic clock): name, status and seconds of each."""
+    seen = []
+    with httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
+        while not seen or time.monotonic() < end:
+            seen += [(name, *attack(client, name, tokens)) for name in ATTACKS]
+    return seen
+
+
+@contextlib.contextmanager
+def half_open(address, number):
+    """So many connections on which a request has begun and does not go on."""
+    place = urlsplit(address)
+    with contextlib.ExitStack() as held:
+        for _ in range(number):
+            made = held.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+            made.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-slow: ")
+        yield
