@@ -113,7 +113,12 @@ def serve(
         options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         servers: list[Any] = []
-        held.enter_context(_alone(options, url, say, lambda: [_end(each) for each in servers]))
+
+        def end() -> None:
+            for each in servers:
+                each.should_exit = True
+
+        held.enter_context(_alone(options, url, say, end))
         # It imports beside this process, which has much to import itself.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
@@ -138,7 +143,7 @@ def serve(
 
 
 @contextlib.contextmanager
-def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], object]) -> Iterator[None]:
+def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
     """The folder and the database, for this server alone; waited for where that is asked for.
 
     Raises:
@@ -160,10 +165,6 @@ def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Ca
                 yield
                 return
         time.sleep(STANDBY_S)
-
-
-def _end(server: Any) -> None:
-    server.should_exit = True
 
 
 def _uvicorn() -> Any:

@@ -196,7 +196,9 @@ def test_places_go_by_priority_then_to_who_had_least_in_a_week_for_their_weight(
     theirs = [contends("b", user=2, submitted=50.0), contends("c", user=3, submitted=60.0)]
     had = [Share(user=1, week=10.0), Share(user=2, week=900.0), Share(user=3, week=100.0)]
     begin, given_up = share_places([*mine, *theirs], [], [worker("w")], had, 5)
-    assert (begin, given_up) == (["a0", "c", "a1", "b", "a2"], {}), "a search counts for 600 s as soon as it has a place"
+    assert (begin, given_up) == (["a0", "c", "a1", "b", "a2"], {}), (
+        "a search counts for 600 s as soon as it has a place"
+    )
     urgent = contends("u", user=1, priority=5, submitted=99.0)
     assert share_places([*mine, *theirs, urgent], [], [worker("w")], had, 2)[0] == ["u", "c"]
     double = [Share(user=1, weight=4.0), Share(user=2), Share(user=3)]
