@@ -67,10 +67,9 @@ def _fill() -> None:
         .scalar_subquery()
     )
     counted = sa.case((told > run, told), else_=run)
-    op.execute(
-        searches.update().values(trials=counted, simulated=searches.c.request["runner"].as_string() == "simulate")
-    )
-    op.execute(searches.update().where(searches.c.simulated.is_(None)).values(simulated=sa.false()))
+    # Of a request that names no runner the comparison is neither true nor false.
+    simulated = sa.case((searches.c.request["runner"].as_string() == "simulate", sa.true()), else_=sa.false())
+    op.execute(searches.update().values(trials=counted, simulated=simulated))
     begun = (
         sa.select(runs.c.search, sa.func.min(runs.c.worker).label("worker")).where(runs.c.worker.is_not(None))
     ).group_by(runs.c.search)
