@@ -73,9 +73,11 @@ def estimate_request(
     if isinstance(target, Shape):
         space, length, total, said = _of_shape(request, target, machine, count)
         workload, name = None, target.name
+        known: Workload | Shape = target
     else:
         found = resolve(request, device_of(machine), count)
         workload, space, said = found.workload, found.space, found.notes
+        known = workload
         length, name = workload.seq_len, workload.name
         total = None if found.free_batch else workload.global_batch
     setup = TrainingSetup(
@@ -87,7 +89,7 @@ def estimate_request(
     )
     return EstimateRequest(
         name=name,
-        estimator=Estimator(workload if workload is not None else target, machine, setup),
+        estimator=Estimator(known, machine, setup),
         space=space,
         hardware=machine,
         devices=count,

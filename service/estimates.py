@@ -64,7 +64,7 @@ def predicted(form: dict[str, Any]) -> dict[str, Any]:
             {name: each for name, each in form.items() if name not in _OWN or name in TARGETS}, Path(folder)
         )
         request = estimate_request(
-            hardware=named_hardware(own["hardware"]), memory_limit_mib=parse_memory(own["memory_limit"]), **asked
+            hardware=named_hardware(str(own["hardware"])), memory_limit_mib=parse_memory(own["memory_limit"]), **asked
         )
         top, layerwise = own["top"] or 5, bool(own["layerwise"])
         return estimate_document(request, config=own["config"], top=top, layerwise=layerwise).to_dict()

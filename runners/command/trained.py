@@ -59,12 +59,18 @@ class Trained:
         length = next((said[name] for name in SEQ_LEN if _is_count(said.get(name, ""))), None)
         model = next((said[name] for name in MODEL if said.get(name)), None)
         return cls(
-            model=next(filter(None, map(command.named, (each for each in (model, _preset(said)) if each))), None),
+            model=_named(command, model, _preset(said)),
             architecture=_of_megatron(said),
             seq_len=int(length) if length else None,
             global_batch=int(total) if _is_count(total) else None,
             precision=_precision(said),
         )
+
+
+def _named(command: Command, *names: str | None) -> str | ServerModel | None:
+    """The first of these names that is one of a model to that command."""
+    found = (command.named(each) for each in names if each is not None)
+    return next((each for each in found if each is not None), None)
 
 
 def _is_count(text: str) -> bool:

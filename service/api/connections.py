@@ -100,7 +100,7 @@ class Guard(H11Protocol):
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         if self.door.enter(self):
