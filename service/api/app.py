@@ -111,10 +111,9 @@ def _told(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
 class PlainLines(logging.Formatter):
     """Log records as text, in which nothing that somebody sent ends a line or steers a terminal."""
 
-    converter = time.gmtime  # type: ignore[assignment]
-
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+        self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return "".join(

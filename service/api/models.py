@@ -18,8 +18,6 @@ LARGEST_ID = (1 << 31) - 1
 """Of numbers that rows of the database have."""
 DEEPEST = 40
 """Lists and mappings inside each other."""
-LEAST_MEMORY_MIB, MOST_MEMORY_MIB = 64, 1 << 27
-"""Of a device: with less nothing runs, and there is none with more."""
 ROLES = ("reader", "submitter", "admin", "worker")
 STATES = ("queued", "running", "done", "failed", "cancelled")
 ENDED = ("done", "failed", "cancelled")
@@ -64,7 +62,7 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-def _checked(check: Any) -> AfterValidator:
+def checked(check: Any) -> AfterValidator:
     """Has a function that raises UsageError judge a value."""
 
     def judge(value: Any) -> Any:
@@ -125,11 +123,11 @@ Whole = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Knob = Annotated[str, Field(min_length=1, max_length=80)]
 Value = bool | int | float | Annotated[str, Field(max_length=2000)]
-Duration = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e9)], _checked(_duration)]
-Memory = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e12)], _checked(_memory)]
-Hardware = Annotated[Word, _checked(_hardware)]
-Target = Annotated[Word, _checked(_target)]
-SpaceDocument = Annotated[dict[str, JsonValue], _checked(_space)]
+Duration = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e9)], checked(_duration)]
+Memory = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e12)], checked(_memory)]
+Hardware = Annotated[Word, checked(_hardware)]
+Target = Annotated[Word, checked(_target)]
+SpaceDocument = Annotated[dict[str, JsonValue], checked(_space)]
 Mapping = dict[Knob, Value]
 
 
@@ -188,7 +186,7 @@ class TrainingForm(SpaceForm):
 
     target: Target | None = None
     """A preset's name or a hub id."""
-    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), _checked(_contents)] | None = None
+    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), checked(_contents)] | None = None
     """A Hugging Face config.json."""
     devices: Count = 1
     """Devices of one trial."""
@@ -206,7 +204,7 @@ class SearchForm(TrainingForm):
     time: Duration | None = None
     device_hours: Annotated[float, Field(gt=0, le=1e9)] | None = None
     patience: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
-    sampler: Annotated[Word, _checked(_sampler)] = "bayes"
+    sampler: Annotated[Word, checked(_sampler)] = "bayes"
     headroom: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     layerwise: bool = False
     soak: bool = False
@@ -407,7 +405,7 @@ class StudyForm(Body):
     """A study whose trials run elsewhere."""
 
     space: SpaceDocument
-    sampler: Annotated[Word, _checked(_sampler)] = "bayes"
+    sampler: Annotated[Word, checked(_sampler)] = "bayes"
     seed: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)] = 0
     name: Annotated[str, Field(max_length=100)] = ""
 
@@ -439,40 +437,6 @@ class TellForm(Body):
     status: Literal["ok", "oom", "timeout", "crash", "wrong"] | None = None
     """By default `ok` with a throughput, else `crash`."""
     reason: Annotated[str, Field(max_length=2000)] = ""
-
-
-def _hardware_of_a_worker(value: dict[str, Any]) -> None:
-    from ..placing import hardware_of
-
-    hardware_of(value, "")
-
-
-class DeviceForm(Body):
-    """A kind of device, as `Device.to_dict` has it, and what its worker knows of it."""
-
-    type: Literal["cuda", "cpu"]
-    name: Word
-    count: Count
-    memory_mib: Annotated[int, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
-    capability: Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")] | None = None
-    features: Annotated[list[Word], Field(max_length=50)] = []
-    hardware: Annotated[dict[str, JsonValue], _checked(_hardware_of_a_worker)] | None = None
-    """The fields of `redline.Hardware`, of one device."""
-
-    def described(self) -> dict[str, Any]:
-        """As a worker's record has it."""
-        return self.model_dump(exclude_unset=True)
-
-
-class JoinForm(Body):
-    """A host that joins the pool."""
-
-    name: Annotated[str, Field(max_length=200)] = ""
-    host: Word
-    device: DeviceForm
-    devices: Count
-    memory_mib: Annotated[float, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
-    software: Annotated[dict[str, JsonValue], Field(max_length=100)] = {}
 
 
 class LeaseForm(Body):

@@ -14,10 +14,10 @@ from ...results import Measurement
 from ..logs import MOST_AT_ONCE, write_log
 from ..records import Assignment, DryRun, Role, User, Worker
 from .access import Guarded, Joiner, Reader
+from .joining import JoinForm
 from .models import (
     LARGEST_ID,
     JoinAnswer,
-    JoinForm,
     LeaseForm,
     LogAnswer,
     OutcomeForm,
