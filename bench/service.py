@@ -35,7 +35,7 @@ from typing import Any
 from redline.base.device import usable_cores
 from redline.results.environment import host, versions
 from redline.service.records import Contender, Running, Share, Waiting, Worker
-from redline.service.scheduling import decide, share_places, why_no_place, why_waiting
+from redline.service.scheduling import decide, share_slots, why_no_slot, why_waiting
 from redline.service.store import Store
 from redline.service.store.demand import RECENT_S, WEEK_S
 from service_filled import filled, growth, words as filled_words
@@ -79,7 +79,7 @@ class PaperPool:
 
     def __init__(
         self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int,
-        places: int | None = None,
+        slots: int | None = None,
     ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
         self.now, self.number = 0.0, 0
@@ -98,11 +98,11 @@ class PaperPool:
         self.ends: list[tuple[float, int]] = []
         self.had: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
         self.begun: dict[str, float] = {}
-        self.places = places
+        self.slots = slots
         self.queued = {each.id: each for each in searches}
         self.active: set[str] = set()
-        self.places_cpu_ms: list[float] = []
-        if places is None:
+        self.slots_cpu_ms: list[float] = []
+        if slots is None:
             for each in searches:
                 self.begin(each.id)
 
@@ -124,15 +124,15 @@ class PaperPool:
         ]  # fmt: skip
 
     def share(self) -> None:
-        """Begins the searches that get a place, as the server does."""
+        """Begins the searches that get a slot, as the server does."""
         asked = {each.search for each in [*self.waiting.values(), *self.running.values()]}
         self.active &= asked
-        if self.places is None or len(self.active) >= self.places or not self.queued:
+        if self.slots is None or len(self.active) >= self.slots or not self.queued:
             return
         shares, running, contenders = self.shares(week=True), list(self.running.values()), self.contenders()
         began = time.thread_time()
-        begin, _ = share_places(contenders, running, self.workers, shares, self.places)
-        self.places_cpu_ms.append(1000 * (time.thread_time() - began))
+        begin, _ = share_slots(contenders, running, self.workers, shares, self.slots)
+        self.slots_cpu_ms.append(1000 * (time.thread_time() - began))
         for each in begin:
             self.begin(each)
 
@@ -225,13 +225,13 @@ def jain(values: list[float]) -> float:
 
 
 def on_paper(
-    devices: int, searches: int, users: int, trials: int, seed: int, places: int | None = None
+    devices: int, searches: int, users: int, trials: int, seed: int, slots: int | None = None
 ) -> dict[str, Any]:
-    """What a pool does with that many searches, of which so many run at once; all of them without `places`."""
+    """What a pool does with that many searches, of which so many run at once; all of them without `slots`."""
     rng = random.Random(seed)
     # Every fourth user counts double.
     weights = {user: 2.0 if user % 4 == 3 else 1.0 for user in range(users)}
-    pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed, places)
+    pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed, slots)
     decisions, busy_s, waiting_s, fair = [], 0.0, 0.0, None
     while pool.waiting or pool.running or pool.queued:
         pool.share()
@@ -260,7 +260,7 @@ def on_paper(
         "jain_of_weighted_shares": round(jain(shares), 4),
         "last_search_begun_by_devices_s": {size: round(at, 1) for size, at in by_size.items()},
         "decision_cpu_ms": _spread([1000 * each for each in decisions]),
-    } | ({"places": places, "places_cpu_ms": _spread(pool.places_cpu_ms)} if places else {})
+    } | ({"slots": slots, "slots_cpu_ms": _spread(pool.slots_cpu_ms)} if slots else {})
 
 
 def _device_seconds(pool: PaperPool) -> dict[int, float]:
@@ -289,14 +289,14 @@ def largest_decision(devices: int, searches: int) -> dict[str, Any]:
     told = []
     for _ in range(20):
         began = time.thread_time()
-        why_no_place(queued, [], pool.workers, shares, 8)
+        why_no_slot(queued, [], pool.workers, shares, 8)
         told.append(1000 * (time.thread_time() - began))
     return {
         "waiting": len(waiting),
         "decide_cpu_ms": _spread(took),
         "why_waiting_cpu_ms": _spread(said),
         "queued": len(queued),
-        "why_no_place_cpu_ms": _spread(told),
+        "why_no_slot_cpu_ms": _spread(told),
     }
 
 
@@ -348,7 +348,7 @@ def figures(result: dict[str, Any]) -> str:
     columns = [NAMES[each["database"]] for each in result["http"]]
     head = ["median / p99, ms", *columns, "goal (p99)"]
     store = ", ".join(f"{each['dry_runs_per_s']:.0f} on {NAMES[each['database']]}" for each in result["store"])
-    used, places = pool["decision_cpu_ms"], result["places"]
+    used, slots = pool["decision_cpu_ms"], result["slots"]
     lines = [
         f"`python bench/service.py --write docs/service.md` on {machine}; server, database and whoever asks on one host.",
         "",
@@ -357,10 +357,10 @@ def figures(result: dict[str, Any]) -> str:
         f"are busy while work waits (goal 95 %), Jain's index of the users' shares is {pool['jain_of_weighted_shares']:.3f},",
         f"a decision takes {used['median']:.1f} ms of a processor ({used['p99']:.1f} p99), one of",
         f"{decision['waiting']:,} waiting dry runs on an empty pool {decision['decide_cpu_ms']['median']:.1f} ms.",
-        f"Of {places['searches']:,} searches {places['places']} run at once on {places['devices']} devices: Jain's index is",
-        f"{places['jain_of_weighted_shares']:.3f}, {100 * places['utilisation_while_work_waits']:.1f} % of the devices are busy,",
-        f"and who gets the next place is decided in {places['places_cpu_ms']['median']:.1f} ms of a processor"
-        f" ({places['places_cpu_ms']['p99']:.1f} p99).",
+        f"Of {slots['searches']:,} searches {slots['slots']} run at once on {slots['devices']} devices: Jain's index is",
+        f"{slots['jain_of_weighted_shares']:.3f}, {100 * slots['utilisation_while_work_waits']:.1f} % of the devices are busy,",
+        f"and who gets the next slot is decided in {slots['slots_cpu_ms']['median']:.1f} ms of a processor"
+        f" ({slots['slots_cpu_ms']['p99']:.1f} p99).",
         f"Asked for, leased and answered by one process are {store} dry runs a second.",
         "",
         table([head, *rows(result["http"])]),
@@ -419,7 +419,7 @@ def main() -> None:
         result = json.loads(given.out.read_text(encoding="utf-8"))
     if "pool" in parts:
         result["pool"] = on_paper(given.devices, given.searches, given.users, given.trials, given.seed)
-        result["places"] = on_paper(64, given.searches, given.users, given.trials, given.seed, RUNNERS)
+        result["slots"] = on_paper(64, given.searches, given.users, given.trials, given.seed, RUNNERS)
         result["one_decision"] = largest_decision(given.devices, given.searches)
     with tempfile.TemporaryDirectory() as folder:
         urls = given.storage or [f"sqlite:///{folder}/redline.db"]

@@ -6,8 +6,8 @@ on which the fewest are left over. A gang that finds no worker with so many free
 them first, and dry runs behind it are placed there only where they do not delay it (backfilling as EASY does: Lifka 1995,
 "The ANL/IBM SP scheduling system"). What runs is never interrupted.
 
-Which searches run (`share_places`) follows the same order, over a longer time: priority, then the user who has had least of
-the devices in a week for their weight, then the one with the fewest places. A search that cannot run gives up its place.
+Which searches run (`share_slots`) follows the same order, over a longer time: priority, then the user who has had least of
+the devices in a week for their weight, then the one with the fewest slots. A search that cannot run gives up its slot.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from .records import Contender, Running, Share, Waiting, Worker
 NOMINAL_S = 60.0
 """What a dry run counts for in its user's share as soon as it starts, and is taken to last where nothing is known, s."""
 NOMINAL_SEARCH_S = 600.0
-"""What a search counts for in its user's share as soon as it gets a place, for each of its devices, s."""
+"""What a search counts for in its user's share as soon as it gets a slot, for each of its devices, s."""
 RESERVED = 8
 """One worker of so many may be reserved for gangs, and one at least."""
 
@@ -66,14 +66,14 @@ def why_waiting(
     return out
 
 
-def share_places(
+def share_slots(
     contenders: Sequence[Contender],
     running: Sequence[Running],
     workers: Sequence[Worker],
     shares: Iterable[Share],
     most: int,
 ) -> tuple[list[str], dict[str, str]]:
-    """Which searches begin now, in order, and which are to give up their place and why.
+    """Which searches begin now, in order, and which are to give up their slot and why.
 
     Args:
         contenders: the searches that run or want to.
@@ -82,34 +82,34 @@ def share_places(
         shares: of the users, as for `decide`.
         most: how many searches run at once.
     """
-    places = _Places(contenders, running, workers, shares)
+    slots = _Slots(contenders, running, workers, shares)
     room = most - sum(each.runs for each in contenders)
     # What is given up now is free for the next decision.
-    return list(itertools.islice(places.order(), max(0, room))), places.given_up()
+    return list(itertools.islice(slots.order(), max(0, room))), slots.given_up()
 
 
-def why_no_place(
+def why_no_slot(
     contenders: Sequence[Contender],
     running: Sequence[Running],
     workers: Sequence[Worker],
     shares: Iterable[Share],
     most: int,
 ) -> dict[str, str]:
-    """Why each search without a place has none, by its id; arguments as for `share_places`."""
-    places = _Places(contenders, running, workers, shares)
-    out = {each.search: why for each in contenders if not each.runs and (why := places.obstacle(each))}
-    for before, search in enumerate(places.order()):
+    """Why each search without a slot has none, by its id; arguments as for `share_slots`."""
+    slots = _Slots(contenders, running, workers, shares)
+    out = {each.search: why for each in contenders if not each.runs and (why := slots.obstacle(each))}
+    for before, search in enumerate(slots.order()):
         others = f"{before} {'search' if before == 1 else 'searches'} before it" if before else "it is the next"
-        out[search] = f"{most} searches run at once, and it waits for a place: {others}"
+        out[search] = f"{most} searches run at once, and it waits for a slot: {others}"
     # A user's limit of searches can end the order before all of theirs.
     for each in contenders:
         if not each.runs and each.search not in out:
-            out[each.search] = places.limit(each.user)
+            out[each.search] = slots.limit(each.user)
     return out
 
 
-class _Places:
-    """Places among the searches that run at once."""
+class _Slots:
+    """Slots of the searches that run at once."""
 
     def __init__(
         self,
@@ -141,19 +141,19 @@ class _Places:
         return self._never[wanted] or self._users.used_up(each.user)
 
     def limit(self, user: int) -> str:
-        """What keeps a user from having one more place; empty where nothing does."""
+        """What keeps a user from having one more slot; empty where nothing does."""
         share, have = self._users.shares.get(user), self._have[user]
         if share is None or share.running is None or have < share.running:
             return ""
         return f"its user may have {share.running} dry runs at once, and has {have} of their searches running"
 
     def given_up(self) -> dict[str, str]:
-        """The searches that have a place, cannot run, and have no dry run that would be interrupted."""
+        """The searches that have a slot, cannot run, and have no dry run that would be interrupted."""
         ready = (each for each in self._contenders if each.runs and not each.leased)
         return {each.search: why for each in ready if (why := self.obstacle(each))}
 
     def order(self) -> Iterator[str]:
-        """The searches that can run and have no place, in the order in which they get one."""
+        """The searches that can run and have no slot, in the order in which they get one."""
         queues: dict[int, list[Contender]] = defaultdict(list)
         have, charges = self._have.copy(), self._charges.copy()
         for each in sorted(self._contenders, key=lambda one: (one.priority, -one.submitted, one.search)):

@@ -19,7 +19,7 @@ from ..runners.host import HostAgent
 from ..runners.job import AgentTask, Begun
 from .limits import SearcherLimits
 from .logs import folder_of
-from .places import Places
+from .searcher_slots import SearcherSlots
 from .records import Search, SearchState
 from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
 from .store import Store
@@ -72,7 +72,7 @@ class Searchers:
     """Of its database."""
     data: Path
     """The server's data."""
-    places: Places
+    slots: SearcherSlots
     """Which searches run."""
     workloads: bool = True
     """Whether searchers may run a workload's file, as this process's user."""
@@ -123,14 +123,14 @@ class Searchers:
     def look(self) -> None:
         """Looks after them once."""
         now = time.monotonic()
-        running, begin, gone = self.places.share()
+        running, begin, gone = self.slots.share()
         # Directly before the agent is looked at: who died with it is not to blame.
         for name, child in list(self._children.items()):
             self._look_at(name, child, now)
         for name in gone:
             self._end(name)
         # Those that run and have no process are of a server before this one.
-        for name in [*running, *begin[: max(0, self.places.most - len(self._children))]]:
+        for name in [*running, *begin[: max(0, self.slots.most - len(self._children))]]:
             if name not in self._children:
                 self._children[name] = _Child(of_a_model=_of_a_model(self.store.search(name)))
         if self.agent.ended() and not self._stopping.is_set():
@@ -144,7 +144,7 @@ class Searchers:
                 self._begin(name, child)
 
     def _end(self, search: str) -> None:
-        """Ends the process of a search that gave up its place; it ends itself when its connection closes."""
+        """Ends the process of a search that gave up its slot; it ends itself when its connection closes."""
         child = self._children.pop(search, None)
         if child is not None and child.connection is not None:
             child.connection.close()

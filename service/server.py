@@ -27,7 +27,7 @@ from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
 from .limits import SearcherLimits
-from .places import MOST, Places
+from .searcher_slots import MOST, SearcherSlots
 from .records import Role
 from .runs import Runs
 from .searcher_task import IMPORTS, driver_of
@@ -232,10 +232,10 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        places = Places(store, options.searches)
+        slots = SearcherSlots(store, options.searches)
         limits = SearcherLimits(memory_mib=options.search_memory)
         workloads = options.workloads and options.code_user is None
-        searchers = Searchers(store, url, options.data, places, workloads=workloads, limits=limits, started=agent)
+        searchers = Searchers(store, url, options.data, slots, workloads=workloads, limits=limits, started=agent)
         searchers.start()
         held.callback(searchers.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
@@ -249,7 +249,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         yield Parts(
             store=store,
             dispatcher=dispatcher,
-            places=places,
+            slots=slots,
             runs=runs,
             feed=Feed(store),
             estimates=estimates,

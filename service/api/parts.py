@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
     from ..estimates import Estimates
     from ..helper import Helper
-    from ..places import Places
+    from ..searcher_slots import SearcherSlots
     from ..runs import Runs
     from .feed import Feed
     from .metrics import Metrics
@@ -26,7 +26,7 @@ class Parts:
     """The truth."""
     dispatcher: "Dispatcher"
     """Says what runs where."""
-    places: "Places"
+    slots: "SearcherSlots"
     """Says which searches run."""
     runs: "Runs"
     """What searches leave."""

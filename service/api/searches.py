@@ -60,11 +60,11 @@ def shown(
 
 
 def why_waiting(parts: Parts, searches: Sequence[Search]) -> dict[str, str]:
-    """Why those of these searches that wait do, by id: for a place among those that run, or for devices."""
+    """Why those of these searches that wait do, by id: for a slot among those that run, or for devices."""
     if all(each.state.ended for each in searches):
         return {}
     queued = [each.id for each in searches if each.state is SearchState.QUEUED]
-    return parts.dispatcher.reasons | (parts.places.why(queued) if queued else {})
+    return parts.dispatcher.reasons | (parts.slots.why(queued) if queued else {})
 
 
 def may_change(user: User, search: Search) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from pools import a_store
 from redline.results import View
-from redline.service.places import Places
+from redline.service.searcher_slots import SearcherSlots
 from redline.service.records import SearchState
 from redline.service.searchers import Searchers
 
@@ -53,7 +53,7 @@ def service(tmp_path):
     """A store, searchers and a worker, each to be killed."""
     store, user = a_store(tmp_path)
     url = f"sqlite:///{tmp_path}/redline.db"
-    searchers, workers = Searchers(store, url, tmp_path, Places(store)), Workers(url, tmp_path, user)
+    searchers, workers = Searchers(store, url, tmp_path, SearcherSlots(store)), Workers(url, tmp_path, user)
     searchers.start()
     try:
         yield store, user, searchers, workers

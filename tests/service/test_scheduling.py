@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 from redline.service.records import Contender, Running, Share, Waiting, Worker
-from redline.service.scheduling import decide, matches, share_places, why_no_place, why_waiting
+from redline.service.scheduling import decide, matches, share_slots, why_no_slot, why_waiting
 
 NOW = 1000.0
 
@@ -180,7 +180,7 @@ def test_whatever_waits_no_device_is_given_twice_and_no_quota_passed(machines, w
         assert len(got) == min(len(waiting), sum(free.values()))
 
 
-# -- places among the searches that run -----------------------------------------------------------------------
+# -- slots among the searches that run -----------------------------------------------------------------------
 
 
 def contends(search, *, user=1, runs=False, leased=0, submitted=0.0, priority=0, device="", kind="", devices=1, **more):
@@ -195,14 +195,12 @@ def test_places_go_by_priority_then_to_who_had_least_in_a_week_for_their_weight(
     mine = [contends(f"a{each}", user=1, submitted=each) for each in range(9)]
     theirs = [contends("b", user=2, submitted=50.0), contends("c", user=3, submitted=60.0)]
     had = [Share(user=1, week=10.0), Share(user=2, week=900.0), Share(user=3, week=100.0)]
-    begin, given_up = share_places([*mine, *theirs], [], [worker("w")], had, 5)
-    assert (begin, given_up) == (["a0", "c", "a1", "b", "a2"], {}), (
-        "a search counts for 600 s as soon as it has a place"
-    )
+    begin, given_up = share_slots([*mine, *theirs], [], [worker("w")], had, 5)
+    assert (begin, given_up) == (["a0", "c", "a1", "b", "a2"], {}), "a search counts for 600 s as soon as it has a slot"
     urgent = contends("u", user=1, priority=5, submitted=99.0)
-    assert share_places([*mine, *theirs, urgent], [], [worker("w")], had, 2)[0] == ["u", "c"]
+    assert share_slots([*mine, *theirs, urgent], [], [worker("w")], had, 2)[0] == ["u", "c"]
     double = [Share(user=1, weight=4.0), Share(user=2), Share(user=3)]
-    assert share_places([*mine, *theirs], [], [worker("w")], double, 6)[0] == ["a0", "b", "c", "a1", "a2", "a3"]
+    assert share_slots([*mine, *theirs], [], [worker("w")], double, 6)[0] == ["a0", "b", "c", "a1", "a2", "a3"]
 
 
 def test_who_is_over_their_quota_holds_no_place_and_every_search_says_why_it_waits():
@@ -212,17 +210,17 @@ def test_who_is_over_their_quota_holds_no_place_and_every_search_says_why_it_wai
     queued = [contends(f"b{each}", user=2, submitted=each) for each in range(3)]
     more = [contends("a4", user=1), contends("held", user=2, held=True), contends("gone", user=2, device="B200")]
     contenders = [*holders, busy, *queued, *more]
-    begin, given_up = share_places(contenders, [], [worker("w")], over, 4)
+    begin, given_up = share_slots(contenders, [], [worker("w")], over, 4)
     assert begin == []
     used = "its user has used 10.50 of 10 device-hours in 30 days"
     assert given_up == {"a0": used, "a1": used, "a2": used}, "a worker runs something of a3"
     left = [contends(f"a{each}", user=1) for each in range(3)]
-    assert share_places([*left, busy, *queued, *more], [], [worker("w")], over, 4)[0] == ["b0", "b1", "b2"]
-    assert why_no_place(contenders, [], [worker("w")], over, 4) == {
+    assert share_slots([*left, busy, *queued, *more], [], [worker("w")], over, 4)[0] == ["b0", "b1", "b2"]
+    assert why_no_slot(contenders, [], [worker("w")], over, 4) == {
         "a4": used,
-        "b0": "4 searches run at once, and it waits for a place: it is the next",
-        "b1": "4 searches run at once, and it waits for a place: 1 search before it",
-        "b2": "4 searches run at once, and it waits for a place: 2 searches before it",
+        "b0": "4 searches run at once, and it waits for a slot: it is the next",
+        "b1": "4 searches run at once, and it waits for a slot: 1 search before it",
+        "b2": "4 searches run at once, and it waits for a slot: 2 searches before it",
         "held": "it is held until somebody releases it",
         "gone": "no worker has 'B200'; there are NVIDIA H100",
     }
@@ -231,14 +229,14 @@ def test_who_is_over_their_quota_holds_no_place_and_every_search_says_why_it_wai
 def test_a_user_has_no_more_places_than_dry_runs_at_once():
     one = [Share(user=1, running=1)]
     contenders = [contends("a", runs=True), contends("b"), contends("c", user=2)]
-    assert share_places(contenders, [], [worker("w")], one, 8)[0] == ["c"]
-    assert why_no_place(contenders, [], [worker("w")], one, 8)["b"] == (
+    assert share_slots(contenders, [], [worker("w")], one, 8)[0] == ["c"]
+    assert why_no_slot(contenders, [], [worker("w")], one, 8)["b"] == (
         "its user may have 1 dry runs at once, and has 1 of their searches running"
     )
 
 
 def test_a_simulated_search_needs_a_place_and_no_devices():
-    assert share_places([contends("s", simulated=True), contends("d")], [], [], [], 8)[0] == ["s"]
+    assert share_slots([contends("s", simulated=True), contends("d")], [], [], [], 8)[0] == ["s"]
 
 
 def test_a_search_runs_on_the_kind_that_it_was_placed_on_whatever_else_its_name_fits():

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
-from redline.service import places, searchers as module
-from redline.service.places import Places
+from redline.service import searcher_slots, searchers as module
+from redline.service.searcher_slots import SearcherSlots
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers
 
@@ -28,7 +28,7 @@ def service(tmp_path, monkeypatch):
 
     def searching(task, most=8):
         more = {"imports": ("agent_tasks",), "of_models": ()}
-        made.append(Searchers(store, "sqlite:///it", tmp_path, Places(store, most), task=task, **more))
+        made.append(Searchers(store, "sqlite:///it", tmp_path, SearcherSlots(store, most), task=task, **more))
         made[-1].start()
         return made[-1]
 
@@ -88,9 +88,9 @@ def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_a
 
 
 def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch):
-    """A user over their quota held every place with no device busy."""
-    monkeypatch.setattr(places, "UNABLE_S", 0.2)
-    monkeypatch.setattr(places, "DECIDE_S", 0.05)
+    """A user over their quota held every slot with no device busy."""
+    monkeypatch.setattr(searcher_slots, "UNABLE_S", 0.2)
+    monkeypatch.setattr(searcher_slots, "DECIDE_S", 0.05)
     store, searching = service
     store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
     bob = store.add_user("bob")
@@ -99,12 +99,12 @@ def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch
     pid = until(lambda: pid_of(searchers, mine))
     store.take_search(mine)
     theirs = store.submit(bob, {"target": "gpt2-tiny"}, devices=1)[0].id
-    assert searchers.places.why([theirs])[theirs] == "1 searches run at once, and it waits for a place: it is the next"
+    assert searchers.slots.why([theirs])[theirs] == "1 searches run at once, and it waits for a slot: it is the next"
     store.hold(mine)
     until(lambda: pid_of(searchers, theirs))
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert store.search(mine).state is SearchState.QUEUED
-    assert searchers.places.why([mine])[mine] == "it is held until somebody releases it"
+    assert searchers.slots.why([mine])[mine] == "it is held until somebody releases it"
     store.cancel(theirs)
     os.kill(pid_of(searchers, theirs), signal.SIGKILL)
     store.hold(mine, False)

@@ -16,7 +16,7 @@ from redline.service.api.parts import Parts
 from redline.service.dispatcher import Dispatcher
 from redline.service.estimates import Estimates
 from redline.service.helper import Helper
-from redline.service.places import Places
+from redline.service.searcher_slots import SearcherSlots
 from redline.service.runs import Runs
 from redline.service.server import STUDIES_WAITING
 from redline.service.store import Store
@@ -71,7 +71,7 @@ def served(
         held.callback(estimates.close)
         held.callback(studies.close)
         parts = Parts(
-            store=store, dispatcher=dispatcher, places=Places(store), runs=Runs(folder), feed=Feed(store, every=0.02),
+            store=store, dispatcher=dispatcher, slots=SearcherSlots(store), runs=Runs(folder), feed=Feed(store, every=0.02),
             estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,
             workloads=workloads, most_queued=queued, url=url,
         )  # fmt: skip

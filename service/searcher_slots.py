@@ -1,4 +1,4 @@
-"""Places among the searches that run at once: who gets one, who gives one up, and why the others wait."""
+"""Slots of the searches that run at once: who gets one, who gives one up, and why the others wait."""
 
 import logging
 import threading
@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Iterable
 
 from .records import Contender, Share, Worker
-from .scheduling import share_places, why_no_place
+from .scheduling import share_slots, why_no_slot
 from .store import Store
 
 MOST = 8
 """Searches that run at once; the others are queued. Each takes a process, and beyond what they share some 100 MiB."""
 UNABLE_S = 10.0
-"""A search that cannot run for so long gives up its place, s: a worker that is started anew may be back by then."""
+"""A search that cannot run for so long gives up its slot, s: a worker that is started anew may be back by then."""
 DECIDE_S = 1.0
-"""How often places are looked at where none is free and nothing was submitted, and how old a reason may be, s."""
+"""How often slots are looked at where none is free and nothing was submitted, and how old a reason may be, s."""
 _log = logging.getLogger("redline.searchers")
 
 
-class Places:
-    """Shares the places. May be used from several threads.
+class SearcherSlots:
+    """Shares the slots. May be used from several threads.
 
     Args:
         store: of the searches.
@@ -41,7 +41,7 @@ class Places:
         """One decision, carried out in the store.
 
         Returns:
-            The searches that have a place, those that get one now, in order, and those that gave theirs up.
+            The searches that have a slot, those that get one now, in order, and those that gave theirs up.
         """
         contenders, now = self._store.contenders(), self._monotonic()
         running = {each.search for each in contenders if each.runs}
@@ -50,25 +50,25 @@ class Places:
             return running, [], []
         self._decided = now
         workers, shares = self._looked_at()
-        begin, cannot = share_places(contenders, self._store.running(), workers, shares, self.most)
+        begin, cannot = share_slots(contenders, self._store.running(), workers, shares, self.most)
         held = {each.search for each in contenders if each.held}
         self._unable = {each: self._unable.get(each, now) for each in cannot}
         gone = []
         for search, since in self._unable.items():
             if (search in held or now - since >= UNABLE_S) and self._store.put_back(search, cannot[search]):
-                _log.info("the search %s gives up its place: %s", search, cannot[search])
+                _log.info("the search %s gives up its slot: %s", search, cannot[search])
                 gone.append(search)
         return running - {*gone}, begin, gone
 
     def why(self, searches: Iterable[str] = ()) -> dict[str, str]:
-        """Why searches in the queue have no place, by id; a second old at most, and newer where one of these is missing."""
+        """Why searches in the queue have no slot, by id; a second old at most, and newer where one of these is missing."""
         with self._lock:
             asked, found = self._told
             if self._monotonic() - asked > DECIDE_S or any(each not in found for each in searches):
                 contenders: list[Contender] = self._store.contenders()
                 if any(not each.runs for each in contenders):
                     workers, shares = self._looked_at()
-                    found = why_no_place(contenders, self._store.running(), workers, shares, self.most)
+                    found = why_no_slot(contenders, self._store.running(), workers, shares, self.most)
                 else:
                     found = {}
                 self._told = self._monotonic(), found
