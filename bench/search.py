@@ -4,7 +4,7 @@ Replays recorded tables (see `bench/tables.py`): a dry run looks a row up. For e
 the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
 failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
-(`estimate`, or `reversed`, `random`; `vague`, what knobs' names say without a model, or `vague-reversed`, `vague-renamed`,
+(`estimate`, or `reversed`, `random`; `default`, what knobs' names say without a model, or `default-reversed`, `default-renamed`,
 where they mislead), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own
 libraries:
 
@@ -60,19 +60,19 @@ def ours(surface: Surface, seed: int, name: str) -> Ask:
 
 
 def make_prior(surface: Surface, kind: str, seed: int) -> Any:
-    """The prior of that kind: the estimate from the table's YAML, the same reversed, or noise; or a vague one."""
+    """The prior of that kind: the estimate from the table's YAML, the same reversed, or noise; or the default one."""
     if kind == "random":
         rng = np.random.default_rng(seed)
         noise = {config: float(np.exp(rng.normal())) for config in surface.rows}
         return noise.__getitem__
-    if kind.startswith("vague"):
-        found = vague_of(surface)
-        return found if kind == "vague" else Misleading(found, list(surface.rows), kind.partition("-")[2])
+    if kind.startswith("default"):
+        found = default_prior_of(surface)
+        return found if kind == "default" else Misleading(found, list(surface.rows), kind.partition("-")[2])
     prior = estimator_of(surface)
     if kind == "reversed":
         return lambda config: 1e12 / prior(config).throughput
     if kind != "estimate":
-        raise SystemExit(f"a prior must be estimate, reversed, random or vague, but got '{kind}'")
+        raise SystemExit(f"a prior must be estimate, reversed, random or default, but got '{kind}'")
     return prior
 
 
@@ -93,7 +93,7 @@ def estimator_of(surface: Surface) -> Any:
         raise LookupError(f"no estimate: {error}") from error
 
 
-def vague_of(surface: Surface) -> Any:
+def default_prior_of(surface: Surface) -> Any:
     """What is known where nobody names the model: the knobs, and kind and number of the devices.
 
     Raises:
@@ -122,7 +122,7 @@ class Misleading(ShapePrior):
 
     def __init__(self, prior: DefaultPrior, rows: Sequence[Mapping[str, Any]], how: str) -> None:
         if how not in ("reversed", "renamed"):
-            raise SystemExit(f"a default prior may be vague-reversed or vague-renamed, but not vague-{how}")
+            raise SystemExit(f"a default prior may be default-reversed or default-renamed, but not default-{how}")
         self._prior, self._how = prior, how
         self._names = [name for name in ("tp", "pp", "micro_batch", "dp", "grad_accum") if name in rows[0]]
 
@@ -210,7 +210,7 @@ def sources() -> str:
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     for path in (
-        root / "tuner" / "vague.py",
+        root / "tuner" / "default_prior.py",
         *(Path(__file__).parent / name for name in ("estimator.py", "surrogates.py")),
     ):
         digest.update(path.read_bytes())

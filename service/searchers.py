@@ -19,8 +19,8 @@ from ..runners.host import HostAgent
 from ..runners.job import AgentTask, Begun
 from .limits import SearcherLimits
 from .logs import folder_of
-from .searcher_slots import SearcherSlots
 from .records import Search, SearchState
+from .searcher_slots import SearcherSlots
 from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
 from .store import Store
 

@@ -27,9 +27,9 @@ from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
 from .limits import SearcherLimits
-from .searcher_slots import MOST, SearcherSlots
 from .records import Role
 from .runs import Runs
+from .searcher_slots import MOST, SearcherSlots
 from .searcher_task import IMPORTS, driver_of
 from .searchers import Searchers
 from .store import Store

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
     from ..estimates import Estimates
     from ..helper import Helper
-    from ..searcher_slots import SearcherSlots
     from ..runs import Runs
+    from ..searcher_slots import SearcherSlots
     from .feed import Feed
     from .metrics import Metrics
 

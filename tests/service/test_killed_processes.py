@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from pools import a_store
 from redline.results import View
-from redline.service.searcher_slots import SearcherSlots
 from redline.service.records import SearchState
+from redline.service.searcher_slots import SearcherSlots
 from redline.service.searchers import Searchers
 
 pytestmark = pytest.mark.slow

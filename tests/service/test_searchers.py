@@ -13,8 +13,8 @@ import pytest
 from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
 from redline.service import searcher_slots, searchers as module
-from redline.service.searcher_slots import SearcherSlots
 from redline.service.records import SearchState
+from redline.service.searcher_slots import SearcherSlots
 from redline.service.searchers import MOST_DEATHS, Searchers
 
 

@@ -16,8 +16,8 @@ from redline.service.api.parts import Parts
 from redline.service.dispatcher import Dispatcher
 from redline.service.estimates import Estimates
 from redline.service.helper import Helper
-from redline.service.searcher_slots import SearcherSlots
 from redline.service.runs import Runs
+from redline.service.searcher_slots import SearcherSlots
 from redline.service.server import STUDIES_WAITING
 from redline.service.store import Store
 

@@ -191,8 +191,8 @@ def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better(
         request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
         return begin(request, resolve_task(request), [], None, lambda message: None)
 
-    assert begun().sampler.knowledge.vague is not None
-    assert begun(prior=lambda config: 1.0).sampler.knowledge.vague is None
+    assert begun().sampler.knowledge.shape_prior is not None
+    assert begun(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None
     assert begun().first.config == SPACE.default()
 
 

@@ -94,7 +94,7 @@ class _Choice:
                 continue
             best = max([beliefs.best, *(mean[i] for i in beliefs.taken)])
             gain = expected_improvement(mean, variance, best)
-            # Of rival models the vaguest promises most everywhere: each has a vote, not what it promises.
+            # A model with wide uncertainty has the largest expected improvement everywhere, so each model has a vote.
             top = float((gain * beliefs.works**CAUTION)[rows].max())
             score += weight * gain / max(top, 1e-300)
             promised += weight * top

@@ -102,7 +102,7 @@ class SurrogatePrior:
             beneath = Prior(prior.beneath, warn=lambda message: None)
             self.estimates.append((Answers(beneath, self.encoding), 1 - prior.weight))
         self.answers = self.estimates[0][0] if self.estimates else None
-        self.vague = prior if isinstance(prior, ShapePrior) else None
+        self.shape_prior = prior if isinstance(prior, ShapePrior) else None
         """The prior, where it knows no scale."""
         self.headroom = headroom
         self._favourites: list[Config] | None = None
@@ -233,7 +233,7 @@ class SearchPosterior:
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
         beliefs = [
-            _estimated(each.rows(order), share, WITH_SHAPE if self.knowledge.vague else WITH_ESTIMATE)
+            _estimated(each.rows(order), share, WITH_SHAPE if self.knowledge.shape_prior else WITH_ESTIMATE)
             for each, share in estimates
             if logs and np.isfinite(each.log_throughput[order]).any()
         ]
@@ -272,8 +272,8 @@ class SearchPosterior:
                 values.append(bound)
                 signs.append(-1.0)
             rows.append(row)
-        vague = self.knowledge.vague
-        told = predictions if (limit is not None or vague) and _any_memory(predictions) else None
+        shape_prior = self.knowledge.shape_prior
+        told = predictions if (limit is not None or shape_prior) and _any_memory(predictions) else None
         unheard = not any(sign >= 0 for sign in signs)
         if unheard and told is None:
             return np.ones(len(at))
@@ -283,7 +283,7 @@ class SearchPosterior:
         middle_of = at.mean(axis=0)
         sign = self.features.memory_sign
         towards = (here - middle_of) * sign
-        trust = 0.0 if told is None else vague.weight if vague else 0.9
+        trust = 0.0 if told is None else shape_prior.weight if shape_prior else 0.9
         beliefs.append(
             Belief(
                 mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
@@ -301,16 +301,16 @@ class SearchPosterior:
             basis = np.column_stack(
                 [np.full(len(here), 0.15), 0.2 * (estimate - middle), told.memory_effects[rows_all]]
             )
-            if vague:  # as above: what is common to all is near the limit
+            if shape_prior:  # as above: what is common to all is near the limit
                 estimate = bound - 0.7 + estimate - middle
-            scales = MEMORY_WITH_SHAPE if vague else MEMORY_WITH
+            scales = MEMORY_WITH_SHAPE if shape_prior else MEMORY_WITH
             beliefs.append(Belief(mean=estimate, basis=basis, scales=scales, weight=trust))
         mixture = limit_model(beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at)
         if limit is not None:
             # A default prior knows no scale: bounds alone, which only raise it, leave its figures too large.
-            self.need = mixture.parts()[0][1] if vague else mixture.mean
+            self.need = mixture.parts()[0][1] if shape_prior else mixture.mean
         chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
-        if vague and unheard:
+        if shape_prior and unheard:
             chance = NO_LIMIT + (1.0 - NO_LIMIT) * chance
         if predictions is not None:
             # No number but a plain no: more pipeline stages than blocks, say.
