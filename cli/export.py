@@ -30,13 +30,13 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 @click.option("--to", "target", required=True, metavar="TARGET", help="The framework; --list names them.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write.  [default: standard output]")
 @click.option("--trial", type=click.IntRange(min=0), metavar="N", help="A single trial.  [default: the winner]")
-@click.option("--force", is_flag=True, help="With --trial: also one that did not run to its end.")
+@click.option("--force", is_flag=True, help="With --trial: even if it did not finish.")
 @click.option(
     "--launch",
     metavar="HOW",
-    help=f"In place of the target's file what starts a training with it: {either(LAUNCHES)}.",
+    help=f"Write a launch file instead, which starts a training with the target's file: {either(LAUNCHES)}.",
 )
-@click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
+@click.option("--storage", metavar="URL", help="Storage of the trials, if not in RUN (tune --storage).")
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets.")
 def export(
     run: str,

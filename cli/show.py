@@ -21,7 +21,7 @@ Examples:
 @click.option("--status", metavar="A,B", help="Only trials of these statuses: ok, oom, timeout, ..., pending.")
 @click.option("--sort", default="", metavar="COLUMN", help="Sort by a column; -COLUMN downwards.  [default: speed]")
 @click.option("--columns", metavar="A,B,C", help="Columns of trials.csv or knobs.  [default: those that tell]")
-@click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
+@click.option("--storage", metavar="URL", help="Storage of the trials, if not in RUN (tune --storage).")
 @click.option("--format", "form", default="table", show_default=True, help=f"{either(FORMATS)}.")
 def show(
     run: str, top: int | None, status: str | None, sort: str, columns: str | None, storage: str | None, form: str

@@ -39,8 +39,8 @@ DRY_COMMANDS = 3
 
 @click.command(epilog=EXAMPLES, short_help="Find the fastest configuration of a model.")
 @options_of(*SECTIONS, Command)
-@click.option("--command-file", metavar="FILE", help="A YAML file with what --command and its options say.")
-@click.option("--dry", is_flag=True, help="Print the commands of the first trials, and start none.")
+@click.option("--command-file", metavar="FILE", help="A YAML file with --command and its options.")
+@click.option("--dry", is_flag=True, help="Print the commands of the first trials without starting them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--server", metavar="URL", help="Search on a server's devices, instead of here; see `redline submit`.")
 @click.option("--token", envvar="REDLINE_TOKEN", metavar="TEXT", help="For --server.  [default: REDLINE_TOKEN]")
@@ -52,10 +52,10 @@ def tune(
     MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id.
     Weights are not needed. Every candidate is built and trained for some steps in fresh processes.
 
-    In place of MODEL a command of yours is tuned as it is: `--command "python train.py --batch {micro_batch}" --space
+    Instead of MODEL, tune a command of yours as it is: `--command "python train.py --batch {micro_batch}" --space
     knobs.yaml`.
 
-    Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (what was found is kept).
+    Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (results are kept).
     """
     command = command_of(options, command_file)
     given = request_of(options, command)

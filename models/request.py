@@ -126,7 +126,7 @@ class SpaceRequest:
         Mapping[str, Sequence[Any]] | None,
         Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,C", many=True),
     ] = None
-    fix: Annotated[Mapping[str, Any] | None, Asked("A knob that does not vary.", metavar="KNOB=V", many=True)] = None
+    fix: Annotated[Mapping[str, Any] | None, Asked("A fixed knob.", metavar="KNOB=V", many=True)] = None
 
     @cached_property
     def given_space(self) -> Space | None:

@@ -28,38 +28,38 @@ class Hyperparameters:
     """Optimizer steps in all."""
     lr: Annotated[float | None, Asked("Highest learning rate.  [default: 1e-4]", type=float)] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
-    lr_schedule: Annotated[str, Asked(f"How it falls: {either(LR_SCHEDULES)}.", metavar="NAME")] = "cosine"
+    lr_schedule: Annotated[str, Asked(f"Learning-rate schedule: {either(LR_SCHEDULES)}.", metavar="NAME")] = "cosine"
     """How it falls behind the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
     lr_steps: Annotated[
         int | None,
         Asked(
-            "Steps after which it has fallen; it stays there.  [default: --steps, as first asked]",
+            "Steps after which the learning rate stays at its minimum.  [default: --steps, as first asked]",
             type=int,
             metavar="N",
         ),
     ] = None
     """Steps after which it has fallen, and stays where it is; None for all steps."""
-    warmup: Annotated[int, Asked("Steps over which it rises; the first has lr/N.", type=int, metavar="N")] = 0
+    warmup: Annotated[int, Asked("Warm-up steps; the first has lr/N.", type=int, metavar="N")] = 0
     """Steps over which it rises linearly, n: step k of them, counted from 1, has k/n of the highest. Transformers' Trainer
     counts from 0: there the first step has a rate of 0, and every other that of the step before here."""
-    min_lr: Annotated[float, Asked("Where it ends, as a share of the highest.", type=float)] = 0.1
-    """Where it ends, as a share of the highest."""
+    min_lr: Annotated[float, Asked("Minimum learning rate, as a share of the highest.", type=float)] = 0.1
+    """Minimum learning rate, as a share of the highest."""
     decay: Annotated[float, Asked("Share of the steps over which wsd falls.", type=float)] = 0.2
     """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
-    weight_decay: Annotated[float, Asked("AdamW's, of weight matrices.", type=float)] = 0.01
+    weight_decay: Annotated[float, Asked("AdamW's weight decay, for weight matrices.", type=float)] = 0.01
     """AdamW's, of what has two dimensions or more; biases and norms have none."""
-    betas: Annotated[tuple[float, float], Asked("AdamW's, of gradients and of their squares.", metavar="B1 B2")] = (
+    betas: Annotated[
+        tuple[float, float], Asked("AdamW's decay rates of gradients and squared gradients.", metavar="B1 B2")
+    ] = (
         0.9,
         0.999,
     )
     """AdamW's, of the moving averages of gradients and of their squares."""
-    eps: Annotated[float, Asked("AdamW's, added to the root of the squares.", type=float)] = 1e-8
+    eps: Annotated[float, Asked("AdamW's epsilon.", type=float)] = 1e-8
     """AdamW's, added to the root of the average of squares."""
-    clip: Annotated[float | None, Asked("Largest norm of all gradients together.", type=float)] = 1.0
+    clip: Annotated[float | None, Asked("Largest global gradient norm.", type=float)] = 1.0
     """Largest norm of all gradients together; None or 0 for no limit."""
-    average: Annotated[
-        float | None, Asked("Keep a moving average of the weights, of which this share stays at each step.", type=float)
-    ] = None
+    average: Annotated[float | None, Asked("Keep a moving average of the weights with this decay.", type=float)] = None
     """Share of the moving average of the weights that stays at each step, such as 0.999; None keeps no average."""
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class LoopPlan:
         int, Asked("Steps between two evaluations on held-out samples; 0 for none.", type=int, metavar="N")
     ] = 0
     """Steps between two evaluations; 0 for none."""
-    eval_steps: Annotated[int, Asked("Global batches that an evaluation takes, at most.", type=int, metavar="N")] = 16
+    eval_steps: Annotated[int, Asked("Largest number of global batches in an evaluation.", type=int, metavar="N")] = 16
     """Steps' worth of held-out samples that an evaluation looks at, at most."""
     save_every: Annotated[int, Asked("Steps between two checkpoints; 0 for none by steps.", type=int, metavar="N")] = 0
     """Steps between two checkpoints; 0 for none by steps."""
@@ -53,8 +53,8 @@ class LoopPlan:
         float, Asked("Minutes between two checkpoints; 0 for none by time.", type=float, metavar="M")
     ] = 10.0
     """Minutes between two checkpoints; 0 for none by time."""
-    keep: Annotated[int, Asked("Checkpoints that are kept.", type=int, metavar="N")] = 3
-    """Checkpoints that are kept."""
+    keep: Annotated[int, Asked("Number of checkpoints to keep.", type=int, metavar="N")] = 3
+    """Number of checkpoints to keep."""
 
     soak: Annotated[
         bool,

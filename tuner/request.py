@@ -63,21 +63,21 @@ class SearchRequest:
     patience: Annotated[
         int | None,
         Asked(
-            "Stop once N further trials are unlikely to bring another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
+            "Stop once N further trials are unlikely to gain another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
             type=range(1 << 31),
             metavar="N",
         ),
     ] = None
-    sampler: Annotated[str, Asked(f"Who proposes: {either(sampler_names())}.")] = "bayes"
+    sampler: Annotated[str, Asked(f"How candidates are chosen: {either(sampler_names())}.")] = "bayes"
     prior: Any = None
     warm_start: Annotated[
         str | Path | Sequence[str | Path],
         Asked("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
     ] = ()
-    headroom: Annotated[float, Asked("Share of memory that is to stay free.", type=float)] = 0.05
+    headroom: Annotated[float, Asked("Share of memory to keep free.", type=float)] = 0.05
     layerwise: Annotated[bool, Asked("Refine the winner block by block, and try that beside it.")] = False
-    soak: Annotated[bool, Asked("Try the winner on 200 steps of varied lengths before it is named.")] = False
-    seed: Annotated[int, Asked("Of weights, data, proposals.", type=range(1 << 63))] = 0
+    soak: Annotated[bool, Asked("Run the winner for 200 steps of varied lengths before naming it.")] = False
+    seed: Annotated[int, Asked("Seed of weights, data and proposals.", type=range(1 << 63))] = 0
 
     @cached_property
     def budget(self) -> Budget:
@@ -121,12 +121,12 @@ class RunRequest:
 
     runner: Annotated[
         str | Runner | None,
-        Asked(f"Who runs the trials: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
+        Asked(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
     hardware: Annotated[
         Any,
-        Asked("What is simulated, or what this machine is for the estimate.", metavar="NAME|FILE"),
+        Asked("Hardware to simulate, or to assume for the estimate.", metavar="NAME|FILE"),
     ] = None
     memory_limit: Annotated[
         str | float | None,
@@ -136,7 +136,7 @@ class RunRequest:
         str | float | None,
         Asked("Deadline of one trial, compilation apart.", metavar="TIME"),
     ] = "5m"
-    measure_time: Annotated[str | float, Asked("For measuring one candidate.", metavar="TIME")] = "3s"
+    measure_time: Annotated[str | float, Asked("Time to measure one candidate.", metavar="TIME")] = "3s"
     concurrency: Annotated[
         int | None,
         Asked("Trials at once.  [default: what the devices allow]", type=int, metavar="N"),
@@ -178,7 +178,7 @@ class OutputRequest:
         str | Path | None,
         Asked("Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]", metavar="DIR"),
     ] = None
-    resume: Annotated[bool, Asked("Go on with the run in --out.")] = False
+    resume: Annotated[bool, Asked("Continue the run in --out.")] = False
     storage: Annotated[
         str | None,
         Asked("An Optuna storage for the ledger, instead of a file in --out.", metavar="URL"),

@@ -48,11 +48,11 @@ class Command:
     command: Annotated[str | Sequence[str], Asked("A command to tune, with {knob} for values.", metavar="COMMAND")]
     launcher: Annotated[
         str | None,
-        Asked(f"What it starts: {either(LAUNCHERS)}.", metavar="NAME"),
+        Asked(f"The trainer that it starts: {either(LAUNCHERS)}.", metavar="NAME"),
     ] = None
     model: Annotated[
         str | None,
-        Asked("What it trains, as MODEL: an estimate then guides the search.", metavar="MODEL"),
+        Asked("The model that it trains; an estimate then guides the search.", metavar="MODEL"),
     ] = None
     env: Annotated[
         Sequence[str], Asked("A variable of its environment; repeatable.", metavar="NAME=VALUE", many=True)
@@ -64,7 +64,7 @@ class Command:
     metric: Annotated[
         Sequence[str],
         Asked(
-            "What to read of what it prints: a name, or a regular expression with one; repeatable.",
+            "The metric to read from its output: a name, or a regular expression with a named group; repeatable.",
             metavar="NAME|RE",
             many=True,
         ),
@@ -72,12 +72,14 @@ class Command:
     metric_file: Annotated[
         str | None, Asked("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="PATH")
     ] = None
-    direction: Annotated[str | None, Asked("max or min, of a metric that is no throughput.", metavar="WHICH")] = None
+    direction: Annotated[str | None, Asked("max or min, for a metric that is not a throughput.", metavar="WHICH")] = (
+        None
+    )
     samples: Annotated[str | None, Asked("Samples of a step, such as '{micro_batch * 2}'.", metavar="N")] = None
     require: Annotated[
-        Sequence[str], Asked("A bound on what it tells, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True)
+        Sequence[str], Asked("A bound on a metric, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True)
     ] = ()
-    shell: Annotated[bool, Asked("Start it by a shell.")] = False
+    shell: Annotated[bool, Asked("Start it in a shell.")] = False
 
     @property
     def name(self) -> str:

@@ -54,18 +54,18 @@ class DataPlan:
     from another document. `padded`: a document a sample, cut and padded. None: `padded` for conversations, else `packed`."""
     train_on: Annotated[
         TrainOn | None,
-        Asked("Of conversations: all, or what the assistant says.  [default: assistant]", metavar="WHAT"),
+        Asked("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="WHAT"),
     ] = None
     """`assistant`: of conversations only what the assistant says is predicted. None: `assistant` for conversations, else
     `all`."""
-    held_out: Annotated[float, Asked("Share of the samples that is set apart for evaluation.", type=float)] = 0.0
+    held_out: Annotated[float, Asked("Share of samples held out for evaluation.", type=float)] = 0.0
     """Share of the samples that is set apart for evaluation, from 0 to 0.5."""
-    shuffle: Annotated[bool, Asked("Give each epoch an order of its own.")] = True
+    shuffle: Annotated[bool, Asked("Reorder samples in each epoch.")] = True
     """Whether each epoch has an order of its own; otherwise all have that of the data."""
-    skip_bad_rows: Annotated[bool, Asked("Leave out rows that cannot be read, and say how many.")] = False
+    skip_bad_rows: Annotated[bool, Asked("Skip and count rows that cannot be read.")] = False
     """Whether rows of JSON lines, Parquet and datasets that cannot be read, or hold no text or conversation, are left out and
     counted; otherwise the first of them is refused."""
-    seed: Annotated[int, Asked("Of weights, order and dropout.", type=range(1 << 63))] = 0
+    seed: Annotated[int, Asked("Seed of weights, order and dropout.", type=range(1 << 63))] = 0
     """Of the order, and of what masked language models hide."""
 
     def __post_init__(self) -> None:

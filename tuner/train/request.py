@@ -44,25 +44,25 @@ class LaunchRequest:
     out: Annotated[
         str | Path | None, Asked("Folder of the training.  [default: train/NAME, or NAME-2, ...]", metavar="DIR")
     ] = None
-    resume: Annotated[bool, Asked("Go on with the training in the folder.")] = False
+    resume: Annotated[bool, Asked("Continue the training in the folder.")] = False
     devices: Annotated[
         int | None,
-        Asked("Devices; for others than before it is planned anew.  [default: as before]", type=int, metavar="N"),
+        Asked("Devices; another number is planned anew.  [default: as before]", type=int, metavar="N"),
     ] = None
     memory_limit: Annotated[
         str | float | None,
-        Asked("Memory of a device, such as 8GiB; for another one it is planned anew.", metavar="SIZE"),
+        Asked("Memory of a device, such as 8GiB; another limit is planned anew.", metavar="SIZE"),
     ] = None
     tune_trials: Annotated[
-        int, Asked("Dry runs for planning anew; 0 takes the estimate's word for it.", type=int, metavar="K")
+        int, Asked("Dry runs for planning anew; 0 relies on the estimate.", type=int, metavar="K")
     ] = 0
-    runner: Annotated[str, Asked(f"Who places the ranks: {either(RUNNERS)}.", metavar="NAME")] = "local"
+    runner: Annotated[str, Asked(f"Where ranks run: {either(RUNNERS)}.", metavar="NAME")] = "local"
     ray_address: Annotated[
         str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
     weights: Annotated[
         str | Path | None,
-        Asked("A checkpoint to begin with, such as a Hugging Face folder.", flag="from", metavar="DIR"),
+        Asked("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
     ] = None
     lora: Annotated[str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]")] = (
         None
