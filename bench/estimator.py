@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
+from framework_constants import CONSTANTS
 from redline.base.errors import RedlineError
 from redline.estimator import (
     Estimator,
@@ -47,8 +48,6 @@ from redline.estimator import (
     find_hardware,
 )
 from redline.results import Measurement, Status, Trial
-
-from frameworks import CONSTANTS
 
 KNOBS = (
     "tp", "pp", "dp", "zero", "micro_batch", "grad_accum",

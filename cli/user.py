@@ -30,7 +30,7 @@ def user() -> None:
 @click.pass_obj
 def listed(url: str) -> None:
     """List users, what they may do, and when a token of theirs was last taken."""
-    from ...results.listing import write_rows
+    from ..results.listing import write_rows
 
     with store_of(url) as store:
         hours = {who: seconds / 3600 for who, seconds in store.usage().items()}
@@ -107,8 +107,8 @@ def audit(url: str, who: str | None, last: int) -> None:
     """List what was done, by whom: submitted, cancelled, joined, logged in, changed."""
     import json
 
-    from ...results.columns import fold
-    from ...results.listing import write_rows
+    from ..results.columns import fold
+    from ..results.listing import write_rows
 
     with store_of(url) as store:
         found = store.audited_last(last, user=who)

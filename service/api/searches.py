@@ -300,7 +300,7 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
     def hidden(searches: set[str]) -> set[str]:
-        user = parts.store.user_of(request.state.token)
+        user = request.state.still()
         return searches if user is None else parts.store.hidden_from(user, searches)
 
     chunks = parts.feed.follow(after, search, allowed, hidden)

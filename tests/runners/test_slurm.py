@@ -249,10 +249,10 @@ def test_a_gang_that_is_lost_gets_no_further_trial():
             return Outcome(status=Status.OK)
 
     runner = object.__new__(SlurmRunner)
-    runner._gangs, runner._left = queue.SimpleQueue(), 2
+    runner._groups, runner._left = queue.SimpleQueue(), 2
     lost, fine = Lost(), Fine()
-    runner._gangs.put(lost)
-    runner._gangs.put(fine)
+    runner._groups.put(lost)
+    runner._groups.put(fine)
     with pytest.raises(redline.RunnerError, match="Slurm lost the node of a trial"):
         runner.dispatch(Job(program=b""))
     assert [runner.dispatch(Job(program=b"")).status for _ in range(3)] == [Status.OK] * 3 and lost.killed == 1

@@ -100,7 +100,7 @@ def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
     said = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.9", "host": "redline.example.org"}
     for proxy, secure in (("127.0.0.1", True), ("203.0.113.1", False)):
         (folder := tmp_path / proxy).mkdir()
-        with served(folder, forwarded_allow_ips=proxy) as service, service.client(None, headers=said) as client:
+        with served(folder, proxy=proxy) as service, service.client(None, headers=said) as client:
             answer = client.post("/login", data={"token": service.tokens["reader"]})
             cookie = answer.headers["set-cookie"]
             assert answer.status_code == 303 and "httponly" in cookie.lower()

@@ -31,7 +31,7 @@ def make_tokenizer(folder, size, texts=10):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def begun(here):
     """A checkpoint in bfloat16, as transformers saves it."""
     from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM

@@ -23,7 +23,7 @@ def torchrun(ranks, restarts=0):
     return [sys.executable, "-m", "torch.distributed.run", *where, *count, "-m", "redline.train"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def uninterrupted(here):
     from train_commands import Command
 

@@ -12,7 +12,7 @@ from train_commands import SIZES, ended, trained
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(here):
     """A training of six steps."""
     assert ended(here, *trained("train", "llama", "finished", "--average", "0.9", steps=6)) == 0

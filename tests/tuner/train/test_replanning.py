@@ -32,12 +32,12 @@ def ended(here, *arguments):
     return here / arguments[arguments.index("--out") + 1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def of_llama(here):
     return ended(here, *trained("train", "llama", "to-replan", steps=1))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def of_net(here):
     """Of a model whose memory follows from the size of its micro-batches."""
     return ended(here, "train", "work.py:net", "--devices", 1, "--steps", 1, "--out", "net-to-replan")

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.timeout(900)
 MADE_UP = "no data is given, so llama trains on made-up tokens"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(here):
     """A training of three steps, all of which are done."""
     assert ended(here, *trained("train", "llama", "all-done", "--save-every", 1, steps=3)) == 0

@@ -19,7 +19,7 @@ os.execv(sys.executable, [sys.executable, "-m", "redline.cli", *sys.argv[1:]])
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base(here):
     """The folder of a Llama in Hugging Face's form, which a training of all weights has written."""
     assert ended(here, *trained("train", "llama", "base-trained", steps=2)) == 0
@@ -27,7 +27,7 @@ def base(here):
     return here / "base"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def adapted(here, base):
     """A training of adapters that begins with it."""
     more = ("--from", "base", "--lora", "r=4", "--lr", "1e-2")
