@@ -153,7 +153,7 @@ class Checkpoint:
         for name in self.files():
             said = self.manifest["files"][name]
             pieces = said.get("pieces")
-            numbers = [None] if pieces is None else range(len(pieces))
+            numbers: Sequence[int | None] = [None] if pieces is None else range(len(pieces))
             units += [(name, number, self._size(name, number)) for number in numbers]
         loads, out = [0] * ranks, [list[tuple[str, int | None]]() for _ in range(ranks)]
         for name, number, size in sorted(units, key=lambda unit: -unit[2]):  # stable, so that all ranks share out alike
