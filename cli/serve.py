@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ...tuner.budget import parse_memory
+from ..tuner.budget import parse_memory
 
 
 @click.command(
