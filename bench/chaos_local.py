@@ -2,15 +2,17 @@
 
     python bench/chaos_local.py --kills 200 --out bench/results/chaos-local.json
 
-Studies of short calls run on this machine, by the local runner and on Ray in turn. Every few seconds one of their processes
-is killed (SIGKILL): the driver, a host agent, a trial's supervisor or its rank, and of Ray the process that speaks to it or its
-guard, the raylet, the head (GCS) or the worker that holds a host's agent. A driver that was killed is started again with
-resume. Four things are counted, and the exit code is 1 unless all of them are zero:
+Studies of short calls run on this machine, by the local runner, on a Ray of their own, and on a Ray cluster of one node that
+they join, in turn. Every few seconds one of their processes is killed (SIGKILL): the driver, a host agent, a trial's supervisor
+or its rank, and of Ray the process that speaks to it or its guard, the raylet, the head (GCS) or the worker that holds a host's
+agent. A driver that was killed is started again with resume. Of a cluster that was joined nobody brings the raylet back: then
+the driver has to end by itself within two minutes, with what was found, and is resumed on another cluster. Four things are
+counted, and the exit code is 1 unless all of them are zero:
 
 - lost: results that had been written and are missing or others later, and trials without a result in the end;
 - repeated: calls that began after their result had been written;
 - orphaned: processes and temporary folders that are left when a driver has ended, or at the next start;
-- hung: drivers that made no progress for two minutes.
+- hung: drivers that made no progress for two minutes, or did not end within two minutes when their only node was lost.
 """
 
 import argparse
@@ -49,9 +51,20 @@ def fn(config):
 out = folder / "run"
 rl.tune(fn, space, trials=trials, sampler="random", runner=runner, patience=0, out=out, resume=(out / "run.yaml").exists())
 """
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+print(Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}).address, flush=True)
+sys.stdin.read()
+"""
+JOINED = "ray-joined"
+"""The runner of studies that join a cluster."""
+OF_RAY = ("driver", "agent", "supervisor", "rank", "ray driver", "ray guard", "raylet", "ray worker")
 VICTIMS = {
     "local": ("driver", "agent", "supervisor", "rank"),
-    "ray": ("driver", "agent", "supervisor", "rank", "ray driver", "ray guard", "raylet", "gcs", "ray worker"),
+    "ray": (*OF_RAY, "gcs"),
+    JOINED: OF_RAY,
 }
 STILL_S = 120.0
 """Without progress for so long a driver counts as hung, s."""
@@ -70,26 +83,63 @@ class Study:
         """When that was seen first."""
         (folder / "tmp").mkdir(parents=True)
         self.driver: subprocess.Popen | None = None
+        self.cluster: subprocess.Popen | None = None
+        """What has started the cluster that the driver joins; None where it joins none."""
+        self._nodes: list[psutil.Process] = []
+        """That and what it started."""
 
     def start(self) -> None:
         """Starts the driver, or starts it again."""
-        command = [sys.executable, "-c", textwrap.dedent(STUDY), str(self.folder), self.runner, str(self.trials)]
+        runner = "ray" if self.runner == JOINED else self.runner
+        command = [sys.executable, "-c", textwrap.dedent(STUDY), str(self.folder), runner, str(self.trials)]
+        place = {"TMPDIR": str(self.folder / "tmp")}
+        if self.runner == JOINED:
+            place["RAY_ADDRESS"] = self._joined(place)
         with open(self.folder / "log", "ab") as log:
-            self.driver = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(self.folder / "tmp")}
-            )
+            self.driver = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **place})
+
+    def _joined(self, place: dict[str, str]) -> str:
+        """The address of a cluster of one node, another one where that of the last driver has lost it."""
+        if self.cluster is None or not any(self._kind(each) == "raylet" for each in self._of_cluster()):
+            self.end_cluster()
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            command = [sys.executable, "-c", CLUSTER]
+            self.cluster = subprocess.Popen(command, text=True, env={**os.environ, **place}, **pipes)
+            self.address = self.cluster.stdout.readline().strip()
+            self._nodes = self._of_cluster()
+        return self.address
+
+    def _of_cluster(self) -> list[psutil.Process]:
+        """What runs of the cluster that the driver joined."""
+        if self.cluster is None:
+            return []
+        try:
+            return [each for each in psutil.Process(self.cluster.pid).children(recursive=True) if each.is_running()]
+        except psutil.NoSuchProcess:
+            return []
+
+    def end_cluster(self) -> None:
+        """Ends the cluster, if there is one."""
+        for each in {*self._nodes, *self._of_cluster()}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if self.cluster is not None:
+            self.cluster.kill()
+            self.cluster.communicate()
+        self.cluster, self._nodes = None, []
 
     def last_words(self) -> str:
         """The last line that drivers printed."""
         return ([""] + (self.folder / "log").read_text().strip().splitlines())[-1]
 
     def family(self) -> list[psutil.Process]:
-        """The driver and all it started."""
-        try:
+        """The driver and all it started; on a cluster that it joined the host agents and trials, not Ray's own workers, which may
+        outlive a raylet that was killed until the cluster ends."""
+        found = [each for each in self._of_cluster() if self._kind(each) in VICTIMS["local"]]
+        with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.driver.pid)
-            return [driver, *driver.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+            found += [driver, *driver.children(recursive=True)]
+        return found
 
     def look(self) -> int:
         """Reads what is written, counts what is lost; how many trials are finished."""
@@ -114,19 +164,26 @@ class Study:
     def victims(self) -> dict[str, list[psutil.Process]]:
         """The processes that live, by what they are."""
         found = collections.defaultdict(list)
-        for each in self.family():
+        for each in sorted({*self.family(), *self._of_cluster()}, key=lambda one: one.pid):
             with contextlib.suppress(psutil.Error):
                 found[self._kind(each)].append(each)
+        if self.runner == JOINED and not found["rank"]:
+            found["raylet"].clear()  # a driver that is about to join may wait for a node for five minutes
         return found
 
     def _kind(self, process: psutil.Process) -> str:
-        words = " ".join([process.name(), *process.cmdline()])
-        if process.pid == self.driver.pid:
+        try:
+            return self._kind_by(process, " ".join([process.name(), *process.cmdline()]))
+        except psutil.Error:
+            return "ended"
+
+    def _kind_by(self, process: psutil.Process, words: str) -> str:
+        if self.driver is not None and process.pid == self.driver.pid:
             return "driver"
         if "redline.runners.agent" in words:  # a fork has the command line of what it was forked from
             above = sum("redline.runners.agent" in " ".join(each.cmdline()) for each in process.parents())
             return ("agent", "supervisor", "rank")[min(above, 2)]
-        if "ray_driver" in words:
+        if "ray_driver" in words and self.driver is not None:
             return "ray guard" if process.ppid() == self.driver.pid else "ray driver"
         names = {"raylet/raylet": "raylet", "gcs_server": "gcs", "ray::RayHost": "ray worker"}
         return next((kind for name, kind in names.items() if name in words), "other")
@@ -140,6 +197,20 @@ class Study:
             print(f"orphaned: {each}", flush=True)
             each.kill()
         self.counts["orphaned"] += len(alive)
+
+    def end_without_node(self, family: list[psutil.Process]) -> None:
+        """Waits until a driver whose only node was lost has ended by itself, and counts where it does not."""
+        try:
+            self.driver.wait(STILL_S)
+        except subprocess.TimeoutExpired:
+            print(f"hung without a node: {self.folder}", flush=True)
+            self.counts["hung"] += 1
+            self.driver.kill()
+        self.settle(family)
+        self.look()
+        if any(status == "ok" for _, status, _ in self.known.values()) and not (self.folder / "run/best.yaml").exists():
+            print(f"without a best.yaml: {self.folder}", flush=True)
+            self.counts["lost"] += 1
 
     def end(self) -> None:
         """Counts what is to be counted when the study is finished."""
@@ -156,8 +227,8 @@ class Study:
         self.counts["orphaned"] += len(left)
 
 
-def torment(study: Study, draw: random.Random, most: int, kills: collections.Counter) -> None:
-    """Runs a study to its end, killing up to `most` of its processes."""
+def torment(study: Study, draw: random.Random, most: int, kills: collections.Counter, only: list[str]) -> None:
+    """Runs a study to its end, killing up to `most` of its processes, of these kinds."""
     done, moved, killed = 0, time.monotonic(), 0
     study.start()
     next_kill = time.monotonic() + draw.uniform(0.5, 4)
@@ -180,7 +251,7 @@ def torment(study: Study, draw: random.Random, most: int, kills: collections.Cou
         if killed < most and time.monotonic() >= next_kill:
             next_kill = time.monotonic() + draw.uniform(0.5, 4)
             there = study.victims()
-            kinds = [kind for kind in VICTIMS[study.runner] if there[kind]]
+            kinds = [kind for kind in VICTIMS[study.runner] if there[kind] and (not only or kind in only)]
             if not kinds:
                 continue
             kind = draw.choice(kinds)
@@ -195,6 +266,11 @@ def torment(study: Study, draw: random.Random, most: int, kills: collections.Cou
                 study.settle(family)
                 study.look()
                 study.start()
+            elif kind == "raylet" and study.runner == JOINED:
+                study.end_without_node(family)
+                if study.driver.returncode != 0:
+                    study.start()
+                moved = time.monotonic()
     study.settle([])
     study.end()
 
@@ -204,7 +280,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--each", type=int, default=8, help="kills of one study at most")
     parser.add_argument("--trials", type=int, default=12, help="of one study")
-    parser.add_argument("--runners", nargs="+", default=["local", "ray"])
+    parser.add_argument("--runners", nargs="+", choices=sorted(VICTIMS), default=["local", "ray", JOINED])
+    parser.add_argument("--kinds", nargs="+", default=[], help="of processes that are killed; all without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -213,10 +290,13 @@ def main() -> None:
     begin, studies = time.monotonic(), 0
     while kills.total() < options.kills:
         # Of a short name: Ray makes sockets in it.
-        with tempfile.TemporaryDirectory(prefix="rl") as folder:
+        with tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as folder:
             runner = options.runners[studies % len(options.runners)]
             study = Study(Path(folder), runner, options.trials, counts)
-            torment(study, draw, min(options.each, options.kills - kills.total()), kills)
+            try:
+                torment(study, draw, min(options.each, options.kills - kills.total()), kills, options.kinds)
+            finally:
+                study.end_cluster()
         studies += 1
         print(f"{kills.total()} kills over {studies} studies: {dict(counts)}", flush=True)
     told = {

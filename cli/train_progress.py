@@ -16,7 +16,7 @@ from . import words
 from .progress import Terminal
 
 READING_S = 30.0
-"""How often a log is told how far reading the data is, s."""
+"""How often a log is told how far reading the data or a checkpoint is, s."""
 
 
 @contextlib.contextmanager
@@ -58,6 +58,12 @@ def _reading_in_words(share: float) -> str:
     return f"reading the data: {100 * share:.0f} %"
 
 
+def read_in_words(line: Mapping[str, Any]) -> str:
+    """How far the first rank is with a checkpoint, as `checking step-00000400: 1.2 of 3.4 GiB`."""
+    done, of = line["bytes"] / 2**20, line["of"] / 2**20
+    return f"{line['what']}: {words.memory(done)} of {words.memory(of)}"
+
+
 def told(line: Mapping[str, Any], unit: str) -> str:
     """A line of the log for people; empty for what is told otherwise."""
     kind, step = line.get("kind"), line.get("step")
@@ -69,6 +75,8 @@ def told(line: Mapping[str, Any], unit: str) -> str:
         if line.get("failure"):
             return f"THE CHECKPOINT OF STEP {step} WAS NOT SAVED: {line['failure']}"
         return f"step {step}  checkpoint saved in {line['seconds']:.1f} s, of which training stood still {line['stalled']:.2f} s"
+    if kind == "progress":
+        return read_in_words(line)
     if kind == "resumed":
         return f"going on from {line['checkpoint']}"
     return str(line.get("text", "")) if kind == "note" else ""
@@ -108,6 +116,8 @@ class _Lines(TrainListener):
             self._print(_reading_in_words(share))
 
     def line(self, line: Mapping[str, Any]) -> None:
+        if line.get("kind") == "progress" and time.monotonic() - self._said_at < READING_S:
+            return
         if text := told(line, self._unit):
             self._print(text)
 
@@ -162,7 +172,9 @@ class _Live(TrainListener):
             self._status.update(_reading_in_words(share))
 
     def line(self, line: Mapping[str, Any]) -> None:
-        if line.get("kind") == "step" and self._task is not None:
+        if line.get("kind") == "progress" and self._task is not None:
+            self._progress.update(self._task, numbers=read_in_words(line))
+        elif line.get("kind") == "step" and self._task is not None:
             left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
             shown = "  ".join([*numbers(line, self._unit), *left])
             self._progress.update(self._task, completed=line["step"], numbers=shown)

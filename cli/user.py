@@ -16,7 +16,7 @@ ROLES = ("reader", "submitter", "admin")
 Examples:
   redline user list
   redline user change ann --role admin --device-hours 500 --team vision
-  redline user change ann --running none
+  redline user change ann --running none --priority 5
   redline user disable bob
   redline user audit --user ann
 """,
@@ -42,6 +42,7 @@ def listed(url: str) -> None:
                 *(each.name, str(each.role), each.team, f"{each.weight:g}"),
                 f"{hours.get(each.id, 0.0):.1f} of {'any' if each.device_hours is None else f'{each.device_hours:g}'}",
                 "any" if each.running is None else str(each.running),
+                "any" if each.role == "admin" else str(each.priority),
                 "yes" if each.allow_code else "no",
                 day(used[each.id]) if used.get(each.id) else "never",
                 f"disabled {day(each.disabled)}" if each.disabled is not None else "good",
@@ -55,6 +56,7 @@ def listed(url: str) -> None:
         "weight",
         "device-hours in 30 days",
         "dry runs at once",
+        "priority up to",
         "code",
         "last seen",
         "state",
@@ -68,6 +70,9 @@ def listed(url: str) -> None:
 @click.option("--device-hours", metavar="H", help=f"Quota in 30 days, or '{NONE}'.")
 @click.option("--running", metavar="N", help=f"Dry runs at once, or '{NONE}'.")
 @click.option("--weight", type=click.FloatRange(min=0, min_open=True), metavar="W", help="Share of the devices.")
+@click.option(
+    "--priority", type=click.IntRange(0, 100), metavar="N", help="Highest priority that they may give a search."
+)
 @click.option("--allow-code/--no-code", default=None, help="Whether they may submit workloads and commands.")
 @click.option("--team", metavar="TEXT", help="Who sees the searches that they show to their team.")
 @click.pass_obj

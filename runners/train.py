@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _SYNCED = ("checkpoint", "end")
 """Kinds of lines behind which a log survives a power cut, as the checkpoints do of which they tell."""
+_PASSING = ("step", "progress")
+"""Kinds of lines that are dropped where the disk is full."""
 _WAITING = 200
 """Lines that are kept for a log whose disk is full, the latest."""
 
@@ -150,7 +152,7 @@ class TrainRank:
 
         folder, damaged = saver.folder, list[str]()
         try:
-            found = latest(folder, group, damaged.append)
+            found = latest(folder, group, damaged.append, log)
         except StudyError:
             mended = self.weights is not None and state.frozen is not None
             if not mended or not (damage := frozen_damage(folder, group)):
@@ -159,7 +161,7 @@ class TrainRank:
             weights = weights_to_begin_with(self.workload, str(self.weights))
             keep_again(state, weights, folder, saver, training.world.rank)
             damaged.clear()
-            found = latest(folder, group, damaged.append)
+            found = latest(folder, group, damaged.append, log)
         for note in damaged:
             say(note)
         if training.world.rank == 0:
@@ -171,7 +173,7 @@ class TrainRank:
                     log({"kind": "note", "text": note})
                 state.load_weights(weights)
             return 0, 0
-        restore(state, found)
+        restore(state, found, log)
         training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
         log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
         return found.step, int(found.manifest["samples"])
@@ -273,7 +275,7 @@ def _nowhere(line: Mapping[str, Any]) -> None:
 
 class _Log:
     """Appends lines of JSON to a training's log. A full disk must not end a training: a line that cannot be written is printed,
-    and unless it is a step's it is written once there is room again, apart from what there is of one that was cut.
+    and unless it is of a kind in `_PASSING` it is written once there is room again, apart from what there is of one that was cut.
 
     Args:
         folder: the training's.
@@ -304,7 +306,7 @@ class _Log:
         reason = ""
         for each in lines:
             reason = reason or self._write(each)
-            if reason and each.get("kind") != "step":
+            if reason and each.get("kind") not in _PASSING:
                 self._waiting.append(each)
         if reason:
             print(f"redline: the log cannot be written ({reason}): {json.dumps(lines[-1])}", flush=True)

@@ -58,16 +58,16 @@ class Known:
 
     def measurement(self, config: Config) -> Measurement | None:
         """What a configuration measured on the same hardware and software with the same seed, where the search may be
-        answered by that."""
+        answered by that: in a search of the same user, or one that is shown to all."""
         if not self._search.reuse or self._placed is None or not self._comparable:
             return None
         limit = self._placed.memory_limit_mib or float(self._placed.device.memory_mib)
-        for each in reversed(self._store.measured(self._fingerprint)):
+        for each in reversed(self._store.measured(self._fingerprint, counts_for=self._search.user)):
             if each.config_id != config.id or each.search == self._search.id:
                 continue
             found = Measurement.from_dict(each.measurement)
             if _holds(found, limit):
-                said = f"measured in search {each.search}"
+                said = f"measured in {f'search {each.search}' if each.search else 'a search that was deleted'}"
                 # It took this search no time, and no devices.
                 return replace(
                     found, reason=f"{found.reason}; {said}" if found.reason else said, started=None, seconds_total=0.0
@@ -89,13 +89,14 @@ class Known:
         return fingerprint(document["asked"], self._search.request, self._placed.software)
 
     def earlier(self, asked: Request) -> list[Path]:
-        """The folders of the searches that this one is to learn from: of those that ended before it began, those that are
-        most like it and have something that counts here."""
+        """The folders of the searches that this one is to learn from: of those that ended before it began, and are of the same
+        user or shown to all, those that are most like it and have something that counts here."""
         began = self._search.started or self._search.created
         device = self._placed.device if self._placed is not None else None
         task = None
         found: list[tuple[float, float, Path]] = []
-        for each in self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT):
+        ended = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, counts_for=self._search.user)
+        for each in ended:
             folder = self._folder.parent / each.id
             if each.ended is None or each.ended > began or not (folder / RUN).is_file():
                 continue

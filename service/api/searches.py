@@ -140,8 +140,8 @@ def _check_priority(user: User, priority: int) -> None:
     """
     if user.role != Role.ADMIN and priority > user.priority:
         raise Refused(
-            f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin adds users who may "
-            "give higher ones (redline token new NAME --priority N)"
+            f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin raises that "
+            f"(redline user change {user.name} --priority N)"
         )
 
 
@@ -227,9 +227,15 @@ def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
 
 @router.patch("/{search}")
 def change(search: SearchId, form: ChangeForm, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Changes a search's priority, or who sees it."""
+    """Changes a search's priority, up to the highest that the caller may give, or who sees it."""
     values = form.model_dump(exclude_none=True)
-    return _changed(parts, user, search, "change", lambda: parts.store.change_search(search, **values), values)
+
+    def changed() -> Search:
+        if form.priority is not None:
+            _check_priority(user, form.priority)
+        return parts.store.change_search(search, **values)
+
+    return _changed(parts, user, search, "change", changed, values)
 
 
 @router.delete("/{search}", status_code=204)

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, or_, select
 
 from ..records import Measured
-from ..tables import measured
+from ..tables import measured, searches
 from .part import Part, add, as_text, one, reads, writes
+from .searches import counting_for
 
 
 class Knowledge(Part):
@@ -40,7 +41,15 @@ class Knowledge(Part):
         add(connection, measured, values | more)
 
     @reads
-    def measured(self, connection: Connection, fingerprint: str) -> list[Measured]:
-        """The configurations measured under a fingerprint, as they came; of one, the last is the latest."""
+    def measured(self, connection: Connection, fingerprint: str, *, counts_for: int | None = None) -> list[Measured]:
+        """The configurations measured under a fingerprint, as they came; of one, the last is the latest.
+
+        Args:
+            fingerprint: as for `note_measured`.
+            counts_for: only what the searches of this user may be answered by; None for all.
+        """
         query = select(measured).where(measured.c.fingerprint == fingerprint).order_by(measured.c.id)
+        if counts_for is not None:
+            query = query.outerjoin(searches, searches.c.id == measured.c.search)
+            query = query.where(or_(measured.c.search.is_(None), counting_for(counts_for)))
         return [Measured(**each._mapping) for each in connection.execute(query)]

@@ -67,8 +67,8 @@ class People(Part):
 
         Args:
             name: whose.
-            changes: `role`, `device_hours` and `running` (None for no quota), `weight`, `allow_code`, `team`, `disabled`
-                (whether they are).
+            changes: `role`, `device_hours` and `running` (None for no quota), `weight`, `allow_code`, `team`, `priority`,
+                `disabled` (whether they are).
 
         Raises:
             NotFound: there is no such user.
@@ -288,6 +288,7 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "weight": lambda value: _positive("weight", value) or 1.0,
     "allow_code": bool,
     "team": lambda value: as_text("team", value),
+    "priority": lambda value: as_count("priority", value, most=MOST_PRIORITY),
     "disabled": bool,
 }
 """What of a user can be changed, and how a value is checked."""

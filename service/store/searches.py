@@ -120,12 +120,14 @@ class Searches(Part):
         after: str | None = None,
         limit: int = 100,
         seen_by: User | None = None,
+        counts_for: int | None = None,
     ) -> list[Search]:
         """Searches, the latest first.
 
         Args:
             user: whose; None for everybody's.
             seen_by: only those that this user sees; None for all.
+            counts_for: only those that the searches of this user may learn from and name; None for all.
             state: in which state; None for any.
             after: go on below this search.
             limit: how many at most.
@@ -138,6 +140,8 @@ class Searches(Part):
             query = query.where(searches.c.user == user)
         if seen_by is not None and seen_by.role != Role.ADMIN:
             query = query.where(_shown_to(seen_by))
+        if counts_for is not None:
+            query = query.where(counting_for(counts_for))
         if state is not None:
             query = query.where(searches.c.state == str(state))
         if after is not None:
@@ -289,7 +293,7 @@ class Searches(Part):
 
     @writes
     def delete_search(self, connection: Connection, search: str) -> None:
-        """Deletes a search that has ended, with its dry runs and events. What it measured stays for others.
+        """Deletes a search that has ended, with its dry runs and events. What it measured stays for others where they saw it.
 
         Raises:
             NotFound: there is no such search.
@@ -300,7 +304,10 @@ class Searches(Part):
             raise UsageError(f"the search {search} is {row.state}: cancel it before it is deleted")
         # Numbers of events go on from the latest, which `tell` below makes a newer one.
         connection.execute(delete(events).where(events.c.search == search))
-        connection.execute(update(measured).where(measured.c.search == search).values(search=None))
+        if row.visibility == "all":
+            connection.execute(update(measured).where(measured.c.search == search).values(search=None))
+        else:
+            connection.execute(delete(measured).where(measured.c.search == search))
         connection.execute(delete(dry_runs).where(dry_runs.c.search == search))
         connection.execute(delete(searches).where(searches.c.id == search))
         tell(connection, self.clock(), None, "deleted", {"search": search})
@@ -393,6 +400,11 @@ def check_attempt(row: Row[Any], attempt: int) -> None:
     """
     if row.attempt != attempt:
         raise AttemptOver(f"attempt {attempt} at the search {row.id} is over: attempt {row.attempt} has it")
+
+
+def counting_for(user: int) -> Any:
+    """The condition that the searches of a user may learn from a search and name it: it is theirs, or shown to all."""
+    return or_(searches.c.user == user, searches.c.visibility == "all")
 
 
 def _shown_to(user: User) -> Any:

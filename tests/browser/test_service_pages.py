@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from redline.base.errors import NotFound
 from served import SEARCH, served
 
 
@@ -59,6 +60,67 @@ def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
     row.get_by_role("button", name="Cancel").click()
     expect(row).to_contain_text("cancelled")
     assert service.store.search(search).state == "cancelled"
+
+
+def actions(tab):
+    """The buttons of a search's page, by their labels."""
+    return tab.locator(".actions button").all_inner_texts()
+
+
+def test_a_search_is_held_released_cancelled_retried_and_deleted_on_its_page(tab, service, expect):
+    store = service.store
+    search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
+    log_in(tab, service)
+    tab.goto(f"{service.address}/#/search/{search}")
+    buttons = tab.locator(".actions")
+    expect(buttons.get_by_role("button", name="Hold")).to_be_visible()
+    assert actions(tab) == ["Cancel", "Hold"]
+    buttons.get_by_role("button", name="Hold").click()
+    expect(buttons.get_by_role("button", name="Release")).to_be_visible()
+    expect(tab.get_by_text("it is held until somebody releases it")).to_be_visible()
+    assert store.search(search).held and actions(tab) == ["Cancel", "Release"]
+    buttons.get_by_role("button", name="Release").click()
+    expect(buttons.get_by_role("button", name="Hold")).to_be_visible()
+    assert not store.search(search).held
+    buttons.get_by_role("button", name="Cancel").click()
+    expect(buttons.get_by_role("button", name="Retry")).to_be_visible()
+    assert store.search(search).state == "cancelled" and actions(tab) == ["Retry", "Delete"]
+    buttons.get_by_role("button", name="Retry").click()
+    expect(tab.locator(".state")).to_have_text("queued")
+    assert store.search(search).state == "queued"
+    store.finish(search, store.take_search(search), "failed", "its disk was full", None)
+    delete = tab.locator(f"[data-delete='{search}']")
+    expect(delete).to_have_text("Delete")
+    delete.click()
+    expect(delete).to_have_text("Delete it for good?")
+    assert store.search(search).state == "failed", "the first click asks"
+    delete.click()
+    expect(tab.get_by_role("heading", name="Queue")).to_be_visible()
+    expect(tab.locator(f"[data-search='{search}']")).to_have_count(0)
+    with pytest.raises(NotFound):
+        store.search(search)
+    tab.errors[:] = [each for each in tab.errors if "404" not in each]  # where the event comes before the answer
+
+
+def test_an_action_that_is_refused_says_why_and_others_searches_have_no_buttons(tab, service, expect):
+    store = service.store
+    search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
+    log_in(tab, service, "other")
+    tab.goto(f"{service.address}/#/search/{search}")
+    expect(tab.locator(".state")).to_have_text("queued")
+    assert actions(tab) == []
+    log_in(tab, service)
+    tab.goto(f"{service.address}/#/search/{search}")
+    hold = tab.locator(f"[data-hold='{search}']")
+    expect(hold).to_be_visible()
+    store.change_user("submitter", role="reader")
+    hold.click()
+    expect(tab.get_by_role("alert")).to_contain_text("reader")
+    expect(hold).to_be_enabled()
+    assert not store.search(search).held
+    store.change_user("submitter", role="submitter")
+    store.cancel(search)
+    tab.errors[:] = [each for each in tab.errors if "403" not in each]
 
 
 def test_devices_and_events_show_what_happens(tab, service, expect):

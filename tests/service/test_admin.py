@@ -43,6 +43,12 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
     assert run.look().held and run.look().reason == "it is held until somebody releases it"
     assert said(service, "queue", "--priority", run.id, "20", "--release", run.id)
     assert (run.look().held, run.look().priority) == (False, 20)
+    service.store.change_user("submitter", priority=20)
+    with pytest.raises(Refused, match="up to 20, but got 21; an admin raises that"):
+        run.change(priority=21)
+    assert run.look().priority == 20
+    service.rl("admin").search(run.id).change(priority=21)
+    assert run.look().priority == 21
     other = service.rl("other").search(run.id)
     for change in (other.hold, other.release, other.retry, other.delete, lambda: other.change(priority=1)):
         with pytest.raises(Refused, match="is submitter's"):
@@ -143,6 +149,10 @@ def test_users_are_changed_and_disabled_and_what_was_done_is_listed(service):
     said(service, "user", *database, "change", "coder", "--running", "none", "--no-code", "--weight", "2")
     found = service.store.user("coder")
     assert (found.running, found.device_hours, found.allow_code, found.weight) == (None, 10.0, False, 2.0)
+    said(service, "user", *database, "change", "coder", "--priority", "7")
+    assert service.store.user("coder").priority == 7
+    coder = next(line for line in said(service, "user", *database, "list").splitlines() if "coder" in line)
+    assert "7" in [cell.strip() for cell in coder.split("|")]
     with service.client("coder") as client:
         assert client.get("/v1/me").json()["role"] == "reader"
         said(service, "user", *database, "disable", "coder")

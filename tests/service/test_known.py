@@ -30,8 +30,8 @@ def store(tmp_path):
         yield made
 
 
-def known(store, monkeypatch, reuse=True, placed=PLACED, **asked):
-    search = store.submit(store.ann, {"target": "gpt2-tiny"}, devices=1, reuse=reuse)[0]
+def known(store, monkeypatch, reuse=True, placed=PLACED, user=None, **asked):
+    search = store.submit(user or store.ann, {"target": "gpt2-tiny"}, devices=1, reuse=reuse)[0]
     made = Known(store, search, None, placed)
     made.__dict__["_fingerprint"] = fingerprint({**ASKED, **asked}, {}, placed.software)
     return made
@@ -79,6 +79,31 @@ def test_what_may_be_mended_is_not_kept(store, monkeypatch, status):
     assert known(store, monkeypatch).measurement(Config({"micro_batch": 4})) is None
 
 
+HIDDEN = pytest.mark.parametrize(("visibility", "counts"), [("all", True), ("team", False), ("own", False)])
+
+
+@HIDDEN
+def test_a_search_of_another_user_answers_only_where_it_is_shown_to_all(store, visibility, counts):
+    """Nor does an admin's, or one of the same team: who sees those may not see it."""
+    store.change_user("ann", team="vision")
+    others = [store.add_user("bob", "submitter", team="vision"), store.add_user("root", "admin")]
+    earlier = known(store, None)
+    earlier.note(a_trial(OK))
+    store.change_search(earlier._search.id, visibility=visibility)
+    config = Config({"micro_batch": 4})
+    assert known(store, None).measurement(config) is not None, "its own user's are answered"
+    for other in others:
+        found = known(store, None, user=other).measurement(config)
+        assert (found is not None) == counts
+        assert not counts or found.reason == f"measured in search {earlier._search.id}"
+    store.cancel(earlier._search.id)
+    store.delete_search(earlier._search.id)
+    for other in others:
+        found = known(store, None, user=other).measurement(config)
+        assert (found is not None) == counts
+        assert not counts or found.reason == "measured in a search that was deleted"
+
+
 @pytest.mark.slow
 def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
     with Hands(store, store.ann):
@@ -91,7 +116,13 @@ def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
     asked = Request(lambda config: 0.0, a_space(), runner="local", devices=1)
     folder = tmp_path / "searches" / new.id
     assert Known(store, new, folder, PLACED).earlier(asked) == [tmp_path / "searches" / done.id]
-    before = SimpleNamespace(id=new.id, started=done.ended - 1, created=0.0)
+    bob = store.add_user("bob", "submitter")
+    theirs = store.submit(bob, {"target": "f"}, devices=1)[0]
+    for visibility, counts in (("own", False), ("team", False), ("all", True)):
+        store.change_search(done.id, visibility=visibility)
+        taken = Known(store, theirs, tmp_path / "searches" / theirs.id, PLACED).earlier(asked)
+        assert taken == [tmp_path / "searches" / done.id] * counts
+    before = SimpleNamespace(id=new.id, user=new.user, started=done.ended - 1, created=0.0)
     assert Known(store, before, folder, PLACED).earlier(asked) == []
     other = Space()
     other.choice("tp", [1, 2])

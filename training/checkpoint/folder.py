@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from ...base.errors import StudyError
 from ...base.writing import sync_folder, write_atomic
+from .reading import Reading, Report, ignore
 
 MANIFEST = "manifest.json"
 FROZEN = "frozen"
@@ -84,18 +85,18 @@ class Checkpoint:
         """What no step changes of the same training; None where all is here."""
         return next(iter(CheckpointFolder(self.path.parent).frozen.all()), None)
 
-    def check_frozen(self, rank: int = 0, ranks: int = 1) -> None:
+    def check_frozen(self, rank: int = 0, ranks: int = 1, report: Report = ignore) -> None:
         """Reads what no step changes and compares it with its checksums, as `check` does.
 
         Args:
-            rank, ranks: as for that.
+            rank, ranks, report: as for that.
 
         Raises:
             StudyError: it is damaged, gone, or another than this checkpoint was saved with.
         """
         frozen, seal = self.frozen, self.manifest.get(KEPT)
         if frozen is not None:
-            frozen.check(rank, ranks)
+            frozen.check(rank, ranks, report)
         if seal is not None and (frozen is None or seal not in frozen.seals):
             state = "gone" if frozen is None else "others"
             raise StudyError(
@@ -111,16 +112,20 @@ class Checkpoint:
         """Names of what it consists of, beside the manifest."""
         return tuple(sorted(self.manifest["files"]))
 
-    def check(self, rank: int = 0, ranks: int = 1) -> None:
+    def check(self, rank: int = 0, ranks: int = 1, report: Report = ignore) -> None:
         """Reads a share of the files and compares it with their checksums; all ranks together read all of it once.
 
         Args:
             rank, ranks: whose share, of about as many bytes as the others'.
+            report: told how far it is.
 
         Raises:
             StudyError: a file is missing, cut off or altered.
         """
-        for name, number in self.shares(ranks)[rank]:
+        share = self.shares(ranks)[rank]
+        sizes = [self._size(name, number) for name, number in share]
+        reading = Reading(f"checking {self.path.name}", sum(sizes), report)
+        for (name, number), read in zip(share, sizes):
             said = self.manifest["files"][name]
             path = self.path / name
             try:
@@ -135,17 +140,21 @@ class Checkpoint:
                     raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
             except OSError as error:
                 raise StudyError(f"'{path}' cannot be read: {error.strerror or error}") from error
+            reading(read)
+
+    def _size(self, name: str, number: int | None) -> int:
+        """Bytes of a file, or of a piece of it."""
+        size = int(self.manifest["files"][name]["bytes"])
+        return size if number is None else min(PIECE_BYTES, size - number * PIECE_BYTES)
 
     def shares(self, ranks: int) -> list[list[tuple[str, int | None]]]:
         """What each of some ranks reads to check all files: of large ones pieces by number, of others all (None)."""
         units: list[tuple[str, int | None, int]] = []
         for name in self.files():
             said = self.manifest["files"][name]
-            pieces, rest = said.get("pieces"), said["bytes"]
-            if pieces is None:
-                units.append((name, None, rest))
-                continue
-            units += [(name, number, min(PIECE_BYTES, rest - number * PIECE_BYTES)) for number in range(len(pieces))]
+            pieces = said.get("pieces")
+            numbers: Sequence[int | None] = [None] if pieces is None else range(len(pieces))
+            units += [(name, number, self._size(name, number)) for number in numbers]
         loads, out = [0] * ranks, [list[tuple[str, int | None]]() for _ in range(ranks)]
         for name, number, size in sorted(units, key=lambda unit: -unit[2]):  # stable, so that all ranks share out alike
             rank = min(range(ranks), key=loads.__getitem__)

@@ -8,6 +8,7 @@ from ...models.layouts.dcp import dcp_tensors
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights
 from .folder import KEPT, REPLACES, Checkpoint, CheckpointFolder, put_aside
+from .reading import Report, ignore
 from .saver import Saver
 from .state import State
 
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 MENDED = "where the training began with --from, --resume takes them from there again"
 
 
-def latest(folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable[[str], None]) -> Checkpoint | None:
+def latest(
+    folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable[[str], None], report: Report = ignore
+) -> Checkpoint | None:
     """The latest checkpoint whose files are what they were when saved; all ranks call it, and each reads some of them.
 
     Args:
         folder: where they are.
         group: of all ranks, of the gloo backend; None for one rank.
         say: told which are damaged.
+        report: told how far this rank is.
 
     Returns:
         The checkpoint; None where there is none at all.
@@ -34,7 +38,7 @@ def latest(folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable
     """
     damaged = []
     for found in _alike(folder.all(), group):
-        failure = check(found, group)
+        failure = check(found, group, report)
         if not failure:
             return found
         damaged.append(failure)
@@ -44,11 +48,11 @@ def latest(folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable
     return None
 
 
-def check(found: Checkpoint, group: "ProcessGroup | None") -> str:
+def check(found: Checkpoint, group: "ProcessGroup | None", report: Report = ignore) -> str:
     """What is wrong with a checkpoint, on every rank alike; empty where nothing is."""
     rank, ranks = _place(group)
-    failure = _said(lambda: found.check(rank, ranks))
-    if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks))):
+    failure = _said(lambda: found.check(rank, ranks, report))
+    if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks, report))):
         failure += f"; {MENDED}"
     return next(filter(None, _gathered(failure, group)), "")
 
@@ -95,13 +99,13 @@ def _said(what: Callable[[], None]) -> str:
     return ""
 
 
-def restore(state: State, found: Checkpoint) -> None:
-    """Puts a checkpoint's tensors in the place of a training's.
+def restore(state: State, found: Checkpoint, report: Report = ignore) -> None:
+    """Puts a checkpoint's tensors in the place of a training's, and reports how far this rank is.
 
     Raises:
         WorkloadError: it is of another model.
     """
-    state.load(stored_in(found))
+    state.load(stored_in(found), found.path.name, report)
 
 
 def stored_in(found: Checkpoint) -> LazyTensors:

@@ -1,5 +1,6 @@
 """Checkpoints saved while the training goes on: a copy of what this rank is to write, and a thread that writes it."""
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,6 +132,7 @@ class Saver:
         pinned = bool(self._buffers)
         self._buffers.clear()
         if pinned and hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
+            gc.collect()  # the planners of earlier saves, which have the copies, are in reference cycles
             torch.accelerator.empty_host_cache()
 
     def _keep(self, state: State | Frozen, facts: Mapping[str, Any] | None = None) -> str:

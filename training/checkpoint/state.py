@@ -17,6 +17,7 @@ from ...base.errors import WorkloadError
 from ...models.layouts.fit import differences, unlike
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights, lazy_tensors
+from .reading import Reading, Report, ignore
 
 if TYPE_CHECKING:
     import torch
@@ -98,11 +99,13 @@ class State:
                 f"the checkpoint is of another model than {self._training.workload.name}: {differences(missing, left, wrong)}"
             )
 
-    def load(self, stored: LazyTensors) -> None:
+    def load(self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = ignore) -> None:
         """Goes on from a checkpoint: reads this rank's part of it.
 
         Args:
             stored: what it holds.
+            checkpoint: its name, for the report.
+            report: told how far it is.
 
         Raises:
             WorkloadError: it is of another model, or damaged.
@@ -116,7 +119,7 @@ class State:
         states = self._targets(stored)
         for name, keys in states.items():
             targets |= {f"{OPTIMIZER}/{name}/{key}": each for key, each in keys.items()}
-        _fill(targets, stored)
+        _fill(targets, stored, f"reading {checkpoint}", report)
         self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
         for full, param in averages.items():
             if full not in stored:  # one that begins now begins at the weights
@@ -216,11 +219,14 @@ class Frozen:
         return self.parameters
 
 
-def _fill(targets: Located, stored: LazyTensors) -> None:
+def _fill(targets: Located, stored: LazyTensors, what: str = "", report: Report = ignore) -> None:
     """Puts into this rank's parts of tensors what is stored there."""
-    for name, (tensor, region) in targets.items():
-        for box, here in region.parts(tensor):
-            here.copy_(stored[name].read(box.of_whole))
+    parts = [(name, *each) for name, (tensor, region) in targets.items() for each in region.parts(tensor)]
+    sizes = [stored[name].dtype.itemsize * here.numel() for name, _, here in parts]
+    reading = Reading(what, sum(sizes), report)
+    for (name, box, here), size in zip(parts, sizes):
+        here.copy_(stored[name].read(box.of_whole))
+        reading(size)
 
 
 def _as_kept(key: str, value: "torch.Tensor") -> tuple[str, Any]:

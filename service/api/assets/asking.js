@@ -18,11 +18,10 @@ class Refused extends Error {
 
 class Unreachable extends Error {}
 
-async function ask(path, body, headers = {}) {
-  const options = { credentials: "same-origin", headers: { ...headers } };
+async function ask(path, body, headers = {}, method = body === undefined ? "GET" : "POST") {
+  const options = { credentials: "same-origin", headers: { ...headers }, method };
+  if (method !== "GET") options.headers[session.header] = session.csrf;
   if (body !== undefined) {
-    options.method = "POST";
-    options.headers[session.header] = session.csrf;
     options.headers["content-type"] = "application/json";
     options.body = JSON.stringify(body);
   }
@@ -54,7 +53,7 @@ function live(draw, everyMs = 5000) {
       await draw();
     } catch (error) {
       if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
-      if (error instanceof Refused && error.status !== 503 && error.status !== 429) { ended = true; complain(error); }
+      if (!ended && error instanceof Refused && error.status !== 503 && error.status !== 429) { ended = true; complain(error); }
     } finally {
       busy = false;
       if (!ended) timer = setTimeout(round, again ? 300 : everyMs);
@@ -104,14 +103,43 @@ function bestOf(best) {
   return best ? `${number(best.throughput, 5)} ${best.unit || ""}` : MISSING;
 }
 
-function cancelButton(search, told) {
-  if (!["queued", "running"].includes(search.state)) return null;
-  if (session.role === "reader" || (session.role !== "admin" && session.user !== search.user)) return null;
-  const button = el("button", { type: "button", "data-cancel": search.id }, "Cancel");
+// What the owner of a search, or an admin, may do with it as it is now.
+const isOpen = (search) => ["queued", "running"].includes(search.state);
+const ACTIONS = {
+  cancel: { label: "Cancel", fits: isOpen },
+  hold: { label: "Hold", fits: (search) => isOpen(search) && !search.held },
+  release: { label: "Release", fits: (search) => isOpen(search) && search.held },
+  retry: { label: "Retry", fits: (search) => ["failed", "cancelled"].includes(search.state) },
+  delete: { label: "Delete", fits: (search) => !isOpen(search), method: "DELETE", asks: "Delete it for good?" },
+};
+
+function mayChange(search) {
+  return session.role === "admin" || (session.role !== "reader" && session.user === search.user);
+}
+
+// A button, or null where the action does not fit. One that asks back is clicked a second time within five seconds.
+function actionButton(name, search, told, done = () => listeners.forEach((each) => each())) {
+  const { label, fits, method, asks } = ACTIONS[name];
+  if (!fits(search) || !mayChange(search)) return null;
+  const button = el("button", { type: "button", [`data-${name}`]: search.id }, label);
+  let asked = 0;
   button.addEventListener("click", async () => {
+    if (asks && Date.now() - asked > 5000) {
+      asked = Date.now();
+      button.textContent = asks;
+      setTimeout(() => { button.textContent = label; }, 5000);
+      return;
+    }
     button.disabled = true;
-    try { await ask(`v1/searches/${search.id}/cancel`, {}); } catch (error) { if (!(error instanceof Refused)) throw error; told.textContent = error.message; }
-    listeners.forEach((each) => each());
+    told.textContent = "";
+    try {
+      await (method ? ask(`v1/searches/${search.id}`, undefined, {}, method) : ask(`v1/searches/${search.id}/${name}`, {}));
+      done();
+    } catch (error) {
+      if (!(error instanceof Refused) && !(error instanceof Unreachable)) throw error;
+      told.textContent = error instanceof Refused ? error.message : "The server does not answer; try again.";
+      button.disabled = false;
+    }
   });
   return button;
 }

@@ -10,7 +10,7 @@ function searchRow(each, told) {
     el("td", { class: "number" }, number(each.trials)),
     el("td", { class: "number" }, bestOf(each.best)),
     el("td", { class: "whole" }, when(each.created)),
-    el("td", {}, cancelButton(each, told)));
+    el("td", {}, actionButton("cancel", each, told)));
 }
 
 const SEARCH_COLUMNS = ["search", "user", "state", "priority", "devices", "trials", "best", "submitted", ""];

@@ -1,4 +1,5 @@
-// A search: how it stands in the queue, and its best configuration. Its trials and figures are on the page of its run.
+// A search: how it stands in the queue, what can be done with it, and its best configuration. Its trials and figures are on
+// the page of its run.
 
 function knobsOf(config) {
   return Object.entries(config).map(([name, value]) => el("div", { class: "knob" }, el("dt", {}, name), el("dd", {}, String(value))));
@@ -10,14 +11,20 @@ function runOf(search) {
 
 function searchPage(page, id) {
   const told = el("p", { class: "wrong", role: "alert" });
-  const head = el("div"), best = el("div");
-  page.append(head, told, best);
+  const head = el("div"), buttons = el("p", { class: "row actions" }), best = el("div");
+  page.append(head, buttons, told, best);
+  let shown = "";
   return live(async () => {
     const search = await ask(`v1/searches/${encodeURIComponent(id)}`);
     clear(head).append(
       el("h1", {}, search.name || search.id), el("p", {}, state(search.state), ` ${search.reason}`),
       el("p", { class: "lead" }, `${search.id}, submitted by ${search.user} ${when(search.created)}, ${plural(search.devices, "device")} a trial${search.device ? ` of ${search.device}` : ""}, ${plural(search.trials, "trial")}`),
-      el("p", { class: "row links" }, cancelButton(search, told), search.trials ? el("a", { href: runOf(search) }, "The run with its trials and figures") : null));
+      el("p", { class: "row links" }, search.trials ? el("a", { href: runOf(search) }, "The run with its trials and figures") : null));
+    // Drawn anew only where others fit, so that a button keeps its focus and its question.
+    if (shown !== `${search.state} ${search.held}`) {
+      shown = `${search.state} ${search.held}`;
+      clear(buttons).append(...Object.keys(ACTIONS).map((each) => actionButton(each, search, told, each === "delete" ? () => { location.hash = "#/"; } : undefined)).filter(Boolean));
+    }
     clear(best).append(...(search.best ? [el("h2", {}, search.state === "running" ? "Best so far" : "Best"), el("p", {}, bestOf(search.best)), el("dl", { class: "knobs" }, knobsOf(search.best.config))] : []));
   });
 }

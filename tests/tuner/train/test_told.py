@@ -1,8 +1,12 @@
 """What `redline train` tells its user: what it trains on, that nothing is left to do, and which command comes next."""
 
+import io
+import json
+
 import pytest
 import yaml
-from train_commands import PLAIN, SIZES, curve, ended, lines_of, trained
+from redline.cli import train_progress
+from train_commands import PLAIN, SIZES, WORKLOADS, curve, ended, lines_of, trained
 
 pytestmark = pytest.mark.timeout(900)
 MADE_UP = "no data is given, so llama trains on made-up tokens"
@@ -80,3 +84,37 @@ def test_a_dry_run_is_compared_with_the_training_that_it_tried_and_with_no_other
     assert "tokens/s, 100.0 % below what the dry run measured" in words(run(*arguments, "as-it-was"))
     assert "the dry run" not in words(run(*arguments, "adapted-won", "--lora", "r=4"))
     assert "the dry run" not in words(run(*arguments, "longer", "--seq-len", 32))
+
+
+def test_a_long_check_and_restore_of_a_checkpoint_show_their_progress(run, here, monkeypatch):
+    """A workload whose ranks report after every piece takes the place of a large checkpoint."""
+    ready = "from redline.training.checkpoint import reading\n        reading.EVERY_S = 0.0\n        self.samples = 0\n"
+    (here / "often.py").write_text(WORKLOADS.replace("self.samples = 0\n", ready))
+    monkeypatch.setattr(train_progress, "READING_S", 0.0)
+    assert "checking" not in words(run("train", "often.py:net", "--devices", 1, "--steps", 1, "--out", "often"))
+    text = words(run("train", "often", "--resume", "--steps", 2))
+    assert "checking step-00000001: " in text and "reading step-00000001: " in text
+    told = [each for each in lines_of(here / "often") if each["kind"] == "progress"]
+    for what in ("checking step-00000001", "reading step-00000001"):
+        bytes_read = [each["bytes"] for each in told if each["what"] == what]
+        (whole,) = {each["of"] for each in told if each["what"] == what}
+        assert bytes_read == sorted(bytes_read) and bytes_read[-1] == whole > 100_000
+    out = words(run("train", "often", "--resume", "--steps", 3, "--json"))
+    assert json.loads(out)["step"] == 3
+    assert len([each for each in lines_of(here / "often") if each["kind"] == "progress"]) == 2 * len(told)
+
+
+def test_a_log_shows_the_progress_of_a_checkpoint_now_and_then_and_a_terminal_in_its_line(monkeypatch):
+    line = {"kind": "progress", "what": "checking step-00000400", "bytes": 2**31, "of": 2**36}
+    shown = "checking step-00000400: 2,048 MiB of 64.0 GiB"
+    plain = io.StringIO()
+    with train_progress.listening(plain) as listener:
+        listener.line(line)
+        assert plain.getvalue() == "", "the latest line is younger than half a minute"
+        monkeypatch.setattr(train_progress, "READING_S", 0.0)
+        listener.line(line)
+    assert plain.getvalue() == f"{shown}\n"
+    live = train_progress._Live(io.StringIO())
+    live._task = live._progress.add_task("step", total=10, numbers="starting")
+    live.line(line)
+    assert live._progress.tasks[0].fields["numbers"] == shown
