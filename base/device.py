@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from .errors import not_installed
+from .gpus import VARIABLE, find_gpus
 from .host_memory import free_memory_mib, memory_groups
 
 MIB = 1024 * 1024
@@ -61,7 +62,12 @@ class Device:
 
 @lru_cache(maxsize=1)
 def detect() -> Device:
-    """The machine's accelerators, or its CPU where there are none."""
+    """The GPUs that CUDA shows to this process, or the machine's CPU where there are none.
+
+    Raises:
+        UsageError: there are GPUs, but `CUDA_VISIBLE_DEVICES` names none of them, or NVML fails.
+        MissingDependency: there is a GPU, but pynvml is not installed.
+    """
     return _cuda() or _cpu()
 
 
@@ -127,42 +133,16 @@ def _cgroup_text(name: str) -> str:
 
 
 def _cuda() -> Device | None:
-    if importlib.util.find_spec("pynvml") is None:
+    gpus = find_gpus()
+    if not gpus:
         return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            chosen = [each.strip() for each in visible.split(",") if each.strip()]
-            handles = [_handle(pynvml, each, handles) for each in chosen]
-        if not handles:
-            return None
-        first = handles[0]
-        name = pynvml.nvmlDeviceGetName(first)
-        return Device(
-            type="cuda",
-            name=name.decode() if isinstance(name, bytes) else name,
-            count=len(handles),
-            memory_mib=min(int(pynvml.nvmlDeviceGetMemoryInfo(each).total) for each in handles) // MIB,
-            capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(first)),
-        )
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _handle(pynvml: Any, chosen: str, handles: list[Any]) -> Any:
-    if chosen.isdigit():
-        index = int(chosen)
-        return handles[index] if index < len(handles) else pynvml.nvmlDeviceGetHandleByIndex(index)
-    return pynvml.nvmlDeviceGetHandleByUUID(chosen)
+    return Device(
+        type="cuda",
+        name=gpus[0].model,
+        count=len(gpus),
+        memory_mib=min(each.memory_mib for each in gpus),
+        capability=gpus[0].capability,
+    )
 
 
 def _cpu() -> Device:
@@ -193,8 +173,11 @@ def _cpu() -> Device:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; `count` of them where that names none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(each) for each in range(count)]
+    """The GPUs that CUDA shows to this process, as CUDA_VISIBLE_DEVICES names them; `count` of them where nothing names any."""
+    found = [each.name for each in find_gpus()]
+    visible = os.environ.get(VARIABLE)
+    if found and visible is None:
+        return found[:count]
+    if found or visible is None:
+        return found or [str(each) for each in range(count)]
     return [each.strip() for each in visible.split(",") if each.strip()]

@@ -1,5 +1,6 @@
 """The host's memory as a process may use it: what the machine and its control groups leave free (Linux)."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -80,6 +81,15 @@ def total_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
     """Memory of the machine, or of the tightest of these groups, MiB."""
     limits = [each.limit_mib for each in groups]
     return min([psutil.virtual_memory().total / MIB, *(each for each in limits if each is not None)])
+
+
+def shared_memory(folder: str = "/dev/shm") -> tuple[int, int] | None:
+    """Bytes that are free in what processes share, and its size; None where there is none."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.free, usage.total
 
 
 def free_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:

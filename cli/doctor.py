@@ -66,6 +66,10 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
     click.echo("devices")
     click.echo(f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each")
     click.echo(f"  host memory that is free: {facts['free_host_memory_mib']:,} MiB")
+    if (shared := facts["shared_memory_mib"]) is not None:
+        click.echo(
+            f"  /dev/shm, which ranks and data loaders share: {shared['total']:,} MiB, {shared['free']:,} MiB free"
+        )
     if facts["missing"]:
         click.echo("missing")
         for each in facts["missing"]:
@@ -133,9 +137,11 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
 def examine() -> dict[str, Any]:
     """What is there and what is not, as a mapping."""
     from .. import __version__
-    from ..base.device import available_memory_mib, detect
+    from ..base.device import MIB, available_memory_mib, detect
+    from ..base.host_memory import shared_memory
 
     device = detect()
+    shared = shared_memory()
     versions = {"redline": __version__, "python": platform.python_version()}
     missing = []
     for name in _NEEDED:
@@ -170,5 +176,6 @@ def examine() -> dict[str, Any]:
         "versions": versions,
         "device": device.to_dict(),
         "free_host_memory_mib": available_memory_mib(),
+        "shared_memory_mib": None if shared is None else {"free": shared[0] // MIB, "total": shared[1] // MIB},
         "missing": missing,
     }

@@ -7,6 +7,7 @@ its task. It ends, with everything it started, when the connection closes: when 
 however that happens. Until then it can be told of more to import.
 """
 
+import ctypes
 import gc
 import importlib
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
+from ..base.errors import RunnerError
 from ..base.scratch import remove
 from .job import AgentTask, Job
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
@@ -80,9 +82,26 @@ def _telling(starter: Connection) -> Iterator[None]:
 def _import(names: tuple[str, ...]) -> None:
     for name in names:
         importlib.import_module(name)
+        if cuda_is_initialised():
+            raise RunnerError(
+                f"importing {name} initialises CUDA, which no process forked from the host agent could use then. Move what needs "
+                "the device (a tensor on 'cuda', torch.cuda.get_device_name, ...) from the module into a function"
+            )
     sys.stdout.flush()  # or every supervisor would write again what the imports printed
     gc.collect()
     gc.freeze()  # what is imported is never collected, so its pages stay shared
+
+
+def cuda_is_initialised() -> bool:
+    """Whether this process has initialised CUDA, by whatever library; asking does not.
+
+    Source: `cuCtxGetCurrent` of the CUDA driver API, which returns CUDA_ERROR_NOT_INITIALIZED before `cuInit`.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nothing has loaded it
+        return False
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == 0
 
 
 def _serve(listener: Listener, starter: Connection) -> None:

@@ -1,7 +1,29 @@
 """What a rank compiles: how long it took, and that it is at it."""
 
+import os
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+from ..base.device import usable_cores
+
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Compilers of Inductor that work at the same time, as torch reads it."""
+
+
+def share_compile_threads(ranks: int) -> None:
+    """Divides this host's cores among the compilers of its ranks: each would start one for every core. What a user has set stays.
+
+    Source: `decide_compile_threads` of torch/_inductor/config.py, which reads the variable when it is imported.
+    """
+    if COMPILE_THREADS in os.environ:
+        return
+    threads = max(1, usable_cores() // ranks)
+    os.environ[COMPILE_THREADS] = str(threads)
+    imported: Any = sys.modules.get("torch._inductor.config")
+    if imported is not None:
+        imported.compile_threads = min(imported.compile_threads, threads)
 
 
 class Compilation:

@@ -55,7 +55,7 @@ class DryRunReport:
     peak_allocated_mib: float | None
     """CUDA: peak of live tensors, MiB."""
     allocation_retries: int
-    """CUDA: times the allocator flushed its cache."""
+    """CUDA: times the allocator flushed its cache in the steps, build and probe apart."""
     load: HostLoad | None = None
     """What its host's processors did while it was warmed up and measured; None where that is not known."""
     note: str = ""
@@ -142,6 +142,7 @@ class DryRun:
         with context.memory.aside():
             probe = take(training)
         compiled_in_probe = compilation.seconds
+        retries_before = context.memory.allocation_retries()
 
         steps = _Steps(training)
         context.phase("first steps")
@@ -181,7 +182,7 @@ class DryRun:
             seconds_measure=timing.seconds_measure,
             peak_memory_mib=context.memory.peak_mib(),
             peak_allocated_mib=context.memory.peak_allocated_mib(),
-            allocation_retries=context.memory.allocation_retries(),
+            allocation_retries=context.memory.allocation_retries() - retries_before,
             load=watch.load(),
             note=timing.stopped_early,
             # The first of the loads is that of the warm-up.

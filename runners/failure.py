@@ -23,6 +23,8 @@ _OOM_SENTENCES = (
     # c10/cuda/CUDACachingAllocator.cpp, c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h
     r"\b(CUDA|HIP|XPU) out of memory\. Tried to allocate [\d.]+ ",
     r"\b(CUDA|HIP)( driver)? error: out of memory(?=$|[\n.])",
+    # c10/cuda/CUDAMallocAsyncAllocator.cpp, where a share of the device is the limit
+    r"\bAllocation on device \d+ would exceed allowed memory\. \(out of memory\)",
     # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their like on ROCm, as ATen and its wrappers word them
     r"\b(CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse|cuFFT) error: \w+_ALLOC(ATION)?_FAILED\b",
     # torch/csrc/distributed/c10d/NCCLUtils.hpp with NCCL's own last words (src/include/checks.h, alloc.h)
@@ -48,6 +50,10 @@ _NO_THREAD = re.compile(
 )
 # oneDNN where it has no room for the code that it generates, and with the same words where a machine forbids such code.
 _NO_PRIMITIVE = re.compile(r"\A\s*could not create a primitive\s*\Z")
+# A library that makes its handle on a full device says no more than that; so it does where the driver does not suit it.
+_NO_HANDLE = re.compile(r"\b(?:CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse) error: \w+_STATUS_NOT_INITIALIZED\b")
+# NCCL's src/misc/shmutils.cc: its ranks on a host share memory by files.
+_NO_SHARED_MEMORY = re.compile(r"shared memory segment /dev/shm/\S+[^\n]*No space left on device")
 _REQUESTED = re.compile(r"(?:tried|unable) to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 # gloo and NCCL when the other side of a connection is gone.
@@ -100,12 +106,19 @@ def may_be_oom(error: BaseException) -> bool:
     """Whether an exception, or one that it was raised from, is what a want of memory may look like, among other causes.
 
     A thread that could not be started: for want of memory or of a further thread's number. A primitive that oneDNN
-    could not create: for want of memory, or where a process may not generate code.
+    could not create: for want of memory, or where a process may not generate code. A handle of cuBLAS, cuDNN and their
+    like: for want of memory on the device, or where the driver does not suit them.
     """
     return any(
-        isinstance(each, RuntimeError) and (_NO_THREAD.search(text_of(each)) or _NO_PRIMITIVE.search(text_of(each)))
+        isinstance(each, RuntimeError)
+        and any(pattern.search(text_of(each)) for pattern in (_NO_THREAD, _NO_PRIMITIVE, _NO_HANDLE))
         for each in _chain(error)
     )
+
+
+def lacks_shared_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that NCCL found no room in /dev/shm."""
+    return any(isinstance(each, RuntimeError) and _NO_SHARED_MEMORY.search(text_of(each)) for each in _chain(error))
 
 
 def requested_mib(error: BaseException) -> float | None:

@@ -21,7 +21,7 @@ from . import failure
 from .agent import SOCKET, AgentSetup, MoreImports
 from .deadline import Deadline
 from .helper_process import HelperProcess
-from .job import STOP, AgentTask, Begun, Compiling, Job, Outcome
+from .job import STOP, TEARDOWN_S, AgentTask, Begun, Compiling, Job, Outcome
 from .process import kill_tree
 
 PLAIN_IMPORTS = (
@@ -46,7 +46,7 @@ BEGIN_S = 30.0
 CLOSE_S = 15.0
 """How long an agent may take to end, s."""
 ANSWER_S = 20.0
-"""After a trial's deadline: how long its supervisor has to end it and to answer, s."""
+"""After a trial's deadline: how long its supervisor has to end ranks on a CPU and to answer, s."""
 
 
 class HostAgent:
@@ -234,10 +234,11 @@ def _answer(connection: Connection, job: Job) -> Outcome:
     begun: Begun = connection.recv()
     deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
     while True:
-        left = None if job.timeout_s is None else max(0.0, deadline.at + ANSWER_S - time.monotonic())
+        patience = ANSWER_S + job.teardown_s - TEARDOWN_S
+        left = None if job.timeout_s is None else max(0.0, deadline.at + patience - time.monotonic())
         if not connection.poll(left):
             kill_tree(begun.supervisor)
-            silent = f"its supervisor said nothing for {ANSWER_S:g} s more and was ended"
+            silent = f"its supervisor said nothing for {patience:g} s more and was ended"
             return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
         said: Compiling | Outcome = connection.recv()
         if isinstance(said, Outcome):

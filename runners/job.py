@@ -10,6 +10,10 @@ from ..results import Status
 
 STOP = "stop"
 """What a client sends to end a job whose outcome it still wants."""
+TEARDOWN_S = 10.0
+"""How long killed processes may take to end on a CPU, s."""
+CUDA_TEARDOWN_S = 60.0
+"""The same on GPUs: the driver unmaps their memory and the buffers of NCCL first, s."""
 COLLECTIVE_MARGIN_S = 60.0
 """What collectives wait beyond a trial's deadline: hosts do not begin at the same moment, s."""
 
@@ -67,6 +71,11 @@ class Job:
     """How long all turns together may take, s."""
     patience_s: float = 0.0
     """How much longer they may take while others keep cores busy, s: those turns count for nothing until then."""
+
+    @property
+    def teardown_s(self) -> float:
+        """How long its processes may take to end once they are killed, s."""
+        return CUDA_TEARDOWN_S if self.device_type == "cuda" else TEARDOWN_S
 
     @property
     def collective_timeout_s(self) -> float | None:

@@ -31,6 +31,11 @@ def _status(*names: str) -> list[int]:
     return [values[name] for name in names]
 
 
+_HANDLES = 256 * MIB
+"""More than the handle of a CUDA library takes of a device, its kernels included. cuBLAS has 32 MiB of workspace on compute
+capability 9.0 (https://docs.nvidia.com/cuda/cublas, cublasSetWorkspace); the rest is an assumption."""
+
+
 class MemoryMeter(ABC):
     """Limits and measures the memory of this process on its device."""
 
@@ -59,9 +64,9 @@ class MemoryMeter(ABC):
         """Times the allocator flushed its cache to serve a request."""
         return 0
 
-    def is_full(self) -> bool:
-        """Whether the limit leaves no room for as little as the stack of another thread."""
-        return False
+    def shortage(self) -> str:
+        """What says that there is no room for even what the smallest request needs, in words; empty where nothing does."""
+        return ""
 
 
 class HostMemoryMeter(MemoryMeter):
@@ -84,14 +89,15 @@ class HostMemoryMeter(MemoryMeter):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
-    def is_full(self) -> bool:
+    def shortage(self) -> str:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         # What glibc takes for a thread (`man 3 pthread_create`).
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if limit == resource.RLIM_INFINITY:
-            return False
+            return ""
         (mapped_kib,) = _status("VmData")
-        return mapped_kib * 1024 + (_STACK if stack == resource.RLIM_INFINITY else stack) > limit
+        fits = mapped_kib * 1024 + (_STACK if stack == resource.RLIM_INFINITY else stack) <= limit
+        return "" if fits else "not even a thread's stack fits under the limit"
 
     def peak_mib(self) -> float:
         # The kernel keeps a high-water mark of the whole resident set only. File pages (libraries) are
@@ -139,6 +145,16 @@ class CudaMemoryMeter(MemoryMeter):
 
     def peak_allocated_mib(self) -> float | None:
         return self._peak_allocated() / MIB
+
+    def shortage(self) -> str:
+        for device in self._devices:
+            try:
+                free, total = self._cuda.mem_get_info(device)
+            except RuntimeError:  # after a failed assertion the device answers nothing
+                continue
+            if free < _HANDLES:
+                return f"{free / MIB:,.0f} of {total / MIB:,.0f} MiB of {device} are free"
+        return ""
 
     def _peak_reserved(self) -> int:
         return max(self._reserved_before, *(self._cuda.max_memory_reserved(device) for device in self._devices))

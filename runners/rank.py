@@ -9,11 +9,13 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from ..base.host_memory import shared_memory
 from ..results import Status
 from . import failure
+from .compiling import share_compile_threads
 from .interleaved import Turn, run_interleaved
 from .job import Job, RankOutcome
-from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
+from .memory import MIB, CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a rank print the stack of every thread to its log."""
@@ -129,6 +131,7 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     """Threads, seeds and the current device; the meter of what this rank holds of CUDA devices."""
     import torch
 
+    share_compile_threads(job.ranks)
     if job.threads:
         torch.set_num_threads(job.threads)
     torch.manual_seed(0)
@@ -146,8 +149,13 @@ def _failed(rank: int, job: Job, meter: MemoryMeter, context: RankContext | None
     needed = None
     reason = failure.one_line(error)
     out_of_memory = failure.is_oom(error)
-    if not out_of_memory and failure.may_be_oom(error) and meter.is_full():
-        out_of_memory, reason = True, f"{reason}, as not even a thread's stack fits under the limit"
+    if not out_of_memory and failure.may_be_oom(error) and (short := meter.shortage()):
+        out_of_memory, reason = True, f"{reason}, as {short}"
+    full_shared = not out_of_memory and failure.lacks_shared_memory(error)
+    if full_shared and (room := shared_memory()) is not None:
+        # This says nothing about how much of the device would have been needed.
+        free, total = (each / MIB for each in room)
+        reason = f"{reason} ({free:,.0f} of {total:,.0f} MiB of /dev/shm are free; a container gets more by --shm-size)"
     if out_of_memory:
         # While the traceback still holds the frames, what they hold is still there to be counted.
         held, requested = meter.held_mib(), failure.requested_mib(error)
@@ -166,9 +174,9 @@ def _failed(rank: int, job: Job, meter: MemoryMeter, context: RankContext | None
     where = f" (during {context.phase_name})" if context else ""
     return RankOutcome(
         rank=rank,
-        status=Status.OOM if out_of_memory else Status.CRASH,
+        status=Status.OOM if out_of_memory or full_shared else Status.CRASH,
         reason=reason + where,
         peak_memory_mib=meter.peak_mib(),
         needed_memory_mib=needed,
-        secondary=not out_of_memory and failure.is_peer_lost(error),
+        secondary=not out_of_memory and not full_shared and failure.is_peer_lost(error),
     )

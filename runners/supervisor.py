@@ -110,6 +110,8 @@ class Supervisor:
                     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.job.device_ids)
                 if rendezvous.interface:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
+                    # NCCL takes a bare name for a prefix.
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={rendezvous.interface}")
                 run_rank(self.job, local_rank, init_method, sender)
             os.close(stdout)
             sender.close()
@@ -261,7 +263,7 @@ class Supervisor:
         for rank in self._ranks:
             if rank.returncode is None and rank.outcome is None:
                 os.kill(rank.pid, signal.SIGKILL)
-        kill_descendants()
+        kill_descendants(self.job.teardown_s)
         for rank in self._ranks:
             while rank.open_output and self._drain(rank, log) and self._more(rank):
                 continue

@@ -26,6 +26,7 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
+            torch.cuda.init()  # before it there are no generators
             self.generators.append(torch.cuda.default_generators[device.index])
         self.states: list[torch.Tensor] = []
 

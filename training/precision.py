@@ -101,8 +101,10 @@ class Precision:
             return torch.finfo(self._dtype or torch.bfloat16).eps / 2
         if self._device.type == "cuda":
             # Products of float32 may be made of TensorFloat-32, which has as many bits as float16.
+            # `allow_tf32` raises where a program has set `fp32_precision`, which knows both ways of setting it.
             convolves = any(isinstance(each, ConvNd) for each in model.modules())
-            if torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and convolves):
+            products = [torch.backends.cuda.matmul, *([torch.backends.cudnn.conv] if convolves else [])]
+            if any(each.fp32_precision == "tf32" for each in products):
                 return torch.finfo(torch.float16).eps / 2
         return torch.finfo(torch.float32).eps / 2
 

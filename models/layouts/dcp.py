@@ -206,7 +206,10 @@ def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | N
     from torch.distributed import checkpoint
 
     # A file for each piece: of those that share a file, torch keeps all in memory until the file is closed.
-    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, overwrite=False)
+    # To copy ahead torch would open a context on GPU 0.
+    writer = checkpoint.FileSystemWriter(
+        folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0, overwrite=False
+    )
     planner = save_planner([each for name, tensor in tensors.items() for each in _pieces(name, tensor)], objects or {})
     with warnings.catch_warnings():
         # It says that there is one process, which is what was meant.

@@ -31,6 +31,8 @@ from ...base._torch import (
 MOST_SCORES = 1 << 26
 """Scores that are formed in one go, where they are."""
 HALVES = (torch.float16, torch.bfloat16)
+FLASH_CAPABILITY = (8, 0)
+"""The least compute capability of CUDA's flash attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,7 @@ def gradients(
     """
     query, grad, output, log_sum = queries
     if _has_kernel(query, value, how):
+        log_sum = log_sum.contiguous()  # CUDA's kernel reads it without its strides
         if query.device.type == "cpu":
             return flash_attention_on_cpu_backward(
                 grad, query, key, value, output, log_sum, 0.0, how.causal, scale=how.scale
@@ -134,7 +137,8 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: How) -> bool:
     if not how.kernels or how.dropout or how.pairs is not None or query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cuda":
-        return query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+        fits = query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+        return fits and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
     return query.device.type == "cpu"
 
 

@@ -195,3 +195,18 @@ def test_an_agent_ends_with_whoever_started_it(tmp_path):
     starter.communicate()
     _, alive = psutil.wait_procs([agent], timeout=30)
     assert alive == []
+
+
+def test_a_module_that_initialises_cuda_is_named(agent, tmp_path):
+    source = "int cuCtxGetCurrent(void **context) { *context = 0; return initialised; }"
+    library = tmp_path / "libcuda.so.1"
+    made = {}
+    for initialised in (3, 0):  # CUDA_ERROR_NOT_INITIALIZED, and CUDA_SUCCESS
+        (tmp_path / "driver.c").write_text(source.replace("initialised", str(initialised)))
+        command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"]
+        subprocess.run(command, check=True)
+        made[initialised] = agent(f"import ctypes\nctypes.CDLL({str(library)!r})")
+        if initialised:
+            made[initialised].wait_ready()  # a driver that is merely loaded
+    with pytest.raises(RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, which no process forked"):
+        made[0].wait_ready()

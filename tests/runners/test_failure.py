@@ -7,7 +7,9 @@ import pytest
 import torch
 from redline import OutOfMemory
 from redline.results import Status
-from redline.runners import failure
+from redline.runners import failure, rank
+from redline.runners.job import Job
+from redline.runners.memory import MemoryMeter
 
 CPU_ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -35,6 +37,9 @@ NOTE = "\nCUDA kernel errors might be asynchronously reported at some other API 
         RuntimeError("CUDA error: out of memory" + NOTE),
         RuntimeError("HIP error: out of memory" + NOTE),
         RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError(
+            "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 70 GiB"
+        ),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
@@ -168,3 +173,68 @@ def test_the_reason_of_a_pipeline_stage_is_what_it_raised():
     lost = RuntimeError("[Stage 0] failed to run backward: ...")
     lost.__cause__ = RuntimeError("Connection closed by peer [127.0.0.1]:1")
     assert failure.is_peer_lost(lost)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`"),
+    ],
+)
+def test_a_library_without_its_handle_may_have_run_out_of_memory(error):
+    assert failure.may_be_oom(error) and not failure.is_oom(error)
+
+
+def test_a_handle_that_failed_otherwise_has_not():
+    assert not failure.may_be_oom(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"))
+    assert not failure.may_be_oom(ValueError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"))
+
+
+SHM = "Error while creating shared memory segment /dev/shm/nccl-9VQnXl (size 33030528), error: No space left on device (28)"
+
+
+def test_nccl_without_shared_memory_is_told_from_a_full_disk():
+    assert failure.lacks_shared_memory(RuntimeError(NCCL + SHM))
+    assert not failure.lacks_shared_memory(OSError(28, "No space left on device"))
+    assert not failure.lacks_shared_memory(RuntimeError(SHM.replace("No space left on device", "Permission denied")))
+
+
+class _Meter(MemoryMeter):
+    """Of a device that is as full as it says."""
+
+    def __init__(self, short):
+        self._short = short
+
+    def limit(self, limit_mib):
+        raise NotImplementedError
+
+    def peak_mib(self):
+        return 900.0
+
+    def held_mib(self):
+        return 800.0
+
+    def shortage(self):
+        return self._short
+
+
+@pytest.mark.parametrize(
+    ("text", "short", "status", "needed", "reason"),
+    [
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "3 of 900 MiB of cuda:0 are free", Status.OOM, 800.0,
+         "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED, as 3 of 900 MiB of cuda:0 are free"),
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "", Status.CRASH, None,
+         "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+        ("CUDA error: device-side assert triggered", "3 of 900 MiB of cuda:0 are free", Status.CRASH, None,
+         "RuntimeError: CUDA error: device-side assert triggered"),
+        (SHM, "", Status.OOM, None,
+         f"RuntimeError: {SHM} (1 of 64 MiB of /dev/shm are free; a container gets more by --shm-size)"),
+    ],
+)  # fmt: skip
+def test_the_state_of_the_device_decides(monkeypatch, text, short, status, needed, reason):
+    monkeypatch.setattr(rank, "shared_memory", lambda: (1 << 20, 64 << 20))
+    found = rank._failed(0, Job(program=b"", device_type="cuda"), _Meter(short), None, RuntimeError(text))
+    assert (found.status, found.needed_memory_mib, found.reason) == (status, needed, reason)
+    assert not found.secondary

@@ -6,6 +6,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
+from redline.base._torch import FakeTensorMode
 from redline.base.errors import ScheduleError
 from redline.knobs.sequence import SequenceShards
 from redline.schedule import build, create_schedule
@@ -239,6 +240,32 @@ def test_a_kernel_and_plain_attention_compute_the_same(causal, rows, monkeypatch
         found.append([output, log_sum, *block_attention.gradients(mine, key, value, how)])
     for one, other in zip(*found):
         assert torch.allclose(one, other, atol=1e-13)
+
+
+def test_a_kernel_is_handed_a_contiguous_log_sum(monkeypatch):
+    """A half of a rank's queries is strided, and CUDA's kernel reads log sums without strides."""
+    handed = []
+    kernel = block_attention.flash_attention_on_cpu_backward
+
+    def watched(grad, query, key, value, output, log_sum, *rest, **more):
+        handed.append((tuple(log_sum.shape), log_sum.is_contiguous()))
+        return kernel(grad, query, key, value, output, log_sum, *rest, **more)
+
+    monkeypatch.setattr(block_attention, "flash_attention_on_cpu_backward", watched)
+    query, grad, output = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    key, value = (torch.randn(2, 4, 3, 8) for _ in range(2))
+    half = block_attention.Queries(*(each[:, :, 3:] for each in (query, grad, output, torch.zeros(2, 4, 6))))
+    assert not half.log_sum.is_contiguous()
+    block_attention.gradients(half, key, value, block_attention.How(scale=0.3))
+    assert handed == [((2, 4, 3), True)]
+
+
+@pytest.mark.parametrize(("capability", "there"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_attention_is_asked_for_where_the_device_has_it(monkeypatch, capability, there):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 6, 8, dtype=torch.float16, device="cuda")
+    assert block_attention._has_kernel(query, query, block_attention.How(scale=0.3)) == there
 
 
 def kinds(text):

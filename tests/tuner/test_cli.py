@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 
@@ -262,7 +263,15 @@ def test_doctor_tells_versions_devices_and_memory(capsys):
     for word in ("torch", "transformers", "ray", "devices", "MiB"):
         assert word in out
     code, out, _ = run(capsys, "doctor", "--json")
-    assert json.loads(out)["versions"]["torch"]
+    facts = json.loads(out)
+    assert facts["versions"]["torch"]
+    assert facts["shared_memory_mib"]["total"] == shutil.disk_usage("/dev/shm").total >> 20
+
+
+def test_doctor_tells_the_size_of_what_ranks_share(capsys, monkeypatch):
+    monkeypatch.setattr("redline.base.host_memory.shared_memory", lambda: (3 << 20, 64 << 20))
+    _, out, _ = run(capsys, "doctor")
+    assert "/dev/shm, which ranks and data loaders share: 64 MiB, 3 MiB free" in out
 
 
 def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch):

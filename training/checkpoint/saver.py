@@ -57,7 +57,10 @@ class Saver:
         self._known: set[Any] = set()
         """The places of all that this rank has, by which that was shared out."""
         self._buffers: dict[Any, torch.Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A thread begins on device 0, where whatever asks CUDA for anything would open a context from every rank.
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=_on_device, initargs=(_current_device(),)
+        )
         self._pending: Future[Saved] | None = None
         self._kept = False
         """Whether what no step changes is kept."""
@@ -258,6 +261,21 @@ def shared_out(everybody: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
         loads[rank] += everybody[rank][place] + 1
         out[rank].add(place)
     return out
+
+
+def _current_device() -> int | None:
+    """The CUDA device of the calling thread; None in a process that does not use CUDA."""
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _on_device(index: int | None) -> None:
+    """Has the calling thread use a CUDA device."""
+    import torch
+
+    if index is not None:
+        torch.cuda.set_device(index)
 
 
 def _tried(what: Any) -> Any:

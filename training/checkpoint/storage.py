@@ -87,4 +87,5 @@ def _writer(folder: Path) -> Any:
                     raise
                 raise OSError(cause.errno, cause.strerror) from error
 
-    return Writer(folder)
+    # What is written is on the CPU. To copy ahead torch would open a context on GPU 0, from every rank.
+    return Writer(folder, per_thread_copy_ahead=0)

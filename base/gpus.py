@@ -1,0 +1,204 @@
+"""NVIDIA GPUs as CUDA shows them to this process, found by NVML without creating a CUDA context.
+
+Sources: CUDA C++ Programming Guide, "CUDA environment variables"; NVIDIA Multi-Instance GPU User Guide; the NVML API reference.
+"""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import MissingDependency, UsageError
+
+MIB = 1024 * 1024
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DEVICE_FILE = "/dev/nvidia0"
+"""Exists where the driver has a GPU."""
+NO_DEVICE = ("", "-1", "NoDevFiles")
+"""First entries of the variable by which a person or Slurm hides all GPUs."""
+
+# Return codes of NVML (nvml.h).
+_NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _NO_DRIVER, _NO_LIBRARY, _NO_FUNCTION, _NO_GPU = 3, 4, 6, 9, 12, 13, 28
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU, or an instance of one that MIG divides."""
+
+    name: str
+    """How `CUDA_VISIBLE_DEVICES` names it: an index or a UUID."""
+    model: str
+    memory_mib: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Present:
+    """A GPU that this process may use."""
+
+    handle: Any
+    uuid: str
+    instances: list[Any] | None
+    """Handles of its MIG instances; None where MIG is off."""
+
+
+def find_gpus() -> list[Gpu]:
+    """The GPUs that CUDA shows to this process, in CUDA's order; empty where there are none or all are hidden on purpose.
+
+    Raises:
+        UsageError: there are GPUs, but `CUDA_VISIBLE_DEVICES` names none of them, or NVML fails.
+        MissingDependency: there is a GPU, but pynvml is not installed.
+    """
+    setting = os.environ.get(VARIABLE)
+    if setting is not None and setting.split(",")[0].strip() in NO_DEVICE:
+        return []
+    if importlib.util.find_spec("pynvml") is None:
+        if os.path.exists(DEVICE_FILE):
+            raise MissingDependency(
+                f"this machine has an NVIDIA GPU ({DEVICE_FILE}), and pynvml, by which redline finds it, is not installed: "
+                f"pip install nvidia-ml-py, or set {VARIABLE}= (empty) to train on the CPU"
+            )
+        return []
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if error.value in (_NO_LIBRARY, _NO_DRIVER, _NO_GPU):
+            return []
+        raise _unusable(error) from error
+    try:
+        return _visible(pynvml, setting)
+    except pynvml.NVMLError as error:
+        raise _unusable(error) from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _unusable(error: Exception) -> UsageError:
+    return UsageError(
+        f"NVML cannot describe this machine's GPUs: {error}. See whether nvidia-smi works, or set {VARIABLE}= (empty) to "
+        "train on the CPU"
+    )
+
+
+def _visible(nvml: Any, setting: str | None) -> list[Gpu]:
+    count = nvml.nvmlDeviceGetCount()
+    present = _present(nvml, count)
+    chosen = _chosen(nvml, present, setting)
+    # CUDA shows a process either whole GPUs or a single MIG instance.
+    if chosen and chosen[0][2]:
+        chosen = chosen[:1]
+    gpus = [_described(nvml, name, handle, parent) for name, handle, parent in chosen if not parent or len(chosen) == 1]
+    if not gpus and count and setting is not None:
+        names = (
+            ", ".join(f"{index}: {each.uuid}" for index, each in enumerate(present)) or "none that this process may use"
+        )
+        raise UsageError(
+            f"{VARIABLE}={setting} names none of this machine's GPUs ({names}), so CUDA would show none. Name one by its index "
+            "or the beginning of its UUID, unset the variable, or set it empty to train on the CPU"
+        )
+    if not gpus and present:
+        raise UsageError(
+            "all GPUs of this machine are in MIG mode and have no instance: create one (nvidia-smi mig -cgi), or set "
+            f"{VARIABLE}= (empty) to train on the CPU"
+        )
+    return gpus
+
+
+def _present(nvml: Any, count: int) -> list[_Present]:
+    """The GPUs that this process may use: a batch system's control group takes away the others, and CUDA does not count them."""
+    out = []
+    for index in range(count):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            if error.value == _NO_PERMISSION:
+                continue
+            raise
+        out.append(
+            _Present(handle=handle, uuid=_text(nvml.nvmlDeviceGetUUID(handle)), instances=_instances(nvml, handle))
+        )
+    return out
+
+
+def _instances(nvml: Any, handle: Any) -> list[Any] | None:
+    try:
+        mode, _ = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError as error:
+        if error.value in (_NOT_SUPPORTED, _NO_FUNCTION):
+            return None
+        raise
+    if not mode:
+        return None
+    out = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            out.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except nvml.NVMLError as error:
+            if error.value != _NOT_FOUND:
+                raise
+    return out
+
+
+_Choice = tuple[str, Any, Any]
+"""Name, handle, and for a MIG instance the handle of its GPU, else None."""
+
+
+def _chosen(nvml: Any, present: list[_Present], setting: str | None) -> list[_Choice]:
+    """What the variable chooses: everything before the first entry that is invalid, and nothing where one is repeated."""
+    entries = list(map(str, range(len(present)))) if setting is None else setting.split(",")
+    by_uuid = setting is not None and setting.strip().startswith(("GPU-", "MIG-"))
+    out: list[_Choice] = []
+    seen: list[Any] = []
+    for entry in map(str.strip, entries):
+        found = _with_uuid(nvml, present, entry) if by_uuid else _at_index(present, entry)
+        if found is None:
+            break
+        handle, parent = found
+        if (handle or parent) in seen:
+            return []
+        seen.append(handle or parent)
+        if handle is not None:  # a divided GPU without instances counts, and is not shown
+            out.append((entry, handle, parent))
+    return out
+
+
+def _at_index(present: list[_Present], entry: str) -> tuple[Any, Any] | None:
+    """The GPU at an index, which CUDA reads as `strtoul` does; of a divided one its first instance."""
+    number = re.match(r"\+?(\d+)", entry)
+    if number is None or int(number[1]) >= len(present):
+        return None
+    gpu = present[int(number[1])]
+    if gpu.instances is None:
+        return gpu.handle, None
+    return (gpu.instances[0] if gpu.instances else None), gpu.handle
+
+
+def _with_uuid(nvml: Any, present: list[_Present], entry: str) -> tuple[Any, Any] | None:
+    """The one GPU or MIG instance whose UUID begins so."""
+    found: list[tuple[Any, Any]] = []
+    for gpu in present:
+        if entry.startswith("GPU-") and gpu.uuid.startswith(entry):
+            found.append((gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle))
+        for each in gpu.instances or () if entry.startswith("MIG-") else ():
+            # Before driver 470 an instance had the name of its GPU and two numbers.
+            ids = nvml.nvmlDeviceGetGpuInstanceId(each), nvml.nvmlDeviceGetComputeInstanceId(each)
+            if _text(nvml.nvmlDeviceGetUUID(each)).startswith(entry) or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}":
+                found.append((each, gpu.handle))
+    return found[0] if len(found) == 1 else None
+
+
+def _described(nvml: Any, name: str, handle: Any, parent: Any) -> Gpu:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(parent or handle)
+    return Gpu(
+        name=name,
+        model=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_mib=int(nvml.nvmlDeviceGetMemoryInfo(handle).total) // MIB,
+        capability=(int(major), int(minor)),
+    )
+
+
+def _text(said: str | bytes) -> str:
+    return said.decode() if isinstance(said, bytes) else said

@@ -1,0 +1,92 @@
+"""What the ranks of a job on GPUs are given: compilers, network, time to end."""
+
+import os
+import sys
+import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+import redline
+from redline.results import Status
+from redline.runners import compiling, host, supervisor
+from redline.runners.dry_run import DryRun
+from redline.runners.host import HostAgent
+from redline.runners.job import Begun, Job, Rendezvous
+from redline.runners.log import LogFile
+from redline.runners.memory import HostMemoryMeter
+from redline.runners.rank import RankContext
+from redline.runners.timing import TimingPlan
+from redline.space import Config
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.mark.parametrize(("cores", "ranks", "each"), [(64, 8, 8), (4, 8, 1), (16, 3, 5)])
+def test_ranks_divide_the_cores_among_their_compilers(monkeypatch, cores, ranks, each):
+    imported = SimpleNamespace(compile_threads=32)
+    monkeypatch.setattr(compiling, "usable_cores", lambda: cores)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", imported)
+    monkeypatch.setenv(compiling.COMPILE_THREADS, "")
+    monkeypatch.delenv(compiling.COMPILE_THREADS)
+    compiling.share_compile_threads(ranks)
+    assert (imported.compile_threads, os.environ[compiling.COMPILE_THREADS]) == (each, str(each))
+    monkeypatch.setenv(compiling.COMPILE_THREADS, "7")
+    imported.compile_threads = 7
+    compiling.share_compile_threads(ranks)
+    assert (imported.compile_threads, os.environ[compiling.COMPILE_THREADS]) == (7, "7")
+
+
+def test_both_backends_use_the_interface_by_which_the_host_is_reached(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def program(context):
+        return os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
+
+    agent = HostAgent(["cloudpickle", "redline.runners.supervisor"])
+    try:
+        job = Job(program=cloudpickle.dumps(program), rendezvous=Rendezvous(interface="eth7"), timeout_s=60)
+        (rank,) = agent.run(job).ranks
+    finally:
+        agent.close()
+    assert rank.report == ("eth7", "=eth7")
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 10.0), ("cuda", 60.0)])
+def test_ranks_on_gpus_have_longer_to_end(monkeypatch, device, seconds):
+    given = []
+    monkeypatch.setattr(supervisor, "kill_descendants", given.append)
+    one = supervisor.Supervisor(Job(program=b"", device_type=device), Pipe()[0])
+    with LogFile(None) as log:
+        one._end(log)
+    assert given == [seconds]
+
+
+@pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2)])
+def test_who_waits_for_a_supervisor_leaves_it_that_time(monkeypatch, device, patience):
+    monkeypatch.setattr(host, "ANSWER_S", 1.0)
+    monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", host.TEARDOWN_S + 1)
+    monkeypatch.setattr(host, "kill_tree", lambda pid: None)
+    here, there = Pipe()
+    there.send(Begun(os.getpid()))
+    begin = time.monotonic()
+    outcome = host._answer(here, Job(program=b"", device_type=device, timeout_s=0.1))
+    assert time.monotonic() - begin >= 0.1 + patience
+    assert outcome.status is Status.TIMEOUT and f"said nothing for {patience} s more" in outcome.reason
+
+
+def test_retries_of_build_and_probe_are_not_those_of_the_steps():
+    counted = iter([4, 6])  # after the probe, and at the end
+
+    class Meter(HostMemoryMeter):
+        def allocation_retries(self):
+            return next(counted)
+
+    context = RankContext(
+        rank=0, local_rank=0, world_size=1, device_type="cpu", init_method="", memory_limit_mib=None, memory=Meter()
+    )
+    workload = redline.workload("gpt2-tiny")
+    report = DryRun(workload=workload, config=Config({"micro_batch": 1}), plan=TimingPlan(seconds=0.05))(context)
+    assert report.allocation_retries == 2
