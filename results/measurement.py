@@ -46,7 +46,7 @@ class RankReport:
     peak_allocated_mib: float | None = None
     """CUDA: peak of the bytes in live tensors, MiB. None on a CPU."""
     allocation_retries: int = 0
-    """CUDA: how often the allocator flushed its cache in the steps, without build and probe; above 0 the trial ran close to OOM."""
+    """CUDA: how often the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 
     def __post_init__(self) -> None:
         _check_types(self, _names(RankReport))
