@@ -14,9 +14,8 @@ import psutil
 
 from .errors import not_installed
 from .gpus import VARIABLE, find_gpus
-from .host_memory import free_memory_mib, memory_groups
+from .host_memory import MIB, free_memory_mib, memory_groups
 
-MIB = 1024 * 1024
 DESCRIBED = "described"
 """Feature of a device that is not at hand: what this machine lacks says nothing about it."""
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import MissingDependency, UsageError
+from .host_memory import MIB
 
-MIB = 1024 * 1024
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICE_FILE = "/dev/nvidia0"
 """Exists where the driver has a GPU."""

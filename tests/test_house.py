@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from house import ROOT, graph, importers
+from house import ROOT, graph, importers, lost, sources
 
 FLOORS = (
     ("base", "knobs"),
@@ -77,6 +77,14 @@ def test_every_room_has_its_floor(house):
 
 def test_no_import_runs_up(house):
     assert upward(house) == []
+
+
+def test_every_relative_import_leads_to_a_module_of_the_package(tmp_path):
+    known = sources(ROOT)
+    assert [each for name, path in known.items() for each in lost(name, path, known)] == []
+    (tmp_path / "serve.py").write_text("def f():\n    from ...tuner.budget import parse\n    from ..gone import x")
+    found = list(lost("redline.cli.serve", tmp_path / "serve.py", known))
+    assert found == ["serve.py:2 imports ...tuner.budget", "serve.py:3 imports ..gone"]
 
 
 def test_imports_inside_the_package_are_relative():

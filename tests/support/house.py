@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE = ("tests", "bench", "docs", "examples")
+OUTSIDE = ("tests", "bench", "docs", "examples", "build")
 """Folders of the repository that are not of the package's house."""
 
 
@@ -14,7 +14,7 @@ def sources(root):
     out = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] in OUTSIDE or any(part.startswith((".", "build")) for part in parts):
+        if parts[0] in OUTSIDE or any(part.startswith(".") for part in parts):
             continue
         out[".".join(("redline", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
     return out
@@ -35,6 +35,17 @@ def imports(name, path, known):
                     yield found
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from by_string(node, package, known)
+
+
+def lost(name, path, known):
+    """Relative imports that lead to no module of the package: in a function nothing else would notice them."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: max(0, len(package) - node.level + 1)]
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            if not base or target not in known:
+                yield f"{path.name}:{node.lineno} imports {'.' * node.level}{node.module or ''}"
 
 
 def by_string(call, package, known):
