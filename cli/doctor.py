@@ -137,8 +137,8 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
 def examine() -> dict[str, Any]:
     """What is there and what is not, as a mapping."""
     from .. import __version__
-    from ..base.device import MIB, available_memory_mib, detect
-    from ..base.host_memory import shared_memory
+    from ..base.device import available_memory_mib, detect
+    from ..base.host_memory import MIB, shared_memory
 
     device = detect()
     shared = shared_memory()
