@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from redline.base.errors import UsageError
-from redline.knobs.standard import STANDARD
+from redline.knobs.strategy import STANDARD
 from redline.results import Measurement, Status
 from redline.space import Config, Space
 

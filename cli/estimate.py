@@ -122,7 +122,7 @@ def config_of(text: str) -> dict[str, Any]:
     Raises:
         UsageError: it is malformed.
     """
-    from ..models.families.standard import BLOCK_KNOBS
+    from ..knobs.strategy import BLOCK_KNOBS
 
     pairs: list[str] = []
     for part in (each.strip() for each in text.split(",")):

@@ -101,7 +101,7 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
     """
     import yaml
 
-    from ..models.families.standard import BLOCK_KNOBS
+    from ..knobs.strategy import BLOCK_KNOBS
 
     values: dict[str, list[Any]] = {}
     for pair in pairs:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import UsageError, unknown
-from ..knobs.meaning import REDUCED, hsdp_obstacle
+from ..knobs.meaning import REDUCED
 from ..knobs.pipeline import PIPELINE_SCHEDULES
-from ..knobs.sequence import sequence_shards_obstacle
-from ..models.families.standard import BLOCK_KNOBS
-from ..models.parallel import CHUNKED, PIPELINES
+from ..knobs.rules import CHUNKED, GENERAL, RuleContext
+from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
+from ..models.parallel import PIPELINES
 from .facts.model_facts import Variant
-from .setup import OFFLOADS, PRECISIONS, TrainingSetup
+from .setup import PRECISIONS, TrainingSetup
 
 _NUMBERS = {
     "tp": int, "sp": int, "cp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
@@ -164,17 +164,14 @@ def knob_arrays(
     accum = _accumulation(table, setup, values["micro_batch"] * dp)
     for name, array in (("dp", dp), ("grad_accum", accum)):
         table.refuse(array < 1, f"{name} must be at least 1")
-    for at in np.flatnonzero(values["hsdp"] > 1).tolist():
-        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at] * sp[at] * cp[at]), int(values["zero"][at])):
-            raise UsageError(f"configuration {table.show(at)}: {why}")
-    pieces = np.unique(np.stack([sp, cp]), axis=1)
-    for ranks, ring in pieces.T.tolist():
-        if why := sequence_shards_obstacle(setup.seq_len or 1, ranks, ring):
-            table.refuse((sp == ranks) & (cp == ring), why)
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}
-    return KnobArrays(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(table.size), **named, **values)
+    arrays = KnobArrays(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(table.size), **named, **values)
+    context = RuleContext(seq_len=setup.seq_len or 1)
+    for rule in GENERAL:
+        table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
+    return arrays
 
 
 def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import SpaceError
+from ..knobs.rules import SPLITTING
+from ..knobs.strategy import BLOCK_KNOBS
 from ..models import Workload
-from ..models.families.standard import BLOCK_KNOBS, StandardSchedule
-from ..models.parallel import SPLITTING
+from ..models.families.standard import StandardSchedule
 from ..space import Config, Space, Value
 from .calibration import MEMORY_GROUPS, TIME_GROUPS
 from .estimator import Estimator

@@ -6,12 +6,12 @@ from typing import Any
 
 from ..base.errors import UsageError, unknown
 from ..knobs.meaning import BUCKET_MIB, FORMATS
+from ..knobs.strategy import OFFLOADS
 from ..models.parallel import PIPELINES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """States a parameter has in each optimizer, each of the size of the master weights."""
 PRECISIONS = tuple(FORMATS)
-OFFLOADS = ("none", "optimizer")
 _DTYPES = ("fp32", "bf16", "fp16")
 
 

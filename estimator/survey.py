@@ -9,8 +9,9 @@ import numpy as np
 from ..base.device import DESCRIBED, Device
 from ..base.errors import SpaceError, UsageError
 from ..knobs.lossy import Lossy, lossy_in
-from ..models.families.standard import BLOCK_KNOBS
-from ..models.spaces import lossy_of_space
+from ..knobs.rules import RuleContext
+from ..knobs.strategy import BLOCK_KNOBS
+from ..models.spaces import lossy_of_space, require_rules
 from ..space import Config, Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
@@ -88,9 +89,9 @@ def shape_space(
     space.choice("precision", tried, help="number format of the arithmetic")
     space.flag("fusion", help="compile each repeated block")
     together = micro * space["dp"] if devices > 1 else micro
-    accumulate = space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
-    space.require(together * accumulate == global_batch, f"global batch {global_batch}")
-    parallel.compose(space, device, devices, support, seq_len=seq_len, own_loss=False)
+    space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
+    parallel.compose(space, device, devices, support)
+    require_rules(space, RuleContext(devices=devices, global_batch=global_batch, seq_len=seq_len))
     return space
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..base.errors import UsageError
 from ..knobs.lossy import LOSSY, lossy_values
 from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
-from ..knobs.standard import MOST_DEVICES, STANDARD, is_whole
+from ..knobs.strategy import MAX_DEVICES, STANDARD, is_whole
 from ..results.columns import fold
 from ..results.measurement import Trial
 from .hosts import Hosts
@@ -89,7 +89,7 @@ class Setup:
         """Those that share what ZeRO cuts: of each the ranks that share its sequences, where what is written has such."""
         self.devices = split * self.dp
         """Devices of one training."""
-        if self.devices > MOST_DEVICES:
+        if self.devices > MAX_DEVICES:
             raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
         self.processes = self.tp * self.replicas * (self.pp if pipelines else 1)
         """Devices that the exported file runs on."""

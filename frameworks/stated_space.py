@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.errors import SpaceError, UsageError
 from ..base.reading import with_power
-from ..knobs.standard import STANDARD
+from ..knobs.strategy import STANDARD
 from ..space import Space
 from ..space.grammar import check_name
 from ..space.values import Value, kind_of_all, python_scalar

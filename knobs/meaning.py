@@ -135,17 +135,3 @@ def recomputed(blocks: int, ratio: float) -> list[int]:
     """
     chosen = round(ratio * blocks)
     return [index for index in range(blocks) if (index + 1) * chosen // blocks > index * chosen // blocks]
-
-
-def hsdp_obstacle(groups: int, replicas: int, zero: int) -> str:
-    """Why so many replicas at a stage of ZeRO cannot be divided into groups; empty where they can."""
-    if groups == 1:
-        return ""
-    if "gradients" not in EXCHANGES[zero].cut:
-        return f"hsdp={groups} needs zero 2 or 3, as nothing else is cut within a group, but zero is {zero}"
-    if groups < 1 or replicas % groups or replicas == groups:
-        return (
-            f"hsdp={groups} must divide the {replicas} replicas into groups of two or more, "
-            "each of which has all pieces"
-        )
-    return ""

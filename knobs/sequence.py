@@ -38,21 +38,3 @@ class SequenceShards:
             at, stretches = self.rank // self.sp, value.chunk(2 * self.cp, dim)
             value = torch.cat((stretches[at], stretches[-1 - at]), dim)
         return value.chunk(self.sp, dim)[self.rank % self.sp].contiguous()
-
-
-def sequence_shards_obstacle(length: int | None, sp: int, cp: int) -> str:
-    """Why samples of so many tokens cannot be cut over `sp * cp` ranks; empty where they can. A rank of a ring has a piece
-    of each half of a sample, so that all have as much to look back at.
-
-    >>> sequence_shards_obstacle(12, 2, 4)
-    '2 * cp, 8, must divide the 12 tokens of a sample'
-    """
-    if sp * cp == 1:
-        return ""
-    if length is None:
-        return "samples are not made of tokens, so that there is no sequence to cut"
-    if cp > 1 and length % (2 * cp):
-        return f"2 * cp, {2 * cp}, must divide the {length} tokens of a sample"
-    if length % (sp * cp):
-        return f"{f'sp * cp, {sp} * {cp},' if cp > 1 else 'sp'} must divide the {length} tokens of a sample"
-    return ""

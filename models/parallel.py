@@ -9,21 +9,13 @@ from ..base.device import Device
 from ..base.errors import SpaceError
 from ..knobs.meaning import FLOAT8
 from ..knobs.pipeline import PIPELINE_SCHEDULES
-from ..knobs.sequence import sequence_shards_obstacle
+from ..knobs.rules import sequence_refusal
+from ..knobs.strategy import OFFLOADS
 from ..space import Expression, Space
 from .families.standard import Support
 
-HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the loss needs it"
-"""Why `kernels` cannot be with ZeRO 2 and 3 in a pipeline, where each part of a stage is cut by itself, nor
-with ZeRO 3 where the loss is not the model's own."""
-SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
-"""Why `kernels` cannot be with fp16."""
 PIPELINES = tuple(PIPELINE_SCHEDULES)
 """Orders of a pipeline's micro-batches."""
-CHUNKED = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.most != 1)
-"""Those of which a rank may hold several chunks of the model."""
-SPLITTING = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.splits_backward)
-"""Those that compute the gradients of weights apart from those of inputs."""
 VIRTUAL_STAGES = (1, 2, 4)
 """Model chunks of a pipeline rank that are tried."""
 
@@ -95,8 +87,7 @@ def declare(
     words = "ranks of a ring, each with a piece of a sequence, among which keys and values go round (ring attention)"
     cp = space.choice("cp", degrees, default=plain.cp, others=(), help=words)
     pp = space.choice("pp", degrees, default=plain.pp, others=(), help="pipeline stages")
-    dp = space.derive("dp", devices // (tp * sp * cp * pp), help="data-parallel replicas")
-    space.require(tp * sp * cp * pp * dp == devices, f"the {devices} devices are shared without a rest")
+    space.derive("dp", devices // (tp * sp * cp * pp), help="data-parallel replicas")
     for knob, reasons in zip((tp, sp, cp, pp), refused.values(), strict=True):
         for reason in dict.fromkeys(each for each in reasons.values() if each):
             space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)
@@ -115,12 +106,6 @@ def declare(
         )
     if any(way.pp > 1 for way in ways):
         _pipeline(space, support, [degree for degree in degrees[1:] if not refused["pp"][degree]])
-        if any(way.pp > 1 and way.tp * way.pp < devices for way in ways):
-            space.require(
-                ~space["pipeline_schedule"].isin(SPLITTING) | (space["zero"] < 2),
-                "zero_bubble and zbv compute the gradients of weights apart from the backward pass, in which "
-                "ZeRO 2 and 3 reduce them",
-            )
     return Spread(replicas=tuple(dps), default_dp=devices // plain.ranks)
 
 
@@ -165,9 +150,7 @@ def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_l
     """Why so many ranks cannot share sequences; empty where they can."""
     if why := support.sequences(sp, cp, 1):
         return why
-    if own_loss:
-        return "the workload's own loss is of whole samples, and ranks that share them have a piece each"
-    return sequence_shards_obstacle(seq_len, sp, cp)
+    return sequence_refusal(seq_len, sp, cp, own_loss=own_loss)
 
 
 def _not_together(
@@ -182,7 +165,7 @@ def _not_together(
             why = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
             if why:
                 reasons[("tp", degree), ("sp", sp)] = why
-        if not refused["cp"][degree] and (why := sequence_shards_obstacle(seq_len, sp, degree)):
+        if not refused["cp"][degree] and (why := sequence_refusal(seq_len, sp, degree)):
             reasons[("sp", sp), ("cp", degree)] = why
     return reasons
 
@@ -240,48 +223,29 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         space.require((knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it")
 
 
-def compose(
-    space: Space, device: Device, devices: int, support: Support, *, seq_len: int | None, own_loss: bool
-) -> None:
-    """Adds `offload`, and the constraints between parallel knobs and all others. Call it last.
+def compose(space: Space, device: Device, devices: int, support: Support) -> None:
+    """Adds `offload`, and what the model asks of parallel knobs beside all others. Call it last.
 
     Args:
         space: receives them.
         device: the kind of device.
         devices: devices of one trial.
         support: what the model's schedule can do.
-        seq_len: tokens of a sample; None where samples are not made of tokens.
-        own_loss: whether the loss is not the model's own.
     """
     names = space.by_name
     if device.type == "cuda" and not support.offload:
-        space.choice("offload", ["none", "optimizer"], others=(), help="what is kept and updated in host memory")
+        space.choice("offload", OFFLOADS, others=(), help="what is kept and updated in host memory")
     if "zero" in names and support.zero:
         space.require(space["zero"] == 0, support.zero)
     elif "zero" in names and "pp" in names and support.zero_in_stages:
         space.require((space["zero"] < 2) | (space["pp"] == 1), support.zero_in_stages)
-    if "sequence_parallel" in names:
-        _sequence_parallel(space, devices, seq_len, support)
-    if "pipeline_schedule" in names:
-        _order(space)
-    if "fp16" in (*space["precision"].values, *(space["precision"].others or ())):
-        half = space["precision"] == "fp16"
-        if "pp" in names:
-            space.require(~half | (space["pp"] == 1), "a pipeline does not scale the loss, as fp16 needs it")
-        if "offload" in names:
-            space.require(~half | (space["offload"] == "none"), "fp16 unscales gradients on the device")
-        if "kernels" in names:
-            space.require(~half | ~space["kernels"], SCALED_TOO_LATE)
+    if "sequence_parallel" in names and support.sequence_parallel:
+        space.require(~space["sequence_parallel"], support.sequence_parallel)
     if "tp" in names and set(FLOAT8) & {*space["precision"].values, *(space["precision"].others or ())}:
         whole = ~space["precision"].isin(FLOAT8)
         for tp in divisors(devices)[1:]:
             if not support.tp(tp) and (why := support.float8(tp)):
                 space.require(whole | (space["tp"] != tp), why)
-    if "kernels" in names and "zero" in names:
-        if own_loss:
-            space.require(~space["kernels"] | (space["zero"] < 3), HEAD_IS_CUT_AGAIN)
-        if "pp" in names:
-            space.require(~space["kernels"] | (space["zero"] < 2) | (space["pp"] == 1), HEAD_IS_CUT_AGAIN)
 
 
 def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
@@ -298,7 +262,7 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         others=(),
         help="model chunks of a pipeline rank, pp * virtual_stages in all",
     )
-    kind = space.choice(
+    space.choice(
         "pipeline_schedule",
         PIPELINES,
         when=pp > 1,
@@ -306,11 +270,6 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         help="order of the micro-batches: backward as soon as possible, or after all forwards (gpipe); over "
         "several chunks (interleaved); gradients of weights where a rank would wait (zero_bubble, zbv)",
     )
-    for name, order in PIPELINE_SCHEDULES.items():
-        if order.least == order.most:
-            space.require((virtual == order.most) | (kind != name), _runs(name, order.most))
-        elif order.least > 1:
-            space.require((virtual >= order.least) | (kind != name), _runs(name, f"{order.least} or more"))
     if support.virtual_stages:
         space.require(virtual == 1, support.virtual_stages)
         return
@@ -319,54 +278,6 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         for reason in dict.fromkeys(each for each in chunks.values() if each):
             beyond = [many for many in chunks if chunks[many] == reason]
             space.require((pp != degree) | ~virtual.isin(beyond), reason)
-
-
-def _runs(order: str, chunks: int | str) -> str:
-    return f"{order} runs {chunks} model chunk{'' if chunks == 1 else 's'} on each rank"
-
-
-def _order(space: Space) -> None:
-    """What the orders of micro-batches ask of all other knobs; `schedule/parallel/schedule_check.py` refuses the rest."""
-    names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
-    rounds = [name for name, each in PIPELINE_SCHEDULES.items() if each.in_rounds]
-    early = [name for name, each in PIPELINE_SCHEDULES.items() if not each.waits and not each.in_rounds]
-    space.require(~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank")
-    space.require(
-        ~kind.isin(rounds) | (steps % pp == 0),
-        f"{' and '.join(rounds)} run the micro-batches in rounds of one for every rank",
-    )
-    whole = ~kind.isin(SPLITTING)
-    if "checkpoint_ratio" in names:
-        space.require(
-            whole | (space["checkpoint_ratio"] == 0),
-            "zero_bubble and zbv would recompute a block again for the gradients of its weights",
-        )
-    if "fusion" in names:
-        space.require(
-            whole | ~space["fusion"],
-            "zero_bubble and zbv cannot divide the backward pass of a compiled block",
-        )
-    if "kernels" in names:
-        space.require(
-            whole | ~space["kernels"],
-            "zero_bubble and zbv cannot divide the backward pass of a loss whose gradients are formed once",
-        )
-
-
-def _sequence_parallel(space: Space, devices: int, seq_len: int | None, support: Support) -> None:
-    whole = ~space["sequence_parallel"]
-    if support.sequence_parallel:
-        space.require(whole, support.sequence_parallel)
-    elif seq_len is not None:
-        uneven = [tp for tp in divisors(devices) if seq_len % tp]
-        if uneven:
-            reason = f"tp must divide the {seq_len} tokens of a sample to cut them"
-            space.require(whole | ~space["tp"].isin(uneven), reason)
-        shared = space["sp"] * space["cp"]
-        space.require(
-            whole | (shared == 1) | (seq_len % (space["tp"] * shared) == 0),
-            f"tp * sp * cp must divide the {seq_len} tokens of a sample to cut them",
-        )
 
 
 def divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """What may vary by default: the knobs that exist on the devices at hand and that the workload follows."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,14 @@ from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstac
 from ..base.errors import SpaceError, unknown
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
-from ..space import Space
+from ..knobs.rules import RULES, Rule, RuleContext
+from ..knobs.strategy import BLOCK_KNOBS, STANDARD
+from ..space import Expression, Knob, Space
+from ..space.expression import negation
 from . import parallel
 from .architecture import Architecture
 from .families import generic_schedule
-from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support, unconvertible
+from .families.standard import KNOBS, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
 from .skeleton import skeleton
 from .user_code import user_code_errors
@@ -109,7 +112,7 @@ def default_space(
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     _accumulation(space, total, grad_accum)
-    parallel.compose(space, device, devices, facts.parallel, seq_len=workload.seq_len, own_loss=own_loss)
+    parallel.compose(space, device, devices, facts.parallel)
     if "zero" in space.by_name and "lossy" in allow:
         space.choice(
             "reduce_dtype",
@@ -119,7 +122,73 @@ def default_space(
             others=(),
             help="what gradients travel in between replicas; bf16 is lossy",
         )
+    require_rules(
+        space,
+        RuleContext(
+            devices=devices,
+            global_batch=None if grad_accum is not None else total,
+            seq_len=workload.seq_len,
+            tokens=workload.seq_len is not None,
+            own_loss=own_loss,
+        ),
+    )
     return space
+
+
+def require_rules(space: Space, context: RuleContext, rules: Sequence[Rule] = RULES) -> None:
+    """Adds the opposite of each rule that configurations of a space can break."""
+    knobs = _RuleKnobs(space)
+    for rule in rules:
+        obeyed = negation(rule.broken(knobs, context))
+        if isinstance(obeyed, Expression) and _together(space, obeyed.names):
+            space.require(obeyed, rule.reason(context))
+
+
+def _together(space: Space, names: Sequence[str]) -> bool:
+    """Returns True where some configuration has all of these knobs."""
+    conditions = [when for name in names if (when := space[name].when) is not None]
+    if len(conditions) < 2:  # a knob that no configuration has is not declared
+        return True
+    probe = space.copy()
+    try:
+        for when in conditions:
+            probe.require(when)
+    except SpaceError:
+        return False
+    return True
+
+
+class _RuleKnobs:
+    """The knobs of a space as rules read them; a knob that it lacks has its neutral value."""
+
+    def __init__(self, space: Space) -> None:
+        self._knobs = space.by_name
+
+    def __getattr__(self, name: str) -> Any:
+        knob = self._knobs.get(name)
+        if knob is None:
+            return STANDARD[name].neutral
+        return _RuleName(knob) if knob.kind == "text" else knob
+
+
+class _RuleName:
+    """A knob whose values are names, for comparisons with names that it may not have: these are False."""
+
+    def __init__(self, knob: Knob) -> None:
+        self._knob = knob
+        self._known = {*knob.values, *(knob.others or ())}
+
+    def isin(self, names: Iterable[str]) -> Any:
+        found = [name for name in names if name in self._known]
+        return self._knob.isin(found) if found else False
+
+    def __eq__(self, name: object) -> Any:
+        return self._knob == name if name in self._known else False
+
+    def __ne__(self, name: object) -> Any:
+        return self._knob != name if name in self._known else True
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _micro_batch(space: Space, workload: Workload, spread: parallel.Spread, *, any_batch: bool) -> None:
@@ -143,8 +212,7 @@ def _accumulation(space: Space, total: int, values: Sequence[int] | None) -> Non
         space.choice("grad_accum", values, help=words, monotone_memory=0)
         return
     together = space["micro_batch"] * space["dp"] if "dp" in space.by_name else space["micro_batch"]
-    accumulate = space.derive("grad_accum", total // together, help=words)
-    space.require(together * accumulate == total, f"global batch {total}")
+    space.derive("grad_accum", total // together, help=words)
 
 
 def _checkpointing(space: Space, blocks: int) -> None:
@@ -171,17 +239,7 @@ def _precision(space: Space, tried: Sequence[str], possible: Sequence[str]) -> N
 def _attention(space: Space, model: Architecture, device: Device) -> None:
     names = model.attentions(device)
     words = "implementation of attention in transformers"
-    attention = space.choice("attention", names, default=model.default_attention, others=(), help=words)
-    if "flash_attention_2" in names:
-        space.require(
-            (attention != "flash_attention_2") | (space["precision"] != "fp32"), "flash attention has no float32"
-        )
-    other = [name for name in names if name not in ("eager", "sdpa")]
-    if other and "cp" in space.by_name:
-        space.require(
-            ~attention.isin(other) | (space["cp"] == 1),
-            "a ring attends by code of its own, which computes blocks by torch's flash attention where attention is sdpa",
-        )
+    space.choice("attention", names, default=model.default_attention, others=(), help=words)
 
 
 def _kernels(space: Space, device: Device) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..base.device import Device, detect
 from ..base.errors import WorkloadError
+from ..knobs.strategy import STANDARD
 from ..space import Config, Space
 from .fingerprint import digest, of_callable
 from .user_code import user_code_errors
@@ -24,16 +25,8 @@ Found = TypeVar("Found")
 Batch = Mapping[str, Any] | tuple[Any, ...]
 UNITS = ("tokens/s", "samples/s")
 DEFAULT_GLOBAL_BATCH = 32
-NEUTRAL = Config(
-    micro_batch=1,
-    grad_accum=1,
-    dp=1,
-    checkpoint_ratio=0.0,
-    precision="fp32",
-    fusion=False,
-    kernels=False,
-    fused_optimizer=True,
-)
+_LOOKED_AT = ("micro_batch", "grad_accum", "dp", "checkpoint_ratio", "precision", "fusion", "kernels")
+NEUTRAL = Config({**{name: STANDARD[name].neutral for name in _LOOKED_AT}, "fused_optimizer": True})
 """The standard knobs as they are before anything is tuned, for builders that look at their configuration."""
 
 

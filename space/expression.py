@@ -283,6 +283,52 @@ def maximum(*arguments: Any) -> Expression:
     return _extreme("max", arguments)
 
 
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+
+
+def negation(condition: Any) -> Any:
+    """The opposite of a condition, with `~` moved into its comparisons and constants folded.
+
+    >>> negation((tp > 1) & (pp == 2) & True)
+    Expression('tp <= 1 | pp != 2')
+
+    Returns:
+        An expression; a bool where the condition is one or comes to one.
+    """
+    if not isinstance(condition, Operation):
+        return (
+            ~condition
+            if isinstance(condition, Expression) and not isinstance(condition, Constant)
+            else (not getattr(condition, "value", condition))
+        )
+    sign, arguments = condition.operator.sign, condition.arguments
+    if sign in "&|":
+        left, right = map(negation, arguments)
+        decisive = sign == "&"  # what settles the opposite: `|` by True, `&` by False
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, bool):
+                return decisive if one is decisive else other
+        return left | right if decisive else left & right
+    if sign == "~":
+        return arguments[0]
+    if sign in _OPPOSITE:
+        return operation(_OPPOSITE[sign], *map(_without_ones, arguments))
+    return ~condition
+
+
+def _without_ones(expression: Expression) -> Expression:
+    """The expression without factors of 1."""
+    if not isinstance(expression, Operation):
+        return expression
+    arguments = tuple(map(_without_ones, expression.arguments))
+    if expression.operator.sign == "*":
+        left, right = arguments
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, Constant) and one.value == 1 and one.kind == INTEGER:
+                return other
+    return Operation(expression.operator, arguments)
+
+
 def _extreme(sign: str, arguments: tuple[Any, ...]) -> Expression:
     if len(arguments) < 2:
         raise SpaceError(f"{sign}(...) takes two or more arguments, but got {len(arguments)}")

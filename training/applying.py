@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ScheduleError, unknown
-from ..knobs.meaning import exchange_of, formats_of
+from ..knobs.strategy import Strategy
 from ..models.families import schedule_of
 from .precision import dtype_of
 
@@ -47,10 +47,11 @@ def apply_schedule(
         count = round(knobs.get("checkpoint_ratio", 0) * len(follows.blocks(sch)))
         knobs["checkpoint_blocks"] = f"0-{count - 1}" if count else "none"
     follows(sch, knobs)
-    if knobs.get("offload", "none") == "optimizer":
+    strategy = Strategy.of({**config, "dp": 1})
+    if strategy.offload == "optimizer":
         sch.offload("optimizer")
     if replicas > 1:
-        share_out(sch, knobs, replicas, [])
+        share_out(sch, strategy.replace(dp=replicas // strategy.replicas), [])
     return sch
 
 
@@ -70,16 +71,15 @@ def _check_mesh(mesh: Any, config: Mapping[str, Any]) -> int:
     return int(sizes.get("dp", 1))
 
 
-def share_out(sch: "Schedule", config: Mapping[str, Any], replicas: int, gathered: Sequence[str]) -> None:
-    """Has replicas share what a configuration says, and exchange it in its formats.
+def share_out(sch: "Schedule", strategy: Strategy, gathered: Sequence[str]) -> None:
+    """Shares among replicas what a strategy's ZeRO stage cuts, exchanged in its formats.
 
     Args:
         sch: the root's schedule.
-        config: knobs and their values.
-        replicas: how many there are.
+        strategy: of the configuration.
         gathered: paths of the blocks whose weights stay whole from forward to backward.
     """
-    formats, exchange = formats_of(config), exchange_of(config, replicas)
+    formats, exchange = strategy.formats, strategy.exchange
     sch.shard_data(
         cut=exchange.cut,
         gather=exchange.gathered if "gradients" in exchange.cut else None,

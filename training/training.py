@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import liger_obstacle
-from ..base.errors import ScheduleError, WorkloadError, unknown
-from ..knobs.meaning import REDUCED, exchange_of, hsdp_obstacle, pipeline_schedule_of
-from ..knobs.sequence import sequence_shards_obstacle
+from ..base.errors import ScheduleError, UsageError, WorkloadError
+from ..knobs.meaning import pipeline_schedule_of
+from ..knobs.rules import RULES, RuleContext, refusal
+from ..knobs.strategy import Strategy
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
-from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
 from ..models.workload import Batch, Workload
 from .applying import share_out
 from .model_structure import ModelStructure
@@ -57,6 +57,8 @@ class Training:
         ScheduleError: its schedule cannot be applied.
     """
 
+    strategy: Strategy
+    """The standard knobs of the configuration."""
     model: "nn.Module"
     """The module, scheduled and materialised: this rank's part of it."""
     optimizer: "torch.optim.Optimizer"
@@ -95,10 +97,12 @@ class Training:
         self.config = config
         self.device = torch.device(device)
         self._seed = seed
+        self.strategy = checked_strategy(workload, config, world_size)
         self.world = World.of(config, rank, world_size)
-        self._sizes()
-        self.precision = Precision(str(config.get("precision", "fp32")), self.device, world_size)
-        self._check_composition()
+        self.micro_batch, self.grad_accum = self.strategy.micro_batch, self.strategy.grad_accum
+        self.samples_per_step = self.micro_batch * self.grad_accum * self.strategy.dp
+        self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
+        self.precision = Precision(self.strategy.precision, self.device, world_size)
         self._mesh = self.world.mesh(self.device, collective_timeout_s)
         self.model, self.optimizer = self._build()
         self.model.train()
@@ -200,56 +204,6 @@ class Training:
         """The seed of a step's data, by its number."""
         return step_seed(self._seed, number)
 
-    def _sizes(self) -> None:
-        config, workload = self.config, self.workload
-        zero, offload = config.get("zero", 0), config.get("offload", "none")
-        if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-            raise WorkloadError(f"zero must be a stage from 0 to 3, but is {zero!r}")
-        if offload not in ("none", "optimizer"):
-            raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
-        if (reduced := config.get("reduce_dtype", "fp32")) not in REDUCED:
-            raise WorkloadError(unknown("reduce_dtype", reduced, REDUCED))
-        ranks, groups = self.world.dp, config.get("hsdp", 1)
-        if isinstance(groups, bool) or not isinstance(groups, int):
-            raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
-        if obstacle := hsdp_obstacle(groups, self.world.replicas, zero):
-            raise WorkloadError(obstacle)
-        sharing = self.world.sharing
-        if sharing.ranks > 1:
-            own = "the workload's own loss is of whole samples" if workload.loss is not None else ""
-            if why := own or sequence_shards_obstacle(workload.seq_len, sharing.sp, sharing.cp):
-                raise WorkloadError(f"{sharing} cannot be: {why}")
-        share, rest = divmod(workload.global_batch, ranks)
-        if rest and not ("micro_batch" in config and "grad_accum" in config):
-            raise WorkloadError(f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}")
-        self.micro_batch = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
-        self.grad_accum = int(config.get("grad_accum", share // max(self.micro_batch, 1)))
-        if self.micro_batch < 1 or self.grad_accum < 1:
-            raise WorkloadError(
-                f"micro_batch and grad_accum must be at least 1, but are {self.micro_batch} and "
-                f"{self.grad_accum} with {share} samples a replica"
-            )
-        if "grad_accum" not in config and self.micro_batch * self.grad_accum != share:
-            raise WorkloadError(f"micro_batch must divide a replica's samples, {share}, but is {self.micro_batch}")
-        self.samples_per_step = self.micro_batch * self.grad_accum * ranks
-        self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
-
-    def _check_composition(self) -> None:
-        """Refuses what does not go together; the default space declares the same."""
-        kernels, zero = self.config.get("kernels", False), int(self.config.get("zero", 0))
-        least = 2 if self.world.pp > 1 else 3 if self.workload.loss is not None else 4
-        if kernels and self.world.replicas > 1 and zero >= least:
-            raise WorkloadError(f"kernels=true does not go with zero={zero} here: {HEAD_IS_CUT_AGAIN}")
-        if not self.precision.scaled:
-            return
-        if kernels:
-            raise WorkloadError(f"kernels=true does not go with precision=fp16: {SCALED_TOO_LATE}; use bf16")
-        for name, value in (("pp", self.world.pp > 1), ("offload", self.config.get("offload", "none") != "none")):
-            if value:
-                raise WorkloadError(
-                    f"precision fp16 scales the loss, which {name}={self.config[name]} does not follow; use bf16"
-                )
-
     def _build(self) -> tuple["nn.Module", "torch.optim.Optimizer"]:
         from ..schedule import deferred
 
@@ -279,7 +233,7 @@ class Training:
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
         self.outline = ModelStructure.of(module, [each.path for each in standard.blocks(sch)])
-        if schedule is standard and self.config.get("kernels") and not liger_obstacle(self.device.type):
+        if schedule is standard and self.strategy.kernels and not liger_obstacle(self.device.type):
             replace_modules(sch)  # before it is cut
         schedule(sch, self.config)
         self._distribute(sch)
@@ -288,7 +242,7 @@ class Training:
             sch.cast(torch.bfloat16)
         if not any(step.primitive == "float8" for step in sch.tree.steps):
             self.precision.convert([sch[path] for path in self.outline.blocks])
-        fused = bool(self.config.get("fused_optimizer", True))
+        fused = self.strategy.fused_optimizer is not False
         loss, self._passes = self._passes_of(module)
         return build(
             sch,
@@ -303,8 +257,7 @@ class Training:
         if self.world.pp > 1:
             passes = Pipelined(self.workload, module, self.precision)
             return passes.loss if self.workload.loss is not None else None, passes
-        exchange = exchange_of(self.config, self.world.replicas)
-        return None, Accumulation(self.workload, module, self.precision, exchange)
+        return None, Accumulation(self.workload, module, self.precision, self.strategy.exchange)
 
     def _distribute(self, sch: "Schedule") -> None:
         """What every model's schedule needs besides its own: replicas, the pipeline's order, offloading.
@@ -319,15 +272,15 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
-        if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
+        if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.replicas > 1 and "shard_data" not in done:
-            share_out(sch, self.config, self.world.replicas, self._gathered())
+            share_out(sch, self.strategy, self._gathered())
 
     def _gathered(self) -> list[str]:
         """Paths of the blocks that `gathered_blocks` names."""
         blocks = self.outline.blocks
-        named = indices_of(self.config.get("gathered_blocks", "none"), len(blocks))
+        named = indices_of(self.strategy.gathered_blocks or "none", len(blocks))
         return [blocks[index] for index in named]
 
     def _make_data(self) -> list[list[Batch]]:
@@ -354,6 +307,31 @@ class Training:
         whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
         mine = batch_slice(whole, replica * share, (replica + 1) * share)
         return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
+
+
+def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int = 1) -> Strategy:
+    """The strategy of a configuration of a workload on so many ranks.
+
+    The samples of a step are the workload's global batch, unless both `micro_batch` and `grad_accum` are knobs.
+
+    Raises:
+        WorkloadError: a knob has a value that it cannot have, or the configuration breaks one of
+            `redline.knobs.rules.RULES`.
+    """
+    try:
+        strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
+    except UsageError as error:
+        raise WorkloadError(str(error)) from None
+    context = RuleContext(
+        devices=ranks,
+        seq_len=workload.seq_len,
+        tokens=workload.seq_len is not None,
+        own_loss=workload.loss is not None,
+    )
+    own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
+    if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
+        raise WorkloadError(why)
+    return strategy
 
 
 @contextmanager

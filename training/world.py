@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import WorkloadError
+from ..base.errors import UsageError, WorkloadError
+from ..knobs.rules import GENERAL, RuleContext, refusal
+from ..knobs.strategy import DEGREES, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -46,20 +47,15 @@ class World:
         Raises:
             WorkloadError: a degree below 1, or degrees whose product is not the number of ranks.
         """
-        given = {name: config.get(name, 1) for name in ("tp", "sp", "cp", "pp")}
-        for name, value in (*given.items(), ("dp", config.get("dp", 1))):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise WorkloadError(f"{name} must be a whole number of at least 1, but is {value!r}")
-        degrees = {**given, "dp": config.get("dp", max(1, size // prod(given.values())))}
-        degrees = {name: size for name, size in degrees.items() if size > 1 or name not in ("sp", "cp")}
-        if prod(degrees.values()) != size:
-            raise WorkloadError(
-                f"{' * '.join(degrees)} must be the number of ranks, {size}, but "
-                f"{' * '.join(map(str, degrees.values()))} is {prod(degrees.values())}"
-            )
+        try:
+            degrees = Strategy.of({name: config[name] for name in DEGREES if name in config}, devices=size)
+        except UsageError as error:
+            raise WorkloadError(str(error)) from None
+        if why := refusal(degrees, RuleContext(devices=size), GENERAL):
+            raise WorkloadError(why)
         if not 0 <= rank < size:
             raise WorkloadError(f"rank must be from 0 to {size - 1}, but is {rank}")
-        return World(rank=rank, size=size, **degrees)
+        return World(rank=rank, size=size, **{name: getattr(degrees, name) for name in DEGREES})
 
     @property
     def replicas(self) -> int:

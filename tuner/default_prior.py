@@ -12,8 +12,7 @@ from ..base.device import Device
 from ..estimator import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
 from ..estimator.facts.model_facts import FLASH
 from ..estimator.hardware import recognise
-from ..estimator.setup import OFFLOADS
-from ..knobs.standard import STANDARD
+from ..knobs.strategy import DEGREES, STANDARD
 from ..space import Config, Space
 from .samplers.prior import ShapePrior
 
@@ -47,14 +46,12 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
         name: STANDARD[name].can_be
         for name in (
             "tp", "sp", "cp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels",
-            "fused_optimizer", "zero", "checkpoint_ratio", "precision",
+            "fused_optimizer", "zero", "checkpoint_ratio", "precision", "offload",
         )
     },
     "attention": lambda value: value in ("eager", *FLASH),
-    "offload": lambda value: value in OFFLOADS,
 }  # fmt: skip
 """Knobs whose effect is known, and which values they can have."""
-DEGREES = ("tp", "sp", "cp", "pp", "dp")
 
 
 def default_prior(space: Space, devices: int, hardware: Hardware) -> "DefaultPrior | None":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.reading import absolute
-from ..models.families.standard import BLOCK_KNOBS
+from ..knobs.strategy import BLOCK_KNOBS
 from ..models.server_model import ServerModel
 from ..models.shape import shape_of
 from ..results import RunFolder, summary

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.errors import RunnerError, UsageError
 from ..base.scratch import Scratch
-from ..models.families.standard import BLOCK_KNOBS
+from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, summary
 from ..runners import Runner
 from ..runners.host import PLAIN_IMPORTS, HostAgent

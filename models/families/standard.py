@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 KNOBS = ("checkpoint_ratio", "fusion", "kernels")
 """Knobs that rewrite the model on one device, and that a StandardSchedule follows."""
-BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
-"""Knobs that name blocks by their indices, as `0-3,7` or `none`: those that are recomputed, in place of
-`checkpoint_ratio`, and those whose weights ZeRO-3 keeps whole from forward to backward. No space varies them: they
-come of a refinement block by block, or are fixed."""
 
 NO_TENSOR_PARALLEL = (
     "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"

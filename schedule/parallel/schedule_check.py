@@ -2,16 +2,8 @@
 
 from ...base.errors import ScheduleError
 from ...knobs.pipeline import PIPELINE_SCHEDULES
+from ...knobs.rules import NOT_SPLIT
 from ..tree import Tree
-
-_WHOLE = "a compiled backward computes both in one go"
-NOT_SPLIT = {
-    "compile": _WHOLE,
-    "fuse": _WHOLE,
-    "checkpoint": "it would be recomputed for each of them",
-    "fused_loss": "its gradients are formed once, in the forward pass",
-}
-"""Why what a primitive makes of a model does not go with a backward pass in two parts."""
 
 
 def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
@@ -52,12 +44,10 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
 
 def _check_split(tree: Tree, kind: str) -> None:
     """Refuses what computes the gradients of inputs and weights in one go."""
-    found = [(step, NOT_SPLIT[step.primitive]) for step in tree.steps if step.primitive in NOT_SPLIT]
-    if any("gradients" in each.arguments.get("cut", ()) for each in tree.deferred):
-        reason = "ZeRO 2 and 3 reduce gradients where both are computed in one go; use ZeRO 0 or 1"
-        found += [(step, reason) for step in tree.steps if step.primitive == "shard_data"]
-    for step, reason in found:
-        raise ScheduleError(
-            f"schedule {kind} computes the gradients of weights apart from those of inputs, but "
-            f"'{step.path or type(tree.module).__name__}' has {step}: {reason}"
-        )
+    sharded = any("gradients" in each.arguments.get("cut", ()) for each in tree.deferred)
+    for step in tree.steps:
+        if step.primitive in NOT_SPLIT and (step.primitive != "shard_data" or sharded):
+            raise ScheduleError(
+                f"schedule {kind} does not go with {step} on '{step.path or type(tree.module).__name__}': "
+                f"{NOT_SPLIT[step.primitive]}"
+            )

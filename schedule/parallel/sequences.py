@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
-from ...knobs.sequence import SequenceShards, sequence_shards_obstacle
+from ...knobs.rules import sequence_refusal
+from ...knobs.sequence import SequenceShards
 from ..forward import Layer, add_layer
 from . import ring, ulysses
 from .collectives import Axis
@@ -219,7 +220,7 @@ class CutSequence(Layer):
         kwargs = {**dict(zip(names, args)), **kwargs}
         tokens = kwargs["inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"]
         length = tokens.shape[1]
-        if why := sequence_shards_obstacle(length, self.sharing.sp, self.sharing.cp):
+        if why := sequence_refusal(length, self.sharing.sp, self.sharing.cp):
             raise ScheduleError(f"sequences cut over ranks: {why}")
         labels, documents = kwargs.pop("labels", None), self._positions(kwargs, tokens)
         padding = kwargs.get("attention_mask")

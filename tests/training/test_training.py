@@ -260,9 +260,9 @@ def test_names_in_state_dict_are_the_model_s_own(small):
         ({"micro_batch": 0}, "at least 1"),
         ({"precision": "fp16"}, "unknown precision 'fp16'.*work on cpu"),
         ({"precision": "fp8"}, "precision=fp8: 8-bit products take an nn.Linear.* and there is none in its"),
-        ({"micro_batch": 8, "tp": 2}, r"tp \* pp \* dp must be the number of ranks, 1, but 2 \* 1 \* 1 is 2"),
+        ({"micro_batch": 8, "tp": 2}, r"tp=2: .* must equal the number of devices \(1\)"),
         ({"micro_batch": 8, "zero": 4}, "zero must be a stage from 0 to 3, but is 4"),
-        ({"micro_batch": 8, "dp": 2}, r"number of ranks, 1, but 1 \* 1 \* 2 is 2"),
+        ({"micro_batch": 4, "dp": 2}, r"dp=2: .* must equal the number of devices \(1\)"),
         ({"micro_batch": 8, "attention": "flash"}, "attention 'flash'"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import redline
 import torch
 from redline.base.errors import UsageError
-from redline.models.families.standard import BLOCK_KNOBS
+from redline.knobs.strategy import BLOCK_KNOBS
 from redline.tuner.accelerate import decision
 from redline.tuner.accelerate.decision import KNOBS, Wanted, decide
 from redline.tuner.accelerate.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list

@@ -9,9 +9,8 @@ from typing import Any
 from ...base.device import detect
 from ...base.errors import StudyError, UsageError, unknown
 from ...base.reading import path_of
-from ...knobs.standard import STANDARD
+from ...knobs.strategy import BLOCK_KNOBS, STANDARD
 from ...models import Workload
-from ...models.families.standard import BLOCK_KNOBS
 from ...models.spaces import make_space
 from ...space import Config, Knob
 from ..planning import plan

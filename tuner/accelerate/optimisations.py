@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError, unknown
+from ...knobs.strategy import STANDARD
 
 NEUTRAL: Mapping[str, Any] = {
-    "tp": 1,
-    "pp": 1,
-    "zero": 0,
-    "hsdp": 1,
-    "sequence_parallel": False,
-    "checkpoint_ratio": 0.0,
-    "precision": "fp32",
-    "kernels": False,
-    "fusion": False,
-    "offload": "none",
-}
-"""What optimisations change, as it is without them."""
+    name: STANDARD[name].neutral
+    for name in (
+        "tp", "pp", "zero", "hsdp", "sequence_parallel", "checkpoint_ratio", "precision", "kernels", "fusion", "offload",
+    )
+}  # fmt: skip
+"""The knobs that optimisations change, as they are without them."""
 AXES = {"tensor": "tp", "data": "dp", "zero": "dp", "sequence": "sp", "pipeline": "pp", "pipe": "pp"}
 """Of `parallel_mode`, and the knob of each."""
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32"}

@@ -1,0 +1,366 @@
+"""The rules of what goes together in a configuration.
+
+A `Rule` states what it refuses by comparisons, `&`, `|` and arithmetic alone, so that one predicate works on
+
+- a `Strategy`: the runtime refuses by it (`refusal`), and exports and checks name it;
+- a space, whose knobs are expressions: the default space requires the opposite (`models/spaces.py`), and
+  `redline space` explains by it;
+- columns of configurations as numpy arrays: the estimator refuses by it.
+
+Rules that depend on the model, such as heads that `tp` must divide, are found by applying its schedule to a copy
+without weights (`models/families/standard.py`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .meaning import EXCHANGES
+from .pipeline import PIPELINE_SCHEDULES
+from .strategy import DEGREES, STANDARD, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleContext:
+    """What rules read besides knobs. None where it is unknown or free: rules about it then refuse nothing."""
+
+    devices: int | None = None
+    """Devices of a training."""
+    global_batch: int | None = None
+    """Samples of one optimizer step over all devices."""
+    seq_len: int | None = None
+    """Tokens of a sample."""
+    tokens: bool = True
+    """Samples are made of tokens."""
+    own_loss: bool = False
+    """The loss is not the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Values of knobs that do not go together."""
+
+    name: str
+    knobs: tuple[str, ...]
+    """The knobs that it reads."""
+    broken: Callable[[Any, RuleContext], Any]
+    """`broken(knobs, context)`, with an attribute for each knob: a bool, an expression or a boolean array."""
+    reason: Callable[[RuleContext], str]
+    """What must hold, or why the values do not go together."""
+    general: bool = False
+    """It holds for every trainer, and not for redline's own alone."""
+    of_stages: bool = False
+    """It is about the stages that the standard schedules make; one of the user's own may make others, which the
+    schedule language checks (`schedule/parallel/schedule_check.py`)."""
+
+
+def one_of(value: Any, names: Iterable[Any]) -> Any:
+    """The condition that a knob has one of these values; False for no values."""
+    if hasattr(value, "isin"):  # an expression
+        return value.isin(names)
+    found: Any = False
+    for name in names:
+        found = found | (value == name)
+    return found
+
+
+def refusal(
+    strategy: Strategy,
+    context: RuleContext,
+    rules: "Iterable[Rule] | None" = None,
+) -> str:
+    """The first rule that a strategy breaks, as `KNOB=VALUE, ...: REASON`; empty where it breaks none."""
+    for rule in RULES if rules is None else rules:
+        if rule.broken(strategy, context):
+            return f"{_values(rule, strategy)}: {rule.reason(context)}"
+    return ""
+
+
+def _values(rule: Rule, strategy: Strategy) -> str:
+    """The values of a rule's knobs that are not neutral, as `tp=2, fusion=true`."""
+    given = {name: getattr(strategy, name) for name in rule.knobs}
+    changed = {name: value for name, value in given.items() if value != STANDARD[name].neutral} or given
+    return ", ".join(f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in changed.items())
+
+
+# -- degrees and batch ------------------------------------------------------------------------------------------
+
+
+def _devices(k: Any, context: RuleContext) -> Any:
+    return context.devices is not None and k.tp * k.sp * k.cp * k.pp * k.dp != context.devices
+
+
+def _global_batch(k: Any, context: RuleContext) -> Any:
+    return context.global_batch is not None and k.micro_batch * k.dp * k.grad_accum != context.global_batch
+
+
+def _hsdp_zero(k: Any, context: RuleContext) -> Any:
+    return (k.hsdp > 1) & one_of(k.zero, [stage for stage, each in EXCHANGES.items() if "gradients" not in each.cut])
+
+
+def _hsdp_groups(k: Any, context: RuleContext) -> Any:
+    replicas = k.dp * k.sp * k.cp
+    return (k.hsdp > 1) & ((replicas % k.hsdp != 0) | (replicas <= k.hsdp))
+
+
+# -- sequences --------------------------------------------------------------------------------------------------
+
+
+def _no_tokens(k: Any, context: RuleContext) -> Any:
+    return not context.tokens and k.sp * k.cp > 1
+
+
+def _own_loss_of_shards(k: Any, context: RuleContext) -> Any:
+    return context.own_loss and k.sp * k.cp > 1
+
+
+def _ring_tokens(k: Any, context: RuleContext) -> Any:
+    return context.seq_len is not None and (k.cp > 1) & (context.seq_len % (2 * k.cp) != 0)
+
+
+def _shard_tokens(k: Any, context: RuleContext) -> Any:
+    return context.seq_len is not None and (k.sp * k.cp > 1) & (context.seq_len % (k.sp * k.cp) != 0)
+
+
+def _sequence_parallel_tokens(k: Any, context: RuleContext) -> Any:
+    length = context.seq_len
+    return length is not None and k.sequence_parallel & (length % (k.tp * k.sp * k.cp) != 0)
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------
+
+_EARLY = [name for name, each in PIPELINE_SCHEDULES.items() if not each.waits and not each.in_rounds]
+_ROUNDS = [name for name, each in PIPELINE_SCHEDULES.items() if each.in_rounds]
+SPLITTING = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.splits_backward)
+"""Pipeline schedules that compute the gradients of weights apart from those of inputs."""
+CHUNKED = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.most != 1)
+"""Pipeline schedules of which a rank may hold several stages."""
+_SPLIT = " and ".join(SPLITTING)
+NOT_SPLIT = {
+    "checkpoint": f"{_SPLIT} would recompute a block again for the gradients of its weights",
+    "compile": f"{_SPLIT} cannot divide the backward pass of a compiled block",
+    "fuse": f"{_SPLIT} cannot divide the backward pass of a compiled subgraph",
+    "fused_loss": f"{_SPLIT} cannot divide the backward pass of a loss whose gradients are formed once",
+    "shard_data": f"{_SPLIT} compute the gradients of weights apart from the backward pass, in which ZeRO 2 and 3 "
+    "reduce them; use ZeRO 0 or 1",
+}
+"""By the primitive: why it does not go with a backward pass in two parts."""
+
+
+def _few_micro_batches(k: Any, context: RuleContext) -> Any:
+    return one_of(k.pipeline_schedule, _EARLY) & (k.grad_accum < k.pp)
+
+
+def _uneven_rounds(k: Any, context: RuleContext) -> Any:
+    return one_of(k.pipeline_schedule, _ROUNDS) & (k.grad_accum % k.pp != 0)
+
+
+def _stages_of(name: str) -> Rule:
+    schedule = PIPELINE_SCHEDULES[name]
+    fixed = schedule.least == schedule.most
+    chunks = str(schedule.most) if fixed else f"{schedule.least} or more"
+
+    def broken(k: Any, context: RuleContext) -> Any:
+        wrong = k.virtual_stages != schedule.most if fixed else k.virtual_stages < schedule.least
+        return (k.pipeline_schedule == name) & wrong
+
+    return Rule(
+        name=f"stages of {name}",
+        knobs=("pipeline_schedule", "virtual_stages"),
+        broken=broken,
+        reason=lambda context: f"{name} runs {chunks} model chunk{'' if chunks == '1' else 's'} on each rank",
+        of_stages=True,
+    )
+
+
+def _splitting(k: Any) -> Any:
+    return one_of(k.pipeline_schedule, SPLITTING)
+
+
+# -- formats and kernels ----------------------------------------------------------------------------------------
+
+_HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again after its forward pass, before the loss of `kernels` needs it"
+_SCALED_TOO_LATE = "`kernels` forms the head's gradient before the loss is scaled, as fp16 needs it; use bf16"
+_OTHER_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
+
+def _rule(
+    name: str,
+    knobs: str,
+    broken: Callable[[Any, RuleContext], Any],
+    reason: "str | Callable[[RuleContext], str]",
+    general: bool = False,
+    of_stages: bool = False,
+) -> Rule:
+    words = reason if callable(reason) else lambda context: reason
+    return Rule(
+        name=name, knobs=tuple(knobs.split()), broken=broken, reason=words, general=general, of_stages=of_stages
+    )
+
+
+RULES: Sequence[Rule] = (
+    _rule(
+        "devices",
+        " ".join(DEGREES),
+        _devices,
+        lambda context: f"{' * '.join(DEGREES)} must equal the number of devices ({context.devices})",
+        general=True,
+    ),
+    _rule(
+        "global batch",
+        "micro_batch dp grad_accum",
+        _global_batch,
+        lambda context: f"micro_batch * dp * grad_accum must equal the global batch ({context.global_batch})",
+        general=True,
+    ),
+    _rule(
+        "hsdp needs sharding",
+        "hsdp zero",
+        _hsdp_zero,
+        "hsdp needs zero 2 or 3: nothing else is cut within a group of replicas",
+        general=True,
+    ),
+    _rule(
+        "hsdp groups",
+        "hsdp dp sp cp",
+        _hsdp_groups,
+        "hsdp must divide the dp * sp * cp replicas into groups of two or more",
+        general=True,
+    ),
+    _rule(
+        "sequences of tokens",
+        "sp cp",
+        _no_tokens,
+        "samples are not made of tokens, so that there is no sequence to cut",
+        general=True,
+    ),
+    _rule(
+        "own loss of sequences",
+        "sp cp",
+        _own_loss_of_shards,
+        "the workload's own loss takes whole samples, and ranks that share a sequence have a piece each",
+    ),
+    _rule(
+        "tokens of a ring",
+        "cp",
+        _ring_tokens,
+        lambda context: f"2 * cp must divide the {context.seq_len} tokens of a sample",
+        general=True,
+    ),
+    _rule(
+        "tokens of a shard",
+        "sp cp",
+        _shard_tokens,
+        lambda context: f"sp * cp must divide the {context.seq_len} tokens of a sample",
+        general=True,
+    ),
+    _rule(
+        "tokens of sequence_parallel",
+        "sequence_parallel tp sp cp",
+        _sequence_parallel_tokens,
+        lambda context: f"tp * sp * cp must divide the {context.seq_len} tokens of a sample to cut them",
+        general=True,
+    ),
+    _rule(
+        "micro-batches of a pipeline",
+        "pp pipeline_schedule grad_accum",
+        _few_micro_batches,
+        f"{' and '.join(_EARLY)} need a micro-batch for every rank of the pipeline",
+    ),
+    _rule(
+        "rounds of a pipeline",
+        "pp pipeline_schedule grad_accum",
+        _uneven_rounds,
+        f"{' and '.join(_ROUNDS)} run the micro-batches in rounds of one for every rank of the pipeline",
+    ),
+    *(_stages_of(name) for name, each in PIPELINE_SCHEDULES.items() if each.least > 1 or each.most is not None),
+    _rule(
+        "split backward and ZeRO",
+        "pipeline_schedule zero",
+        lambda k, context: _splitting(k) & (k.zero >= 2),
+        NOT_SPLIT["shard_data"],
+    ),
+    _rule(
+        "split backward and recomputation",
+        "pipeline_schedule checkpoint_ratio",
+        lambda k, context: _splitting(k) & (k.checkpoint_ratio > 0),
+        NOT_SPLIT["checkpoint"],
+        of_stages=True,
+    ),
+    _rule(
+        "split backward and compilation",
+        "pipeline_schedule fusion",
+        lambda k, context: _splitting(k) & k.fusion,
+        NOT_SPLIT["compile"],
+        of_stages=True,
+    ),
+    _rule(
+        "split backward and fused loss",
+        "pipeline_schedule kernels",
+        lambda k, context: _splitting(k) & k.kernels,
+        NOT_SPLIT["fused_loss"],
+        of_stages=True,
+    ),
+    _rule(
+        "own loss of a sharded head",
+        "kernels zero",
+        lambda k, context: context.own_loss and k.kernels & (k.zero >= 3),
+        _HEAD_IS_CUT_AGAIN,
+    ),
+    _rule(
+        "sharded head of a stage",
+        "kernels zero pp",
+        lambda k, context: k.kernels & (k.zero >= 2) & (k.pp > 1),
+        _HEAD_IS_CUT_AGAIN,
+    ),
+    _rule(
+        "fp16 in a pipeline",
+        "precision pp",
+        lambda k, context: (k.precision == "fp16") & (k.pp > 1),
+        "a pipeline does not scale the loss, as fp16 needs it; use bf16",
+    ),
+    _rule(
+        "fp16 offloaded",
+        "precision offload",
+        lambda k, context: (k.precision == "fp16") & (k.offload != "none"),
+        "fp16 unscales gradients on the device; use bf16",
+    ),
+    _rule(
+        "fp16 and fused loss",
+        "precision kernels",
+        lambda k, context: (k.precision == "fp16") & k.kernels,
+        _SCALED_TOO_LATE,
+    ),
+    _rule(
+        "format of flash attention",
+        "attention precision",
+        lambda k, context: (k.attention == "flash_attention_2") & (k.precision == "fp32"),
+        "flash attention has no float32",
+    ),
+    _rule(
+        "attention of a ring",
+        "cp attention",
+        lambda k, context: (k.cp > 1) & one_of(k.attention, _OTHER_ATTENTION),
+        "a ring attends by its own code, which computes blocks by torch's flash attention where attention is sdpa",
+    ),
+)
+"""All rules; the first that is broken gives the reason."""
+GENERAL: Sequence[Rule] = tuple(rule for rule in RULES if rule.general)
+"""Those that hold for every trainer."""
+
+
+def sequence_refusal(seq_len: int | None, sp: int, cp: int, *, own_loss: bool = False) -> str:
+    """The reason why `sp * cp` ranks cannot share sequences; empty where they can.
+
+    Args:
+        seq_len: tokens of a sample; None where samples are not made of tokens.
+        sp, cp: ranks that exchange heads, and of a ring.
+        own_loss: the loss is not the model's own.
+
+    >>> sequence_refusal(12, 2, 4)
+    '2 * cp must divide the 12 tokens of a sample (cp=4)'
+    """
+    context = RuleContext(seq_len=seq_len, tokens=seq_len is not None, own_loss=own_loss)
+    strategy = Strategy(sp=sp, cp=cp)
+    found = (rule for rule in RULES if set(rule.knobs) <= {"sp", "cp"} and rule.broken(strategy, context))
+    return next((f"{rule.reason(context)} ({_values(rule, strategy)})" for rule in found), "")

@@ -1,0 +1,190 @@
+"""The standard knobs, and a `Strategy`: the value of each of them in one configuration.
+
+A training is built from a `Strategy`, an estimate is computed from the same fields as arrays, and exports are written
+from it. `redline.knobs.meaning` defines what the values mean, `redline.knobs.rules` which of them go together.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ..base.errors import UsageError
+from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
+from .pipeline import PIPELINE_SCHEDULES
+
+MAX_DEVICES = 1 << 20
+"""Most devices of one training."""
+OFFLOADS = ("none", "optimizer")
+"""Values of the knob `offload`."""
+DEGREES = ("tp", "sp", "cp", "pp", "dp")
+"""Knobs whose product is the number of devices."""
+BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
+"""Knobs that name blocks by their indices, such as `0-3,7` or `none`: those that are recomputed, in place of
+`checkpoint_ratio`, and those whose weights ZeRO 3 keeps gathered from forward to backward. No space varies them: they
+come from a refinement block by block, or are fixed."""
+
+
+def is_whole(value: Any) -> bool:
+    """Returns True for an integer that is not a flag."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Values(NamedTuple):
+    """The values that a knob can have."""
+
+    contain: Callable[[Any], bool]
+    text: str
+    """Completes the sentence `KNOB must be ...`."""
+
+
+def _among(*values: Any) -> Values:
+    return Values(lambda value: value in values, f"one of {', '.join(map(str, values))}")
+
+
+_DEGREE = Values(lambda value: is_whole(value) and 1 <= value <= MAX_DEVICES, "a whole number of at least 1")
+_SIZE = Values(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1")
+_FLAG = Values(lambda value: isinstance(value, bool), "true or false")
+_SHARE = Values(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
+    "a number from 0 to 1",
+)
+_STAGE = Values(lambda value: is_whole(value) and 0 <= value <= 3, "a stage from 0 to 3")
+_NAME = Values(lambda value: value is None or isinstance(value, str), "a name")
+_FLAG_OR_NONE = Values(lambda value: value is None or isinstance(value, bool), "true or false")
+
+
+def _knob(neutral: Any, values: Values, memory: int = 0) -> Any:
+    """A field for a standard knob, see `StandardKnob`."""
+    return field(default=neutral, metadata={"values": values, "memory": memory})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """The standard knobs of one configuration; those that it lacks have their neutral value."""
+
+    tp: int = _knob(1, _DEGREE, -1)
+    sp: int = _knob(1, _DEGREE, -1)
+    cp: int = _knob(1, _DEGREE, -1)
+    pp: int = _knob(1, _DEGREE, -1)
+    dp: int = _knob(1, _DEGREE)
+    zero: int = _knob(0, _STAGE, -1)
+    hsdp: int = _knob(1, _DEGREE, 1)
+    sequence_parallel: bool = _knob(False, _FLAG)
+    pipeline_schedule: str | None = _knob(None, Values(_NAME.contain, f"one of {', '.join(PIPELINE_SCHEDULES)}"))
+    """A name in `PIPELINE_SCHEDULES`; `of` resolves it for a pipeline. None without one."""
+    virtual_stages: int = _knob(1, _DEGREE)
+    micro_batch: int = _knob(1, _SIZE, 1)
+    grad_accum: int = _knob(1, _SIZE)
+    checkpoint_ratio: float = _knob(0, _SHARE, -1)
+    precision: str = _knob("fp32", _among(*FORMATS))
+    attention: str | None = _knob(None, _NAME)
+    """As transformers names it; None for the model's default."""
+    fusion: bool = _knob(False, _FLAG)
+    fused_optimizer: bool | None = _knob(None, _FLAG_OR_NONE)
+    """None for the default of whoever makes the optimizer."""
+    kernels: bool = _knob(False, _FLAG)
+    offload: str = _knob("none", _among(*OFFLOADS))
+    reduce_dtype: str = _knob("fp32", _among(*REDUCED))
+    checkpoint_blocks: str | None = _knob(None, _NAME)
+    """In place of `checkpoint_ratio`: the indices of the blocks that are recomputed."""
+    gathered_blocks: str | None = _knob(None, _NAME)
+    """The indices of the blocks whose weights ZeRO 3 keeps gathered from forward to backward."""
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], *, devices: int | None = None, global_batch: int | None = None
+    ) -> "Strategy":
+        """The strategy of a configuration. A knob without effect beside the others, such as `zero` of one replica, has
+        its neutral value; knobs that are not standard are ignored.
+
+        Args:
+            config: values by the names of knobs.
+            devices: of the training; `dp` is what the other degrees leave of them where it is not a knob.
+            global_batch: samples of one optimizer step; `micro_batch` and `grad_accum` are what it leaves where they
+                are not knobs.
+
+        Raises:
+            UsageError: a knob has a value that it cannot have, or the global batch cannot be divided so.
+        """
+        given = {name: config[name] for name in _NAMES if name in config}
+        for name, value in given.items():
+            values = _NAMES[name]
+            if not values.contain(value):
+                raise UsageError(f"{name} must be {values.text}, but is {value!r}")
+        if "dp" not in given and devices is not None:
+            given["dp"] = max(1, devices // prod(given.get(name, 1) for name in DEGREES))
+        if global_batch is not None:
+            given.update(_batch(given, global_batch))
+        found = cls(**given)
+        order = None if found.pp == 1 else pipeline_schedule_of(given, given.get("grad_accum"))
+        return found.replace(
+            pipeline_schedule=order,
+            virtual_stages=found.virtual_stages if found.pp > 1 else 1,
+            zero=found.zero if found.replicas > 1 else 0,
+            sequence_parallel=found.sequence_parallel and found.tp > 1,
+        )
+
+    def replace(self, **changes: Any) -> "Strategy":
+        """A copy with some values changed."""
+        return replace(self, **changes)
+
+    @property
+    def devices(self) -> int:
+        """The product of the degrees."""
+        return self.tp * self.sp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: those with samples of their own, and those that share sequences."""
+        return self.dp * self.sp * self.cp
+
+    @property
+    def formats(self) -> Formats:
+        """Number formats of a step."""
+        return formats_of({"precision": self.precision, "reduce_dtype": self.reduce_dtype})
+
+    @property
+    def exchange(self) -> Exchange:
+        """What replicas exchange in one step."""
+        return exchange_of({"zero": self.zero, "hsdp": self.hsdp, "pp": self.pp}, self.replicas)
+
+
+def _batch(given: Mapping[str, Any], total: int) -> dict[str, int]:
+    """`micro_batch` and `grad_accum`, where a configuration lacks one or both."""
+    if "micro_batch" in given and "grad_accum" in given:
+        return {}
+    dp = given.get("dp", 1)
+    share, rest = divmod(total, dp)
+    if rest:
+        raise UsageError(f"the global batch must be a multiple of dp, {dp}, but is {total}")
+    micro = given.get("micro_batch") or share // given.get("grad_accum", 1)
+    accum = given.get("grad_accum") or share // micro if micro else 0
+    if micro < 1 or accum < 1:
+        raise UsageError(
+            f"micro_batch and grad_accum must be at least 1, but are {micro} and {accum} with {share} samples a replica"
+        )
+    if micro * accum != share:
+        given_name, value = ("grad_accum", accum) if "grad_accum" in given else ("micro_batch", micro)
+        raise UsageError(f"{given_name} must divide a replica's samples, {share}, but is {value}")
+    return {"micro_batch": micro, "grad_accum": accum}
+
+
+class StandardKnob(NamedTuple):
+    """A knob that means the same whatever is tuned."""
+
+    neutral: Any
+    """The value that asks nothing of a framework."""
+    can_be: Callable[[Any], bool]
+    """Returns True for a value that it can have: a callable's space may call other things by its name."""
+    memory: int = 0
+    """1 where a larger value needs more memory whoever trains, -1 where it needs less, 0 where neither is certain."""
+
+
+_NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in fields(Strategy)}
+STANDARD: Mapping[str, StandardKnob] = {
+    each.name: StandardKnob(each.default, each.metadata["values"].contain, each.metadata["memory"])
+    for each in fields(Strategy)
+    if each.name not in BLOCK_KNOBS
+}
+"""By their names. `BLOCK_KNOBS` mean something only for a model whose blocks are known."""
