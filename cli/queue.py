@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .server_options import client_of, reached
+from .server_options import PRIORITY, client_of, reached
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,9 +32,7 @@ Examples:
 @click.option("--release", multiple=True, metavar="ID", help="Have a search that is held continue.")
 @click.option("--retry", multiple=True, metavar="ID", help="Have a search that failed or was cancelled continue.")
 @click.option("--delete", multiple=True, metavar="ID", help="Delete a search that has ended, with its folder.")
-@click.option(
-    "--priority", type=(str, click.IntRange(-100, 100)), multiple=True, metavar="ID N", help="Change a priority."
-)
+@click.option("--priority", type=(str, PRIORITY), multiple=True, metavar="ID N", help="Change a priority.")
 @click.option(
     "--show-to",
     type=(str, click.Choice(["own", "team", "all"])),

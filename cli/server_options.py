@@ -6,9 +6,25 @@ from typing import Any
 import click
 
 from ..base.errors import UsageError
+from ..service.records import priority_of
 
 Command = Callable[..., Any]
 NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one"
+
+
+class _Priority(click.ParamType):
+    """A priority by its name or its number."""
+
+    name = "priority"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return priority_of(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+PRIORITY = _Priority()
 
 
 def reached(command: Command) -> Command:

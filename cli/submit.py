@@ -11,7 +11,7 @@ from ..runners.command.command import Command
 from ..tuner.request import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
-from .server_options import client_of, reached
+from .server_options import PRIORITY, client_of, reached
 
 if TYPE_CHECKING:
     from ..service.client import SearchRun
@@ -33,7 +33,12 @@ Examples:
 @options_of(ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
 @click.option("--name", default="", metavar="TEXT", help="What people call it.  [default: the model's name]")
 @click.option(
-    "--priority", type=click.IntRange(-100, 100), default=0, metavar="N", help="Higher goes first, -100 to 100."
+    "--priority",
+    type=PRIORITY,
+    default="normal",
+    show_default=True,
+    metavar="N",
+    help="Higher goes first: low, normal, high, urgent, or from -100 to 100.",
 )
 @click.option("--device", default="", metavar="KIND", help="Kind of device, such as h100 or cpu.  [default: any]")
 @click.option("--reuse", is_flag=True, help="Answer what was measured before on the same hardware from the store.")

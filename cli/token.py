@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..base.errors import NotFound, UsageError
+from .server_options import PRIORITY
 
 if TYPE_CHECKING:
     from ..service.store import Store
@@ -60,7 +61,7 @@ def token() -> None:
 @click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="H", help="Quota of a new user.")
 @click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
 @click.option(
-    "--priority", type=click.IntRange(0, 100), default=0, metavar="N", help="Highest priority that a new user may give."
+    "--priority", type=PRIORITY, default="normal", metavar="N", help="Highest priority that a new user may give."
 )
 @click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
 @click.pass_obj

@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from .server_options import PRIORITY
 from .token import at_database, day, store_of
 
 NONE = "none"
@@ -70,9 +71,7 @@ def listed(url: str) -> None:
 @click.option("--device-hours", metavar="H", help=f"Quota in 30 days, or '{NONE}'.")
 @click.option("--running", metavar="N", help=f"Dry runs at once, or '{NONE}'.")
 @click.option("--weight", type=click.FloatRange(min=0, min_open=True), metavar="W", help="Share of the devices.")
-@click.option(
-    "--priority", type=click.IntRange(0, 100), metavar="N", help="Highest priority that they may give a search."
-)
+@click.option("--priority", type=PRIORITY, metavar="N", help="Highest priority that they may give a search.")
 @click.option("--allow-code/--no-code", default=None, help="Whether they may submit workloads and commands.")
 @click.option("--team", metavar="TEXT", help="Who sees the searches that they show to their team.")
 @click.pass_obj

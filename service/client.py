@@ -11,6 +11,7 @@ from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
 from ..space import Config, Space
 from ..tuner.result import Candidate
+from .records import priority_of
 from .request import travelling
 from .transport import Away, Transport
 
@@ -62,7 +63,7 @@ class Client:
         space: Any = None,
         *,
         name: str = "",
-        priority: int = 0,
+        priority: int | str = 0,
         device: str = "",
         reuse: bool = False,
         visibility: str = "all",
@@ -75,7 +76,7 @@ class Client:
             target: as for `redline.tune`; a file travels as what it holds, objects do not travel.
             space: as for `redline.tune`.
             name: what people call it; by default the model's name.
-            priority: higher goes first, -100 to 100.
+            priority: higher goes first, -100 to 100, or `low` (-10), `normal` (0), `high` (10), `urgent` (50).
             device: kind of device, by type or a part of its name; any where empty.
             reuse: whether what was measured before may be answered from the server's store.
             visibility: who sees it beside its owner and admins: `own` (nobody), `team` (the owner's), `all`.
@@ -91,7 +92,7 @@ class Client:
         body = {
             "request": travelling({"target": target, "space": space, **asked}),
             "name": name,
-            "priority": priority,
+            "priority": priority_of(priority),
             "device": device,
             "reuse": reuse,
             **({"visibility": visibility} if visibility != "all" else {}),
@@ -384,9 +385,9 @@ class SearchRun:
         """Has it continue after it failed or was cancelled; what it measured is not measured again."""
         self._client._json("POST", f"/v1/searches/{self.id}/retry")
 
-    def change(self, *, priority: int | None = None, visibility: str | None = None) -> None:
+    def change(self, *, priority: int | str | None = None, visibility: str | None = None) -> None:
         """Changes its priority, or who sees it (`own`, `team`, `all`)."""
-        given = {"priority": priority, "visibility": visibility}
+        given = {"priority": None if priority is None else priority_of(priority), "visibility": visibility}
         body = {name: value for name, value in given.items() if value is not None}
         self._client._json("PATCH", f"/v1/searches/{self.id}", json=body)
 

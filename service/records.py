@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ..base.errors import UsageError
+
 
 class Role(StrEnum):
     """What a user may do; each but the worker may do what those before it may."""
@@ -16,6 +18,32 @@ class Role(StrEnum):
     """Adds users and tokens, cancels anybody's searches, and joins workers."""
     WORKER = "worker"
     """Joins workers to the pool, and does nothing else: what it runs and what it measures is everybody's."""
+
+
+PRIORITIES = {"low": -10, "normal": 0, "high": 10, "urgent": 50}
+"""Names of priorities, which are whole numbers; `priority_of` reads both."""
+MOST_PRIORITY = 100
+"""Priorities are from -100 to 100."""
+
+
+def priority_of(value: int | str) -> int:
+    """A priority by its name or its number.
+
+    Raises:
+        UsageError: it is neither, or beyond the limits.
+    """
+    if isinstance(value, str) and value in PRIORITIES:
+        return PRIORITIES[value]
+    try:
+        number = int(value)
+    except ValueError:
+        number = MOST_PRIORITY + 1
+    if abs(number) > MOST_PRIORITY:
+        raise UsageError(
+            f"a priority is {', '.join(PRIORITIES)}, or a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}, but got "
+            f"{value!r}"
+        )
+    return number
 
 
 class SearchState(StrEnum):

@@ -11,10 +11,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
-from ..records import Audited, Role, Token, User
+from ..records import MOST_PRIORITY, Audited, Role, Token, User
 from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, beats, one, reads, writes
-from .searches import MOST_PRIORITY
 
 USED_S = 60.0
 """When a token was last taken is written no more often than this, s."""

@@ -6,11 +6,10 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, not_, or_, select, update
 
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
-from ..records import DryRunState, Role, Search, SearchState, User
+from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, User
 from ..tables import dry_runs, events, measured, searches, users
 from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, used, writes
 
-MOST_PRIORITY = 100
 """Priorities are from minus this to this."""
 SAME = ("request", "devices", "device")
 """What a key stands for: another of these under it is another search."""

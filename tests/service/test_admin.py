@@ -50,6 +50,12 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
     service.rl("admin").search(run.id).change(priority=21)
     assert run.look().priority == 21
     other = service.rl("other").search(run.id)
+    run.change(priority="low")
+    assert run.look().priority == -10
+    assert said(service, "queue", "--priority", run.id, "high")
+    assert run.look().priority == 10
+    with pytest.raises(UsageError, match="a priority is low, normal, high, urgent, or a whole number.*'higher'"):
+        run.change(priority="higher")
     for change in (other.hold, other.release, other.retry, other.delete, lambda: other.change(priority=1)):
         with pytest.raises(Refused, match="is submitter's"):
             change()
