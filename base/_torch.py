@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, str]] = {
     # Kinds of modules and operators.
     "ConvNd": ("torch.nn.modules.conv", "_ConvNd"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
+    "BatchNormNd": ("torch.nn.modules.batchnorm", "_BatchNorm"),
     "grouped_mm": ("torch", "_grouped_mm"),
     # Attention that gives the logarithm of its sums as well.
     "flash_attention": ("torch.ops.aten", "_scaled_dot_product_flash_attention"),

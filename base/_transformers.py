@@ -5,6 +5,7 @@ Checked with transformers 5.0 to 5.23. Nothing here imports it before it is need
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -31,6 +32,30 @@ def quiet() -> Iterator[ModuleType]:
         yield transformers
     finally:
         transformers.logging.set_verbosity(before)
+
+
+@contextmanager
+def values_unread() -> Iterator[None]:
+    """Has models of transformers not read the values of their inputs, which those on the meta device and fake ones lack.
+
+    Each row is taken for one sequence: transformers reads positions to find several packed in it, and builds a mask where
+    it cannot; without one attention takes leaner ways (grouped keys are not repeated). Nothing warns of padding.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    model = getattr(modeling, "PreTrainedModel", None)
+    patched = {
+        (masking, "find_packed_sequence_indices"): lambda position_ids: None,
+        (model, "warn_if_padding_and_no_attention_mask"): lambda self, *args, **kwargs: None,
+    }
+    before = {(at, name): getattr(at, name) for at, name in patched if hasattr(at, name)}
+    for at, name in before:
+        setattr(at, name, patched[at, name])
+    try:
+        yield
+    finally:
+        for (at, name), value in before.items():
+            setattr(at, name, value)
 
 
 def refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:

@@ -98,11 +98,10 @@ APPLIED: dict[str, Callable[[Any], Any]] = {
     "find": lambda sch: sch.find("linear|dense"),
     "decompose": lambda sch: sch.decompose("linear"),
     "fuse": lambda sch: sch.fuse(sch.find("dropout.*")[0], compiler="none"),
-    "fused_linears": lambda sch: sch.fused_linears(),
     "fused_attention": lambda sch: sch.fused_attention(),
 }
 """Primitives, on the schedule of one BERT-large block."""
-OF_GRAPHS = ("find", "decompose", "fuse", "fused_linears", "fused_attention")
+OF_GRAPHS = ("find", "decompose", "fuse", "fused_attention")
 
 
 def primitives(rounds: int) -> dict[str, float]:
@@ -159,38 +158,6 @@ def bert_large_block(rounds: int) -> dict[str, float]:
     return {"trace_seconds": statistics.median(traced), "seconds": statistics.median(verified)}
 
 
-class Gated(nn.Module):
-    """A feed-forward part gated by SiLU."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., width); returns as many."""
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Activated(nn.Module):
-    """A bias, an activation and dropout: what stands between two products."""
-
-    def __init__(self, width: int, act: nn.Module, dropout: float) -> None:
-        super().__init__()
-        self.bias, self.act, self.drop = nn.Parameter(torch.zeros(width)), act, nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., width); returns as many."""
-        return self.drop(self.act(x + self.bias))
-
-
-class Multiplied(nn.Module):
-    """A gate and what it is multiplied with."""
-
-    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Both (..., width)."""
-        return nn.functional.silu(gate) * up
-
-
 class First(nn.Module):
     """The first of what a module returns."""
 
@@ -218,21 +185,10 @@ def cases() -> dict[str, tuple[nn.Module, tuple[Any, ...], Callable[[Any], Any]]
     def hidden(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=DEVICE, requires_grad=True)
 
-    wide = hidden(2, 512, 4096)
     parts = {
-        "q, k, v of BERT-large (1,024 tokens)": (attention(0.0), (hidden(2, 512, 1024),), lambda s: s.fused_linears()),
-        "q, k, v (64 tokens)": (attention(0.0), (hidden(1, 64, 1024),), lambda s: s.fused_linears()),
-        "gate and up, 512 to 1,376 (1,024 tokens)": (
-            Gated(512, 1376),
-            (hidden(2, 512, 512),),
-            lambda s: s.fused_linears(),
-        ),
         "attention of 512 tokens": (attention(0.0), (hidden(2, 512, 1024),), lambda s: s.fused_attention()),
         "attention of 512 tokens, dropout": (attention(0.1), (hidden(2, 512, 1024),), lambda s: s.fused_attention()),
-        "GELU by tanh, written out": (NewGELUActivation(), (wide,), lambda s: s.fused_activations()),
-        "bias, GELU, dropout": (Activated(4096, nn.GELU(), 0.1), (wide,), lambda s: s.fused_activations()),
-        "bias, GELU": (Activated(4096, nn.GELU(), 0.0), (wide,), lambda s: s.fused_activations()),
-        "SiLU and factor": (Multiplied(), (wide, hidden(2, 512, 4096)), lambda s: s.fused_activations()),
+        "GELU by tanh, written out": (NewGELUActivation(), (hidden(2, 512, 4096),), lambda s: s.fused_gelu()),
     }
     return {name: (module.to(DEVICE), given, apply) for name, (module, given, apply) in parts.items()}
 

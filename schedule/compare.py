@@ -10,14 +10,15 @@ from torch import nn
 
 from .parallel.replicas import whole_gradient
 from .parallel.sharding import owner, whole
-from .rounding import Tolerance, departure, largest, scale
+from .rounding import FEW, Tolerance, departure, factor_between, largest, scale
 
 Tensors = Mapping[str, torch.Tensor | None]
-Kind = Literal["outputs", "loss", "gradients", "dropout", "weights"]
+Kind = Literal["outputs", "loss", "gradients", "inputs", "dropout", "weights"]
 SAID: Mapping[Kind, str] = {
     "outputs": "{}",
     "loss": "{}",
     "gradients": "the gradient of {}",
+    "inputs": "the gradient of {}",
     "weights": "{} after the optimizer's steps",
 }
 """What sentences call a tensor of a kind."""
@@ -39,6 +40,8 @@ class Numbers:
     """The loss; None where another rank computes it, and where it says nothing."""
     gradients: Tensors = field(default_factory=dict)
     """By the parameter's name, None where there is none."""
+    inputs: Tensors = field(default_factory=dict)
+    """Gradients of the inputs, by name."""
     vectors: Collection[str] = ()
     """Which of a summary's norms are of biases and norms alone."""
     weights: Tensors = field(default_factory=dict)
@@ -60,7 +63,12 @@ class Numbers:
         """The tensors of a kind, by name."""
         if kind == "loss":
             return {} if self.loss is None else {"the loss": torch.tensor(self.loss, dtype=torch.float64)}
-        return {"outputs": self.outputs, "gradients": self.gradients, "weights": self.weights}[kind]
+        return {
+            "outputs": self.outputs,
+            "gradients": self.gradients,
+            "inputs": self.inputs,
+            "weights": self.weights,
+        }.get(kind, {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +172,7 @@ class _Pair:
 
     def departures(self) -> Iterator[Departure]:
         yield from self._count()
-        for kind in ("outputs", "loss", "gradients"):
+        for kind in ("outputs", "loss", "gradients", "inputs"):
             yield from self._of(kind)
         yield from self._dropout()
         yield from self._of("weights")
@@ -195,6 +203,11 @@ class _Pair:
             else:
                 by = departure(wanted, mine, over=over, ratio=ratio)
                 how = f"departs by {by:.2g}"
+                most_factor = self.tolerance.factor
+                if most_factor and by <= allowed and wanted.numel() >= FEW and scale(wanted) >= over:
+                    apart = factor_between(wanted, mine)
+                    if abs(apart) > most_factor:
+                        by, how = allowed * abs(apart) / most_factor, f"is {1 + apart:.4g} times as large"
                 if projected:
                     how = f"depart by {by:.2g} of their size (tolerance {allowed:.2g})"
                 elif on:

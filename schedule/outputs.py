@@ -1,5 +1,6 @@
 """What a model returned: its loss, its logits, its floating-point tensors."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,5 +31,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     the vocabulary or not formed."""
     if isinstance(output, dict):
         output = [value for value in output.values() if isinstance(value, (torch.Tensor, tuple, list, dict))]
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, each.name) for each in dataclasses.fields(output)]
     leaves = tree_flatten(output)[0]
     return [each for each in leaves if isinstance(each, torch.Tensor) and each.is_floating_point()]

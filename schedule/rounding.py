@@ -39,6 +39,8 @@ SMALL = 0.01
 """A tensor is held to its own largest magnitude, or to this share of the largest in any where that is more:
 some gradients are nothing but rounding (that of a key's bias), which is relative to terms that cancel."""
 
+FEW = 64
+"""Elements of a tensor below which a factor between two of them is not told from rounding."""
 FLOOR = 2.0**-16
 """Of one side's summary, relative: sums of up to some million terms of float32, in another order or by another algorithm. A
 norm is held to its own size, or to this share of the whole gradient's where that is more."""
@@ -162,6 +164,8 @@ class Tolerance:
     """By what factor norms of gradients may differ besides, since dropout draws other masks."""
     noise: float = 1.0
     """By what factor the noise of dropout may differ."""
+    factor: float = 0.0
+    """By how much the factor between two whole tensors may differ from 1; 0 compares none."""
 
     @classmethod
     def of_tensors(
@@ -179,7 +183,9 @@ class Tolerance:
             weights: what the optimizer makes of it, such as `adamw_allowance`.
         """
         loss = allowed if terms is None else loss_allowance(allowed, terms)
-        return cls(outputs=allowed, loss=loss, gradients=allowed, vectors=allowed, weights=weights)
+        return cls(
+            outputs=allowed, loss=loss, gradients=allowed, vectors=allowed, weights=weights, factor=allowed / DEVIATIONS
+        )
 
     @classmethod
     def of_summaries(
@@ -210,8 +216,13 @@ class Tolerance:
             least=FLOOR,
             size=size,
             ratio=math.exp(NOISY_GRADIENT * noise),
-            noise=math.exp(NOISE[0] + NOISE[1] / math.sqrt(max(1, noise_numbers))),
+            noise=noise_ratio(noise_numbers),
         )
+
+
+def noise_ratio(numbers: int) -> float:
+    """By what factor the noise of dropout of two runs may differ, a root mean square of so many numbers each."""
+    return math.exp(NOISE[0] + NOISE[1] / math.sqrt(max(1, numbers)))
 
 
 def scale(tensor: torch.Tensor | None, largest: float = 0.0, least: float = SMALL) -> float:
@@ -240,6 +251,17 @@ def departure(
         apart = torch.maximum(expected / ratio - found, found - expected * ratio)
     value = float(apart.max()) / over
     return value if math.isfinite(value) else math.inf
+
+
+def factor_between(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """By how much the factor between two tensors differs from 1.
+
+    The factor is the projection of the one on the other, <found, expected> / <expected, expected>: the errors of N
+    elements average out in it, so that it may differ by one standard deviation of an element, not by DEVIATIONS.
+    """
+    e, f = expected.detach().double().flatten(), found.detach().double().flatten()
+    norm = float(e @ e)
+    return float(f @ e) / norm - 1 if norm > 0 else 0.0
 
 
 def largest(tensors: Mapping[str, torch.Tensor | None]) -> float:

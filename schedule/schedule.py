@@ -13,6 +13,22 @@ from .graph.trace import Traced
 from .primitive import primitive
 from .tree import ScheduledModule, Tree
 
+ELSEWHERE = {
+    "forward_ops": "trace() makes the graph, print(sch.graph) shows its operations, find(...) returns some of them",
+    "gm": "trace() makes the graph, which is sch.graph; the module is sch.module",
+    "mod": "the module is sch.module",
+    "partition": "shard(name, axis) cuts a parameter, cut_pipeline_stage() ends a stage, shard_data(...) cuts replicas",
+    "partition_model": "cut_pipeline_stage() ends a stage behind a module",
+    "get_module": "sch['path'] is the schedule of a module below, sch['path'].module the module",
+    "find_node": "find(where=lambda node: ...) looks at nodes",
+    "find_nodes": "find(where=lambda node: ...) looks at nodes",
+    "trace_until": "trace(flatten=True, leaves=[...]) traces through children down to those",
+    "trace_for_pipeline": "a pipeline needs no trace: cut_pipeline_stage() on the last module of each stage but the last",
+    "cudagraphify": "compile(mode='reduce-overhead') uses CUDA graphs",
+    "bind": "schedule(sch, config) of a workload is called with each configuration",
+}
+"""Names that users of other schedule languages try, and what stands for them here."""
+
 
 class Schedule(ScheduledModule):
     """One module of a scheduled model; primitives are its methods.
@@ -32,9 +48,8 @@ class Schedule(ScheduledModule):
     float8 = primitives.float8
     fork_rng = primitives.fork_rng
     fuse = primitives.fuse
-    fused_activations = primitives.fused_activations
     fused_attention = primitives.fused_attention
-    fused_linears = primitives.fused_linears
+    fused_gelu = primitives.fused_gelu
     fused_loss = primitives.fused_loss
     hook = primitives.hook
     offload = primitives.offload
@@ -63,6 +78,8 @@ class Schedule(ScheduledModule):
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__") or name in {"tree", "path"}:
                 raise AttributeError(name)
+            if name in ELSEWHERE:
+                raise AttributeError(f"a schedule has no '{name}': {ELSEWHERE[name]}")
             raise AttributeError(unknown("primitive", name, list_primitives(name_only=True)))
 
 
@@ -129,8 +146,18 @@ def register_primitive(
     return register if function is None else register(function)
 
 
-def list_primitives(name_only: bool = False) -> list[str] | dict[str, Callable[..., Any]]:
-    """The primitives in alphabetical order: name -> method, or only the names."""
+class Primitives(dict[str, Callable[..., Any]]):
+    """Primitives by their names; prints as a table of names and what each does."""
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(
+            f"{name:<{width}}  {(inspect.getdoc(each) or '').partition(chr(10))[0]}" for name, each in self.items()
+        )
+
+
+def list_primitives(name_only: bool = False) -> list[str] | Primitives:
+    """The primitives in alphabetical order: name -> method, printed with their summaries, or only the names."""
     methods = [(name, each) for name, each in sorted(vars(Schedule).items()) if callable(each)]
-    found = {name: each for name, each in methods if not name.startswith("_")}
+    found = Primitives({name: each for name, each in methods if not name.startswith("_")})
     return list(found) if name_only else found

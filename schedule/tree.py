@@ -21,6 +21,15 @@ PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
 """Order in which `build` applies what primitives have deferred to it."""
 
 
+class Slice(list[Any]):
+    """Schedules of several modules, in order. It has no primitives, which are called on each."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"a slice is a list of schedules: for each in sch[...]: each.{name}(...)")
+
+
 @dataclass(slots=True)
 class Deferred:
     """Work that a primitive leaves to `build`, where the weights exist."""
@@ -120,7 +129,7 @@ class ScheduledModule:
         if isinstance(path, int | slice):
             names = [name for name, child in children_of(self.module).items() if child is not None]
             if isinstance(path, slice):
-                return [self[name] for name in names[path]]
+                return Slice(self[name] for name in names[path])
             if not -len(names) <= path < len(names):
                 raise ScheduleError(f"'{self.name}' has {len(names)} children, but got the position {path}")
             path = names[path]

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,17 @@ from .fused_logits import FusedLogits, formed
 from .graph.examples import as_call
 from .outputs import loss_of, tensors_of
 from .parallel.collectives import Axis, all_gather, axis_of
+from .parallel.sequences import CutSequence
 from .parallel.sharding import owner, shards_of
 from .parallel.vocabulary import SplitLogits, whole_logits
-from .quiet import quiet
-from .rounding import Tolerance, allowance, departure
+from .quiet import quiet, rates_of
+from .rounding import Tolerance, allowance, departure, noise_ratio
 from .schedule import Schedule
-from .tree import find_module
+from .tree import find_module, join
 
 Loss = Callable[..., torch.Tensor]
+DRAWS = 4
+"""Forward passes with dropout of which the noise is taken."""
 
 
 @contextmanager
@@ -41,10 +45,12 @@ def verify(
     """Checks what the body of the `with` schedules: the same outputs, loss, gradients and optimizer step.
 
     When the body ends, copies of the model before and after it are given the same weights and run on the
-    same inputs, in training and in evaluation mode; then one step of SGD. Outputs and gradients that are cut
+    same inputs, in training and in evaluation mode; then one step of SGD. Gradients of floating-point inputs are
+    compared, too: a part whose own gradients are right may hand wrong ones on. Outputs and gradients that are cut
     over ranks are gathered; over a `dp` axis the ranks share the batch. Dropout is switched off in both
-    copies, since a schedule may change which random numbers fall where. Nothing of this touches the model,
-    the schedule or the random state; nothing runs when the body raised.
+    copies, since a schedule may change which random numbers fall where; then it is on, for the noise that it makes of
+    the outputs, which tells other rates. Nothing of this touches the model, the schedule or the random state; nothing
+    runs when the body raised.
 
     Args:
         sch: a schedule before `build`. Of a module below the root that module alone is copied and run, and what the
@@ -82,6 +88,13 @@ def _compare(
     device: torch.device,
     seed: int,
 ) -> None:
+    for sch in (before, after):
+        if any(layers_of(each, CutSequence) for each in sch.module.modules()):
+            raise ScheduleError(
+                "verify: cut_sequence gives each rank a piece of every sample, which is not put together here; verify "
+                "what else is scheduled before it, and the whole by a dry run, which compares loss and gradients"
+            )
+    _same_rates(before.module, after.module)
     limit = tolerance if tolerance is not None else _rounding(before, after, inputs)
     pair = []
     for sch in (before, after):
@@ -98,7 +111,8 @@ def _compare(
     ]
     for training in (True, False):
         expected, found = (each(training=training) for each in runs)
-        wrong = compare(expected, found, Tolerance.of_tensors(limit)).wrong
+        granted = replace(Tolerance.of_tensors(limit), noise=noise_ratio(_numbers_of(expected)))
+        wrong = compare(expected, found, granted).wrong
         if not _anywhere(wrong is not None, after.mesh, device):
             continue
         records: list[dict[str, torch.Tensor]] = []
@@ -213,11 +227,15 @@ def _run(
 ) -> Numbers:
     """One step of a model, whose weights are as before after it; in evaluation, its passes. With a data-parallel axis this
     rank computes its part of the batch."""
-    batch = as_call(tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, inputs))
+    batch = as_call(
+        tree_map(lambda each: each.detach().to(device, copy=True) if isinstance(each, torch.Tensor) else each, inputs)
+    )
     args, kwargs = batch if axis is None else tree_map(lambda value: _share(value, axis), batch)
     # What draws random numbers in spite of all draws the same ones in either model.
     torch.manual_seed(0)
     pipeline = model.__dict__.get("pipeline")
+    entering = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    entering = [each.requires_grad_() for each in entering if each.is_floating_point()] if pipeline is None else []
     with quiet(model, training=training):
         model.zero_grad()
         if pipeline is not None:
@@ -237,8 +255,59 @@ def _run(
         outputs={f"output {number}": _joined(each, axis) for number, each in enumerate(found)},
         loss=float(_mean(value.detach(), axis)) if says else None,
         gradients=gradients_of(model),
+        inputs={f"input {number}": _input_gradient(each, axis) for number, each in enumerate(entering)},
+        noise=_noise(model, args, kwargs, found) if training and pipeline is None else None,
         weights=_stepped(model, optimizer) if training and optimizer is not None else {},
     )
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _input_gradient(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """The gradient of an input, zeros where none came, that of the whole batch where ranks share it."""
+    gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+    return gradient if axis is None else _joined(gradient / axis.size, axis)
+
+
+def _same_rates(before: nn.Module, after: nn.Module) -> None:
+    """Refuses another rate of dropout in a module that is in both models.
+
+    Raises:
+        ScheduleError: one has.
+    """
+    modules = dict(after.named_modules())
+    for path, module in before.named_modules():
+        other = modules.get(path)
+        for name in rates_of(module) if type(other) is type(module) else ():
+            if (was := getattr(module, name)) != (now := getattr(other, name, was)):
+                raise ScheduleError(f"verify: '{join(path, name)}' is a rate of dropout, {was} before and {now} after")
+
+
+def _noise(model: nn.Module, args: Any, kwargs: Any, expected: list[torch.Tensor]) -> float | None:
+    """What dropout changes of the outputs in training, relative to their size; None where nothing is dropped."""
+    if not any(getattr(each, name) for each in model.modules() for name in rates_of(each)):
+        return 0.0
+    modes = [(each, each.training) for each in model.modules()]
+    changed = size = 0.0
+    try:
+        model.train()
+        for draw in range(DRAWS):
+            torch.manual_seed(draw + 1)
+            with torch.no_grad():
+                found = _wholes(model(*args, **kwargs))
+            changed += sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected))
+            size += sum(float(each.double().square().sum()) for each in expected)
+    finally:
+        for each, mode in modes:
+            each.training = mode
+    return (changed / size) ** 0.5 if size else None
+
+
+def _numbers_of(side: Numbers) -> int:
+    """How many numbers the noise of dropout is taken over."""
+    return DRAWS * sum(each.numel() for each in side.outputs.values() if each is not None)
 
 
 def _wholes(output: Any) -> list[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Operators that keep other things on CUDA than on the CPU where they are traced."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -68,26 +67,6 @@ def function_mode(
             return func(*args, **kwargs)
 
     return AsOn()
-
-
-@contextmanager
-def unpacked_sequences() -> Iterator[None]:
-    """transformers reads positions to see whether a row packs several sequences, and builds a mask where it
-    cannot.
-
-    Fake tensors have no values. Training data of a workload packs none, and without a mask attention takes
-    other, leaner ways (grouped keys are not repeated), so while this is open the answer is no.
-    """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
-        yield
-        return
-    before = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = before
 
 
 def _float(value: Any) -> Any:

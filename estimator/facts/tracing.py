@@ -12,13 +12,13 @@ from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ...base._torch import buffers_of, parameters_of
-from ...base._transformers import quiet
+from ...base._transformers import quiet, values_unread
 from ...knobs.meaning import FORMATS
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.batches import ForwardPass, each_tensor, make_batch
 from ...models.skeleton import skeleton
-from .device_operators import function_mode, unpacked_sequences
+from .device_operators import function_mode
 from .recorder import Recorder, Split
 from .stand_ins import StandIns
 from .step_trace import StepTrace
@@ -83,7 +83,7 @@ def trace_step(
         half = HALVES.get(precision)
         autocast = torch.autocast("cpu", getattr(torch, half)) if half else nullcontext()
         with ExitStack() as stack:
-            stack.enter_context(unpacked_sequences())
+            stack.enter_context(values_unread())
             stack.enter_context(recorder.hooks())
             stack.enter_context(function_mode(device_type, recorder.attending, recorder.grouped))
             stack.enter_context(recorder.operators)

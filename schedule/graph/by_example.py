@@ -24,7 +24,7 @@ from ..quiet import rates_of
 from ..tree import join
 from .modes import check, merged
 from .trace import CallForm, Input, Traced, arguments, tidy
-from .tracing import Tracer, cause, training_restored
+from .tracing import Tracer, cause, refuse_written, state_kept, training_restored
 
 UNKNOWN = object()
 """In place of a value that the example does not tell."""
@@ -47,11 +47,14 @@ def trace_by_example(
     """
     form, values = form_of(module, label, example, inputs)
     skeleton = meta_copy(module)
+    wrote: list[str] = []
 
     def traced(training: bool | None) -> fx.Graph:
         tracer = _ByExample(module, flatten, leaves, form, values, skeleton, training)
-        with _rates_restored(module), training_restored(module), tracer.makers():
-            return tracer.trace(module)
+        with state_kept(module) as written, _rates_restored(module), training_restored(module), tracer.makers():
+            graph = tracer.trace(module)
+        wrote.extend(written)
+        return graph
 
     try:
         try:
@@ -60,6 +63,7 @@ def trace_by_example(
             graph = merged(traced(True), traced(False))
     except Exception as error:
         raise TraceError(f"trace of '{label}': {cause(error)}") from error
+    refuse_written(label, wrote)
     tidy(graph)
     return Traced(graph, {}, flatten, form)
 

@@ -28,7 +28,7 @@ def fuse_subgraph(sch: ScheduledModule, given: Any, compiler: Any, name: str | N
         _insert(each, SubgraphCall(graph, made, compiler), outside, with_module=True)
 
 
-def checkpoint_subgraph(sch: ScheduledModule, given: Any, extra: Callable[[], dict[str, Any]]) -> None:
+def checkpoint_subgraph(sch: ScheduledModule, given: Any, extra: Callable[[nn.Module], dict[str, Any]]) -> None:
     """Turns subgraphs into one operation each, recomputed in the backward pass."""
     for each in chosen(sch, "checkpoint", given):
         graph, outside = extract(each)
@@ -42,8 +42,9 @@ def replace_subgraph(sch: ScheduledModule, new: Any, given: Any, name: str | Non
     handles = chosen(sch, "replace", given)
     if together:
         handles = chosen(sch, "replace", merged(label, handles))
-    if not callable(new):
-        raise ScheduleError(f"{label}: new must be a module or a function, but got {new!r}")
+    if not callable(new) or isinstance(new, type):
+        made = f"; make one: {new.__name__}(...)" if isinstance(new, type) else ""
+        raise ScheduleError(f"{label}: new must be a module or a function, but got {new!r}{made}")
     owned = isinstance(new, nn.Module) and any(True for _ in new.parameters())
     if owned and len(handles) > 1:
         raise ScheduleError(

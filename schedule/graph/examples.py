@@ -1,11 +1,13 @@
 """Example inputs of a module, where there are those of a module above it: what that calls it with."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...base._torch import tree_map
+from ...base._transformers import values_unread
 from ..parallel.partition import meta_copy
 from ..quiet import quiet
 from ..tree import ScheduledModule
@@ -47,8 +49,11 @@ class _Reached(BaseException):
 def _called(module: nn.Module, target: str, example: Example) -> Example | None:
     """What a module below one is called with when that is called so."""
     bare = tree_map(lambda each: each.to("meta") if isinstance(each, torch.Tensor) else each, example)
+    # Positions that are not given count from 0, so that no row packs several sequences.
+    packs = nullcontext() if "position_ids" in example[1] else values_unread()
     try:
-        return _run(meta_copy(module), target, bare)
+        with packs:
+            return _run(meta_copy(module), target, bare)
     except (RuntimeError, NotImplementedError, ValueError):  # it looks at values
         if any(each.is_meta for each in module.parameters()):
             return None

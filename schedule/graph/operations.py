@@ -36,7 +36,7 @@ class SubgraphCall:
         if self.function is None:
             self.function = compiled(function_of(self.graph), self.compiler)
         if self.checkpoint is not None:
-            return torch_checkpoint(self.function, module, *inputs, use_reentrant=False, **self.checkpoint())
+            return torch_checkpoint(self.function, module, *inputs, use_reentrant=False, **self.checkpoint(module))
         return self.function(module, *inputs)
 
 

@@ -115,8 +115,8 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
 class Miss:
     """Where the search came nearest to a match."""
 
-    matched: int = -1
-    """How many of the pattern's operations were found."""
+    matched: tuple[int, bool] = (-1, False)
+    """How many of the pattern's operations were found, and whether the next one differs in its arguments alone."""
     why: str = ""
     """What stood where another was asked for, in words."""
 
@@ -197,7 +197,8 @@ class _Matcher:
 
     def missed(self, binding: dict[fx.Node, Any], wanted: Any, value: Any, instead: str = "") -> None:
         """Takes note of what was not there, where more was than at any other place."""
-        matched = sum(isinstance(each, fx.Node) and wanted.op != "placeholder" for wanted, each in binding.items())
+        count = sum(isinstance(each, fx.Node) and wanted.op != "placeholder" for wanted, each in binding.items())
+        matched = count, bool(instead)
         if matched > self.miss.matched:
             after = [each.name for key, each in binding.items() if key.op != "placeholder"]
             behind = f", with {', '.join(after)} found" if after else ""
@@ -282,7 +283,7 @@ def _of_module(node: fx.Node, child: nn.Module) -> Operation:
         for name in ("weight", "bias")
         if name in attribute
     ]
-    if node.kwargs:
+    if node.kwargs or "parametrizations" in child._modules:  # whose weight is computed
         return Operation(type(child).__name__, args, dict(node.kwargs))
     if isinstance(child, nn.Linear):
         return Operation("linear", [*args, own[0], None if layers_of(child, WithoutBias) else own[1]])

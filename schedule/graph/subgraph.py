@@ -157,6 +157,14 @@ def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
     handles = list(given) if isinstance(given, (list, tuple)) else [given]
     if not handles or not all(isinstance(each, Subgraph) for each in handles):
         raise ScheduleError(f"{primitive} on '{sch.name}': subgraph must be what find returned, but got {given!r}")
+    taken: dict[fx.Node, Subgraph] = {}
+    for each in handles:
+        for node in each.nodes:
+            if (other := taken.setdefault(node, each)) is not each:
+                raise ScheduleError(
+                    f"{primitive} on '{sch.name}': subgraphs must not overlap, but '{node.name}' is in {other.names} and "
+                    f"in {each.names}"
+                )
     here = {layer for _, _, layer in traced_below(sch)}
     for each in handles:
         label = f"{primitive} of {each.names} in '{each.path or sch.name}'"

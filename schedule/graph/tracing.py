@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...base._torch import has_backward_hooks, has_forward_hooks
+from ...base._torch import buffers_of, has_backward_hooks, has_forward_hooks, parameters_of
 from ...base.errors import TraceError
+from ..tree import join
 from .trace import Traced, tidy
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -39,10 +40,12 @@ def trace_symbolically(
     }
     tracer = Tracer(module, flatten, leaves, fixed)
     try:
-        with training_restored(module):
+        with state_kept(module) as written, training_restored(module):
             graph = tracer.trace(module)
     except Exception as error:
-        raise TraceError(f"trace of '{label}': {cause(error)}") from error
+        advice = "; examples= of a call tell what symbols cannot" if "examples" not in str(error) else ""
+        raise TraceError(f"trace of '{label}': {cause(error)}{advice}") from error
+    refuse_written(label, written)
     tidy(graph)
     return Traced(graph, fixed, flatten)
 
@@ -100,6 +103,61 @@ def training_restored(module: nn.Module) -> Iterator[None]:
     finally:
         for each, value in before.items():
             each.__dict__["training"] = value
+
+
+@contextmanager
+def state_kept(module: nn.Module) -> Iterator[list[str]]:
+    """Restores what a forward that is traced writes into its module.
+
+    Yields:
+        A list that has the paths of the tensors that it wrote, once the context is left.
+    """
+    written: list[str] = []
+    modules = dict(module.named_modules())
+    before = {
+        path: (dict(each.__dict__), dict(buffers_of(each)), dict(parameters_of(each))) for path, each in modules.items()
+    }
+    values = {
+        each: (each._version, each.detach().clone()) for _, buffers, _ in before.values() for each in buffers.values()
+        if each is not None
+    }  # fmt: skip
+    try:
+        yield written
+    finally:
+        for path, (attributes, buffers, parameters) in before.items():
+            each = modules[path]
+            for held, original in ((buffers_of(each), buffers), (parameters_of(each), parameters)):
+                changed = {n for n in {*held, *original} if held.get(n) is not original.get(n)}
+                changed |= {n for n, t in original.items() if t in values and t._version != values[t][0]}
+                written += [join(path, name) for name in sorted(changed)]
+                held.clear()
+                held.update(original)
+            new = {n: v for n, v in each.__dict__.items() if attributes.get(n) is not v}
+            written += [join(path, name) for name, value in new.items() if _symbolic(name, value)]
+            each.__dict__.clear()
+            each.__dict__.update(attributes)
+        with torch.no_grad():
+            for tensor, (version, value) in values.items():
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _symbolic(name: str, value: Any) -> bool:
+    """Returns True for what code left in an attribute that is no tensor of the module; the tracer sets the mode and rates."""
+    return isinstance(value, fx.Proxy) and name != "training" and name != "p" and "drop" not in name
+
+
+def refuse_written(label: str, written: Sequence[str]) -> None:
+    """Refuses a graph of a forward that writes tensors of its module.
+
+    Raises:
+        TraceError: it does.
+    """
+    if written:
+        raise TraceError(
+            f"trace of '{label}': its forward writes {', '.join(dict.fromkeys(written))}, which a graph would do when it is "
+            "traced and not when it runs; keep that in a child module, which leaves= leaves a call"
+        )
 
 
 def _hooked(module: nn.Module) -> bool:

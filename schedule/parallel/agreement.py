@@ -1,6 +1,6 @@
 """Whether ranks hold the same values where they are to: weights at `build`, inputs at the first step."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,9 +9,11 @@ from torch import nn
 
 from ...base._torch import buffers_of, call_of, parameters_of, set_call, tree_leaves
 from ...base.errors import ScheduleError
+from ..forward import layers_of
 from .checksums import NOTHING, Checksum, checksum
 from .collectives import Axis, axis_of
 from .planned import PlannedMesh
+from .sequences import CutSequence
 from .sharding import shards_of, walk
 
 
@@ -95,7 +97,7 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
 
 
 def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compares what the ranks of a tensor-parallel group are given.
+    """Compares what the ranks of a group that shares samples are given: by tensor (`tp`) or by sequence (`sp`, `cp`).
 
     Raises:
         ScheduleError: they are given other tensors.
@@ -107,35 +109,45 @@ def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             found[f"{name}[{i}]" if len(tensors) > 1 else name] = checksum(each)
     differ = departing(found, axis)
     if differ:
+        by = (
+            "by the rank on the dp axis"
+            if axis.name == "tp"
+            else "one share for each sp * cp neighbours on the dp axis"
+        )
         raise ScheduleError(
             f"the {axis.size} ranks of the {axis.name} axis share every sample, so they must be given the same batch, "
-            f"but {', '.join(differ)} is not; seed their data alike, or give it out by the rank on the dp axis"
+            f"but {', '.join(differ)} is not; seed their data alike, or give it out {by} (a DistributedSampler with "
+            "num_replicas and rank of the groups that share samples, not of all ranks)"
         )
 
 
 class FirstCall:
-    """What calling a tensor-parallel model runs the first time; then it leaves the model."""
+    """Runs in place of the first call of a model whose ranks share samples; then it leaves the model."""
 
-    def __init__(self, module: nn.Module, axis: Axis) -> None:
-        self.module, self.axis = module, axis
+    def __init__(self, module: nn.Module, axes: Sequence[Axis]) -> None:
+        self.module, self.axes = module, axes
         self.before = module.__dict__.get("_compiled_call_impl")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         set_call(self.module, self.before)
-        check_inputs(self.axis, args, kwargs)
+        for axis in self.axes:
+            check_inputs(axis, args, kwargs)
         try:
             return call_of(self.module)(*args, **kwargs)
         except RuntimeError as error:
-            if said := _norm_of_a_piece(self.module, self.axis, error):
-                raise ScheduleError(said) from error
+            for axis in self.axes:
+                if axis.name == "tp" and (said := _norm_of_a_piece(self.module, axis, error)):
+                    raise ScheduleError(said) from error
             raise
 
 
 def check_first_call(module: nn.Module, mesh: Any) -> None:
-    """Has the first call of a model check what the ranks of its `tp` axis are given."""
-    axis = _shared(mesh, "tp")
-    if axis is not None:
-        set_call(module, FirstCall(module, axis))
+    """Has the first call of a model check that ranks which share samples are given the same ones."""
+    axes = [axis for axis in (_shared(mesh, "tp"),) if axis is not None]
+    if not isinstance(mesh, PlannedMesh):
+        axes += [axis for layer in layers_of(module, CutSequence) for axis in layer.axes]
+    if axes:
+        set_call(module, FirstCall(module, axes))
 
 
 def _norm_of_a_piece(root: nn.Module, axis: Axis, error: RuntimeError) -> str:

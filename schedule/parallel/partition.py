@@ -241,7 +241,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
             elif tensor is not None:
-                memo[id(tensor)] = tensor.to("meta")
+                memo[id(tensor)] = tensor.detach().to("meta")  # another object, on the meta device too
     return by_shapes_alone(copy.deepcopy(module, memo))
 
 

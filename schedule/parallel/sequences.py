@@ -70,7 +70,8 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
             heads = module.config.num_attention_heads // tp
             module.num_key_value_groups //= ulysses.repeats(heads // module.num_key_value_groups, sharing.sp)
     change_attention(model, partial(_registered, sharing=sharing, sp=sp, cp=cp, model=model))
-    add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model)))
+    axes = tuple(each for each in (sp, cp) if each is not None)
+    add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model), axes))
 
 
 def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
@@ -210,8 +211,12 @@ class CutSequence(Layer):
     order = 60
     divisible = True
 
-    def __init__(self, sharing: SequenceShards, shifts: bool, first_position: int | None) -> None:
+    def __init__(
+        self, sharing: SequenceShards, shifts: bool, first_position: int | None, axes: tuple[Axis, ...] = ()
+    ) -> None:
         self.sharing, self.shifts, self.first_position = sharing, shifts, first_position
+        self.axes = axes
+        """The ranks that are given the same samples as this one."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

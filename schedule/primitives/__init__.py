@@ -11,9 +11,8 @@ from .find import find
 from .float8 import float8
 from .fork_rng import fork_rng
 from .fuse import fuse
-from .fused_activations import fused_activations
 from .fused_attention import fused_attention
-from .fused_linears import fused_linears
+from .fused_gelu import fused_gelu
 from .fused_loss import fused_loss
 from .hook import hook
 from .offload import offload
@@ -38,9 +37,8 @@ __all__ = [
     "float8",
     "fork_rng",
     "fuse",
-    "fused_activations",
     "fused_attention",
-    "fused_linears",
+    "fused_gelu",
     "fused_loss",
     "hook",
     "offload",

@@ -1,14 +1,18 @@
 """checkpoint: recompute a module's activations in the backward pass instead of keeping them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint as torch_checkpoint,
+    create_selective_checkpoint_contexts as selective_contexts,
+)
 
-from ...base._torch import OpOverload
+from ...base._torch import BatchNormNd, OpOverload
 from ...base.errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
@@ -24,7 +28,8 @@ Policy = Callable[..., Any]
 def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list[Any] | None = None) -> None:
     """Recomputes this module's activations in the backward pass instead of keeping them.
 
-    Random state is restored for the recomputation, so dropout draws the same mask. Without gradients (or in
+    Random state is restored for the recomputation, so dropout draws the same mask; running statistics of batch norms
+    move once a step. Without gradients (or in
     evaluation under `torch.no_grad`) the module runs as it is.
 
     Args:
@@ -63,13 +68,41 @@ class Checkpointed(Layer):
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         args, kwargs = without_cache(args, kwargs)
-        return torch_checkpoint(inner, *args, use_reentrant=False, **_options(self.policy), **kwargs)
+        return torch_checkpoint(inner, *args, use_reentrant=False, **_options(self.policy, module), **kwargs)
 
 
-def _options(policy: Any) -> dict[str, Any]:
-    if policy is None:
+def _options(policy: Any, module: nn.Module) -> dict[str, Any]:
+    """What torch's checkpoint is given beside the function and its arguments."""
+    norms = [each for each in module.modules() if isinstance(each, BatchNormNd)]
+    if policy is None and not norms:
         return {}
-    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = (nullcontext(), nullcontext()) if policy is None else selective_contexts(policy)
+        return first, _statistics_kept(again, norms)
+
+    return {"context_fn": contexts}
+
+
+@contextmanager
+def _statistics_kept(context: AbstractContextManager[Any], norms: Sequence[Any]) -> Iterator[None]:
+    """A context in which batch norms compute as before and leave their running statistics as they are.
+
+    A momentum of 0 does, and not a switched-off `track_running_stats`: the recomputation must save as many tensors as
+    the first run. The count of batches, which momentum does not govern, is put back.
+    """
+    before = [(each, each.momentum, each.num_batches_tracked) for each in norms]
+    counts = [None if count is None else count.clone() for _, _, count in before]
+    for each, _, _ in before:
+        each.momentum = 0.0
+    try:
+        with context:
+            yield
+    finally:
+        for (each, momentum, count), value in zip(before, counts):
+            each.momentum = momentum
+            if count is not None:
+                count.copy_(value)
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, policy: Any) -> None:

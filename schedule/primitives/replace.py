@@ -1,5 +1,6 @@
 """replace: put another module in a module's place."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,8 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
             f"replace on '{sch.name}': new must be a module or a factory called with the old module, "
             f"but got {type(new).__name__}"
         )
+    if isinstance(new, type) and issubclass(new, nn.Module):
+        _check_class(sch, old, new)
     held = [*old.parameters(), *old.buffers()]
     if held and recording_of(old) is None:
         with torch.device(held[0].device):
@@ -86,6 +89,23 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
             f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"
         )
     return made
+
+
+def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> None:
+    """Refuses a class that is not made of the old module alone."""
+    try:
+        inspect.signature(new).bind(old)
+    except TypeError as error:
+        raise ScheduleError(
+            f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes other arguments "
+            f"({error}); pass {new.__name__}(...), or a function such as lambda old: {new.__name__}(...)"
+        ) from None
+    first = next(iter(inspect.signature(new).parameters.values()))
+    if first.annotation in (int, float, "int", "float"):
+        raise ScheduleError(
+            f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes {first.name}, a "
+            f"number; pass {new.__name__}({first.name}), or lambda old: {new.__name__}(...)"
+        )
 
 
 def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:

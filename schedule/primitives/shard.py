@@ -17,6 +17,8 @@ from ..tree import ScheduledModule
 from .annotate import tensor_of
 from .kinds import Follow, kind_of
 
+USED_WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
+"""Modules of torch whose kernels take several weights at once, whole."""
 HEADS = (
     "num_heads",
     "num_attention_heads",
@@ -112,6 +114,12 @@ def _cuts_of(
 ) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
+    if isinstance(sch.module, USED_WHOLE):
+        kind = type(sch.module).__name__
+        raise ScheduleError(
+            f"{label}: {kind} hands its weights to a kernel that takes them whole, so that a piece cannot be computed "
+            "with; replace it by a module of linear layers, and shard these"
+        )
     if name in shards_of(sch.module):
         cut = shards_of(sch.module)[name]
         raise ScheduleError(f"{label}: a tensor is sharded once, but it is already along dimension {cut.dim}")

@@ -52,7 +52,6 @@ AROUND = {
     "checkpoint": lambda at: at.checkpoint(),
     "cast": lambda at: at.cast(torch.bfloat16),
     "compile": lambda at: at.compile(backend="eager"),
-    "fuse": lambda at: at.fuse(compiler="none"),
     "offload": lambda at: at.offload("activations"),
     "replace": lambda at: at.replace(Other()),
     "trace": lambda at: at.trace(),

@@ -1,4 +1,4 @@
-"""Fused linear layers, attention and activations in models of all families: the same numbers under the same names."""
+"""Fused attention and GELUs in models of all families: the same numbers under the same names."""
 
 import copy
 
@@ -7,8 +7,8 @@ import torch
 import yaml
 from redline.base.errors import ScheduleError
 from redline.schedule import apply_recipe, build, create_schedule, verify
-from redline.schedule.primitives.fused_activations import Activation
 from redline.schedule.primitives.fused_attention import Attention
+from redline.schedule.primitives.fused_gelu import written_out
 from tiny_families import FAMILIES, batch, made, trained
 from torch import nn
 from torch.nn import functional as F
@@ -24,18 +24,8 @@ BLOCKS = {
     "roberta": "roberta.encoder.layer.0",
     "vit": "vit.layers.0",
 }
-EXPECTED = {
-    "bert": ("split", "Attention", ""),
-    "gpt2": ("", "Attention", "Activation"),
-    "gpt_neo": ("split", "Attention", "Activation"),
-    "opt": ("split", "Attention", ""),
-    "t5": ("split", "Attention", "Activation"),
-    "albert": ("split", "Attention", "Activation"),
-    "llama": ("split", "Attention", "Activation"),
-    "roberta": ("split", "Attention", ""),
-    "vit": ("split", "Attention", ""),
-}
-"""What of a family's block becomes linear layers in one, attention, and activations."""
+WRITTEN_OUT = ("gpt2", "gpt_neo", "albert")
+"""Families whose GELU is written out."""
 
 
 def block_of(family, model):
@@ -49,7 +39,7 @@ def kinds(sch):
     found = []
     for node in sch.graph.nodes:
         function = getattr(node.target, "function", None)
-        ours = isinstance(function, Activation | Attention)
+        ours = isinstance(function, Attention)
         found.append(type(function).__name__ if ours else getattr(function, "__name__", ""))
     return [each for each in found if each]
 
@@ -67,14 +57,12 @@ def test_blocks_of_all_families_are_fused(family, seed):
     sch, block = block_of(family, model)
     with verify(sch, data):
         block.trace(flatten=True)
-        for primitive, there in zip(
-            (block.fused_linears, block.fused_attention, block.fused_activations), EXPECTED[family]
-        ):
-            if there:
-                primitive(**({"compiler": "none"} if there == "Activation" else {}))
-            else:
-                with pytest.raises(ScheduleError, match="no two linear layers|no activation that is written out"):
-                    primitive()
+        block.fused_attention()
+        if family in WRITTEN_OUT:
+            block.fused_gelu()
+        else:
+            with pytest.raises(ScheduleError, match="no GELU by tanh is written out"):
+                block.fused_gelu()
     built, _ = build(sch)
     assert built.state_dict().keys() == plain.state_dict().keys()
     # With dropout, which draws what it drew.
@@ -82,7 +70,7 @@ def test_blocks_of_all_families_are_fused(family, seed):
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward part, written out."""
+    """Attention and a gated feed-forward part with a GELU, written out."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -97,7 +85,7 @@ class Block(nn.Module):
         q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
         weights = self.drop(torch.softmax(q @ k.transpose(-1, -2) / 2.0, -1))
         x = x + self.o((weights @ v).transpose(1, 2).flatten(2))
-        return x + self.down(self.drop(F.silu(self.gate(x)) * self.up(x)))
+        return x + self.down(self.drop(written_out(self.gate(x)) * self.up(x)))
 
 
 def block(dropout=0.0):
@@ -105,8 +93,8 @@ def block(dropout=0.0):
     return Block(dropout)
 
 
-def fused(sch, compiler="none"):
-    return sch.trace().fused_linears().fused_attention().fused_activations(compiler=compiler)
+def fused(sch):
+    return sch.trace().fused_attention().fused_gelu()
 
 
 def passed(model, x):
@@ -124,7 +112,7 @@ def test_a_model_of_ones_own_is_fused_without_examples():
     plain = copy.deepcopy(sch.module)
     with verify(sch, x):
         fused(sch)
-    assert kinds(sch) == ["biased_product", "Attention", "biased_product", "Activation"]
+    assert kinds(sch) == ["Attention", "gelu_tanh"]
     built, _ = build(sch)
     assert close(passed(built, x), passed(plain, x))
     # The rate and the mode are the module's.
@@ -166,18 +154,14 @@ def test_half_precision_and_autocast_stay_what_they_were():
 
 def test_what_is_not_there_is_said():
     sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
-    for primitive in (sch.fused_linears, sch.fused_attention, sch.fused_activations):
+    for primitive in (sch.fused_attention, sch.fused_gelu):
         with pytest.raises(ScheduleError, match=r"fused_\w+ on 'Sequential': trace it first, or a module below it"):
             primitive()
     sch.trace(flatten=True)
-    with pytest.raises(ScheduleError, match="no two linear layers take the same value"):
-        sch.fused_linears()
     with pytest.raises(ScheduleError, match="there is no softmax between two products"):
         sch.fused_attention()
-    with pytest.raises(ScheduleError, match="no activation that is written out, or has a bias"):
-        sch.fused_activations()
-    with pytest.raises(ScheduleError, match="unknown compiler 'inducter'; did you mean 'inductor'"):
-        sch.fused_activations(compiler="inducter")
+    with pytest.raises(ScheduleError, match="no GELU by tanh is written out"):
+        sch.fused_gelu()
     assert not kinds(sch)
 
 
@@ -245,50 +229,6 @@ def test_masks_and_biases_are_kept_and_learn(kind):
     assert close(*results)
 
 
-class Activated(nn.Module):
-    """An activation with a bias before and dropout behind, in the form of a module or of a function."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.fc, self.act, self.rate = nn.Linear(8, 8), act, 0.25
-
-    def forward(self, x):
-        return F.dropout(self.act(self.fc(x)), p=self.rate, training=self.training)
-
-
-@pytest.mark.parametrize("act", [nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.SiLU(), nn.Tanh()], ids=repr)
-def test_bias_activation_and_dropout_become_one(act):
-    torch.manual_seed(0)
-    sch = create_schedule(Activated(act))
-    plain = copy.deepcopy(sch.module)
-    x = torch.randn(6, 8)
-    with verify(sch, x):
-        sch.trace(examples=x).decompose("linear").fused_activations(compiler="none")
-    (new,) = [
-        node.target.function
-        for node in sch.graph.nodes
-        if isinstance(getattr(node.target, "function", None), Activation)
-    ]
-    assert new.bias and new.dropout and not new.gated
-    built, _ = build(sch)
-    assert close(passed(built, x), passed(plain, x))
-    assert close(passed(built.eval(), x), passed(plain.eval(), x))
-    built.train()
-    zeros = sum(float((built(torch.ones(64, 8)) == 0).float().mean()) for _ in range(20)) / 20
-    assert act.__class__ is nn.ReLU or 0.2 < zeros < 0.3
-
-
-@pytest.mark.slow
-def test_compiled_activations_compute_the_same_and_share_the_code():
-    x = torch.randn(2, 6, 16)
-    sch = create_schedule(nn.Sequential(block(0.5), block(0.5)))
-    plain = copy.deepcopy(sch.module)
-    with verify(sch, x):
-        for each in sch:
-            fused(each, compiler="inductor")
-    assert close(passed(build(sch)[0], x), passed(plain, x))
-
-
 # Several devices
 
 
@@ -304,37 +244,6 @@ def cut(sch):
     sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def check_cut_before():
-    torch.manual_seed(0)
-    sch = create_schedule(nn.Sequential(nn.Linear(8, 8), Gated()), mesh())
-    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(1))):
-        cut(sch["1"])
-        sch["1"].trace().fused_linears().fused_activations(compiler="none")
-    assert sch["1.gate"].module.weight.shape == (8, 8)
-
-
-def check_cut_afterwards():
-    torch.manual_seed(0)
-    sch = create_schedule(nn.Sequential(nn.Linear(8, 8), Gated()), mesh())
-    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(1))):
-        sch["1"].trace().fused_linears().fused_activations(compiler="none")
-        for name in ("gate", "up"):
-            sch["1"][name].shard(["weight", "bias"], axis=0)
-        sch["1"].sync("bwd_post", "all_reduce")
-        sch["1.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match="sync on '1.gate': the graph of '1' does not call it"):
-        sch["1.gate"].sync("bwd_post", "all_reduce")
-
-
 def check_attention_cut():
     torch.manual_seed(0)
     sch = create_schedule(Block(), mesh())
@@ -346,6 +255,6 @@ def check_attention_cut():
         fused(sch)
 
 
-@pytest.mark.parametrize("check", [check_cut_before, check_cut_afterwards, check_attention_cut])
-def test_what_is_fused_is_cut_over_ranks_before_or_afterwards(two, check):
+@pytest.mark.parametrize("check", [check_attention_cut])
+def test_what_is_fused_is_cut_over_ranks(two, check):
     two.run(check)

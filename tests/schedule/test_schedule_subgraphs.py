@@ -146,7 +146,6 @@ def test_the_sync_of_a_module_that_nothing_calls_does_not_count(two):
         (lambda sch: sch["fc2"].hook("fwd_post", lambda m, args, out: out * 2), "'fc2' has a hook"),
         (lambda sch: sch["fc2"].hook("bwd_pre", lambda m, grad: None), "'fc2' has a hook"),
         (lambda sch: sch["fc2"].checkpoint(), "'fc2' has checkpoint, which would be lost; replace first"),
-        (lambda sch: sch["fc2"].fuse(compiler="none"), "'fc2' has Fused, which would be lost"),
     ],
 )
 def test_what_has_no_place_at_the_replacement_is_refused(given, said):

@@ -156,8 +156,10 @@ def test_transformers_modules_trace_or_say_why(make_transformer, tokens, seed):
         silu = sch["model.layers.0.mlp"].find(lambda a, b: F.silu(a) * b)
         assert len(silu) == 1 and silu[0].names == ["act_fn", "mul"]
         sch.fuse(silu, compiler="none")
-    with pytest.raises(TraceError, match=r"modeling_llama.py:\d+ in forward"):
-        sch["model.layers.0.self_attn"].trace()
+    sch["model.layers.0.self_attn"].trace()  # by the example of the verify around
+    fresh = create_schedule(make_transformer("llama"))
+    with pytest.raises(TraceError, match=r"modeling_llama.py:\d+ in forward.*examples= of a call"):
+        fresh["model.layers.0.self_attn"].trace()
 
 
 # find

@@ -42,7 +42,7 @@ def test_a_right_schedule_passes(make_transformer, tokens, seed, name):
     with verify(sch, {"input_ids": tokens, "labels": tokens}, seed=seed) as same:
         assert same is sch
         sch[f"{path}.0"].checkpoint()
-        sch[f"{path}.1"].fuse(compiler="none")
+        sch[f"{path}.1"].compile(backend="eager")
     assert not sch.tree.built
 
 
@@ -163,7 +163,7 @@ def test_a_recipe_goes_through_yaml_and_replays(make_transformer, tokens):
     sch["transformer.h.1"].cast(torch.bfloat16)
     sch["transformer.ln_f"].annotate("weight", "group", "norms").hook("fwd_post", print_nothing)
     sch["transformer"].replace_all(nn.LayerNorm, exact_norm)
-    sch["transformer.h.0.mlp"].fuse(compiler="none")
+    sch["transformer.h.0.mlp"].compile(backend="eager")
     text = yaml.safe_dump(sch.recipe())
     again = apply_recipe(create_schedule(make_transformer("gpt2")), yaml.safe_load(text))
     assert again.recipe() == sch.recipe() == yaml.safe_load(text)
