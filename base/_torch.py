@@ -101,6 +101,18 @@ def take_forward_hook(module: "nn.Module", hook: Any) -> None:
                 each.pop(key, None)
 
 
+def pre_hooks_of(module: "nn.Module") -> set[Any]:
+    """What is called before the module's forward."""
+    return set(module._forward_pre_hooks.values())
+
+
+def move_pre_hook(module: "nn.Module", hook: Any, new: "nn.Module") -> None:
+    """Has a function that is called before a module's forward be called before that of another, after its own."""
+    for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
+        new.register_forward_pre_hook(hook, with_kwargs=key in module._forward_pre_hooks_with_kwargs)
+    take_forward_hook(module, hook)
+
+
 def has_backward_hooks(module: "nn.Module") -> bool:
     """Whether something is to be called before or after the module's backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -13,7 +13,9 @@ from ...base._torch import (
     children_of,
     forward_hooks_of,
     has_backward_hooks,
+    move_pre_hook,
     parameters_of,
+    pre_hooks_of,
     take_forward_hook,
 )
 from ...base.errors import ScheduleError
@@ -44,6 +46,8 @@ class Handover:
     """What is done to parameters on their way to it, by target: functions and their names."""
     replaced: list[nn.Module] = field(default_factory=list)
     """The modules whose exchanges these are."""
+    before_new: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
+    """Hooks before the forward of a replaced module that go to the new one, with the module that has each."""
     whole: tuple[str, nn.Module] | None = None
     """The one module, and its path, that a module takes the place of, with its hooks and what is deferred."""
 
@@ -54,6 +58,8 @@ class Handover:
             module.__dict__["_handed_over"] = syncs_of(module)
             for hook in [each for each in forward_hooks_of(module) if isinstance(each, Exchange)]:
                 take_forward_hook(module, hook)
+        for module, hook in self.before_new:
+            move_pre_hook(module, hook, tree.module.get_submodule(join(path, target)))
         if self.whole is not None:
             old_path, old = self.whole
             give_hooks(old, tree.module.get_submodule(join(path, target)))
@@ -83,14 +89,17 @@ def hand_over(tree: Tree, each: Subgraph, new: Any, label: str) -> Handover:
             plan.whole = (path, module)
         else:
             _nothing_below(tree, path, module, label)
-            _module(tree, plan, each, node, path, module, label)
+            _module(tree, plan, each, node, path, module, label, new)
     return plan
 
 
 def _module(
-    tree: Tree, plan: Handover, each: Subgraph, node: fx.Node, path: str, module: nn.Module, label: str
+    tree: Tree, plan: Handover, each: Subgraph, node: fx.Node, path: str, module: nn.Module, label: str, new: Any
 ) -> None:
-    """Adds to a plan what sits on one module of the subgraph."""
+    """Adds to a plan what sits on one module of the subgraph.
+
+    Hooks before the forward of its first module go to a module that takes its place and is given the same.
+    """
     what = next((item for item in tree.deferred if item.path == path), None)
     if what is not None:
         raise ScheduleError(f"{label}: '{path}' has {what.phase}, which would be lost; replace first")
@@ -99,7 +108,11 @@ def _module(
             plan.parameters.setdefault(f"{node.target}.bias", []).append((once(layer.axis), "bias_once"))
         elif not isinstance(layer, WithoutBias):
             raise ScheduleError(f"{label}: '{path}' has {type(layer).__name__}, which would be lost; replace first")
-    if has_backward_hooks(module) or any(not isinstance(hook, Exchange) for hook in forward_hooks_of(module)):
+    own = [hook for hook in forward_hooks_of(module) if not isinstance(hook, Exchange)]
+    moves = isinstance(new, nn.Module) and each.nodes[0] is node and tuple(each.inputs) == tuple(node.args)
+    if own and moves and not has_backward_hooks(module) and pre_hooks_of(module).issuperset(own):
+        plan.before_new += [(module, hook) for hook in own]
+    elif own or has_backward_hooks(module):
         raise ScheduleError(
             f"{label}: '{path}' has a hook, which a part of what '{each.path or 'the root'}' computes cannot keep; "
             "replace first, and hook what takes its place"
