@@ -132,7 +132,7 @@ def block_of_bert(device: str) -> Any:
 def tensor_parallel() -> dict[str, float]:
     """Seconds to schedule BERT-large over 8 ranks, half of the blocks checkpointed."""
     from redline.models.families import schedule_of
-    from redline.schedule.parallel.planned import PlannedMesh
+    from redline.schedule.parallel.collectives import PlannedMesh
 
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(

@@ -51,7 +51,7 @@ class Rule:
     """It holds for every trainer, and not for redline's own alone."""
     of_stages: bool = False
     """It is about the stages that the standard schedules make; one of the user's own may make others, which the
-    schedule language checks (`schedule/parallel/schedule_check.py`)."""
+    schedule language checks (`schedule/parallel/pipeline.py`)."""
 
 
 def one_of(value: Any, names: Iterable[Any]) -> Any:

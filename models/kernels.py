@@ -55,7 +55,7 @@ def formed_logits(workload: Workload) -> str:
     from ..base._torch import FakeTensorMode
     from ..schedule import create_schedule
     from ..schedule.parallel.partition import by_shapes_alone
-    from ..schedule.primitives.fused_loss import formed_for
+    from ..schedule.primitives.fused import formed_for
 
     schedule = workload.schedule or generic_schedule
     assert isinstance(schedule, StandardSchedule)

@@ -36,7 +36,7 @@ class Compilation:
     """
 
     def __init__(self, tell: Callable[[bool], None], *, elsewhere: bool = False) -> None:
-        from ..schedule.primitives.compile import on_compilation
+        from ..schedule.primitives.modules import on_compilation
 
         self._tell = tell
         self._elsewhere = elsewhere

@@ -1,12 +1,27 @@
 """A host of a trial as Ray has placed it: an actor with a host agent, and its handle."""
 
+import os
+import threading
+import time
 from typing import Any
 
 from .worker_group import Host, HostWorker
 
+LOOK_S = 1.0
+"""How often it is looked whether the raylet lives, s."""
+
 
 class RayHost(Host):
-    """Inside a Ray worker that holds the devices of one bundle of a placement group."""
+    """Inside a Ray worker that holds the devices of one bundle of a placement group.
+
+    It ends with the raylet that started the worker: a worker that runs a trial outlives it otherwise, as nobody it could
+    answer is left.
+    """
+
+    def __init__(self, imports: tuple[str, ...]) -> None:
+        raylet = os.getppid()
+        super().__init__(imports)
+        threading.Thread(target=_end_behind, args=(raylet,), name="raylet", daemon=True).start()
 
     def node_id(self) -> str:
         """Ray's name of the host."""
@@ -23,6 +38,13 @@ class RayHost(Host):
         import ray
 
         return tuple(str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
+def _end_behind(parent: int) -> None:
+    """Ends this process, and with it its host agent, once its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
 
 
 class RayMember(HostWorker):

@@ -123,7 +123,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
     """
     import torch
 
-    from ..schedule.primitives.compile import refusals
+    from ..schedule.primitives.modules import refusals
 
     world = training.world
     multiple = (

@@ -5,9 +5,9 @@ from .build import build
 from .deferred import deferred
 from .graph.pattern import call_module
 from .parallel.sharding import full_state_dict, load_full_state_dict
+from .random_state import seed_ranks
 from .recipe import apply_recipe
 from .schedule import Schedule, create_schedule, list_primitives, register_primitive
-from .seeding import seed_ranks
 from .verify import verify
 
 __all__ = [

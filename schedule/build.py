@@ -14,7 +14,7 @@ from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights
 from .parallel.collectives import axis_of
 from .parallel.pipeline import Pipeline
-from .primitives.sync import check_synced
+from .primitives.tensor_parallel import check_synced
 from .schedule import Schedule
 from .tree import PHASES, find_module
 

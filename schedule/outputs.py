@@ -1,6 +1,7 @@
-"""What a model returned: its loss, its logits, its floating-point tensors."""
+"""What models are given and return: caches among arguments, losses, logits, tensors of outputs."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,3 +36,12 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
         output = [getattr(output, each.name) for each in dataclasses.fields(output)]
     leaves = tree_flatten(output)[0]
     return [each for each in leaves if isinstance(each, torch.Tensor) and each.is_floating_point()]
+
+
+def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with None for every cache: run twice, a module would write it twice."""
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None:
+        return args, kwargs
+    args = tuple(None if isinstance(each, module.Cache) else each for each in args)
+    return args, {key: None if isinstance(value, module.Cache) else value for key, value in kwargs.items()}

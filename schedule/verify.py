@@ -17,7 +17,7 @@ from .build import Context, complete, home, itself, prepare
 from .compare import Numbers, compare, gradients_of, weights_of
 from .forward import layers_of
 from .fused_logits import FusedLogits, formed
-from .graph.examples import as_call
+from .graph.by_example import as_call
 from .outputs import loss_of, tensors_of
 from .parallel.collectives import Axis, all_gather, axis_of
 from .parallel.sequences import CutSequence

@@ -80,7 +80,7 @@ class Precision:
         if not self.float8:
             return
         from ..models.families.standard import unconvertible
-        from ..schedule.primitives.float8 import convertible
+        from ..schedule.primitives.formats import convertible
 
         if why := unconvertible(each.module for each in blocks):
             raise WorkloadError(f"precision={self._name}: {why}")

@@ -62,8 +62,8 @@ class Layout:
 
 def _cuts(schedule: StandardSchedule, sch: "Schedule") -> dict[str, int] | None:
     from ...schedule import create_schedule
+    from ...schedule.parallel.collectives import PlannedMesh
     from ...schedule.parallel.partition import meta_copy
-    from ...schedule.parallel.planned import PlannedMesh
     from ...schedule.parallel.sharding import shards_of
 
     if schedule.tensor_parallel is None:

@@ -207,9 +207,9 @@ class _Trials:
 
     def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> _Cut:
         from ...schedule import create_schedule
+        from ...schedule.parallel.collectives import PlannedMesh
         from ...schedule.parallel.partition import meta_copy, units_of
-        from ...schedule.parallel.planned import PlannedMesh
-        from ...schedule.primitives.sync import check_synced
+        from ...schedule.primitives.tensor_parallel import check_synced
 
         tried = create_schedule(meta_copy(model), PlannedMesh(tp=ranks))
         blocks = [tried[path] for path in paths]
@@ -230,7 +230,7 @@ class _Trials:
 
     def _divided(self, stages: int) -> "Schedule":
         from ...schedule import create_schedule
-        from ...schedule.parallel.planned import PlannedMesh
+        from ...schedule.parallel.collectives import PlannedMesh
 
         tried = create_schedule(self._whole, PlannedMesh(pp=stages))  # a cut is a note, the model stays whole
         self._schedule(tried, {"pp": stages})
@@ -239,7 +239,7 @@ class _Trials:
     def tied_stages(self) -> str:
         """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
         from ...schedule.parallel.partition import tied_within, units_of
-        from ...schedule.primitives.shard_data import no_tied_stages
+        from ...schedule.primitives.data_parallel import no_tied_stages
 
         tried = self._divided(2)
         tied = tied_within(tried.module, units_of(tried.tree), Placement(2, 2))
@@ -265,7 +265,7 @@ def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
         blocks: as they are cut over tensor-parallel ranks.
         ranks: how many.
     """
-    from ...schedule.primitives.float8 import obstacle
+    from ...schedule.primitives.formats import obstacle
 
     why = obstacle(blocks)
     return f"{why} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if why else ""

@@ -20,11 +20,11 @@ from ...base._torch import (
 )
 from ...base.errors import ScheduleError
 from ..forward import layers_of
+from ..held import give_hooks
 from ..parallel import collectives
 from ..parallel.exchange import Exchange, InputSync, OutputSync, ParameterSync, syncs_of
 from ..parallel.partial import BiasOnce, WithoutBias, once
 from ..parallel.sharding import holders, shards_of
-from ..transfer import give_hooks
 from ..tree import Tree, join, places
 from .called import used
 from .operations import SubgraphCall

@@ -9,8 +9,8 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...base._torch import TreeSpec, tree_unflatten
+from ...base.errors import ScheduleError
 from ..parallel.exchange import InputSync, OutputSync
-from .compiled import compiled
 from .trace import function_of
 
 
@@ -95,3 +95,19 @@ class Unflatten:
 
     def __call__(self, *leaves: Any) -> Any:
         return tree_unflatten(leaves, self.spec)
+
+
+COMPILERS = ("inductor", "none")
+"""The compilers that are known by name."""
+
+
+def compiled(function: Callable[..., Any], compiler: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function as the compiler returns it: `inductor`, `none`, or a function of a function."""
+    if compiler == "none":
+        return function
+    if isinstance(compiler, str):
+        return torch.compile(function)
+    made = compiler(function)
+    if not callable(made):
+        raise ScheduleError(f"fuse: the compiler must return a callable, but returned {type(made).__name__}")
+    return made

@@ -11,8 +11,7 @@ from ...base._torch import buffers_of, call_of, parameters_of, set_call, tree_le
 from ...base.errors import ScheduleError
 from ..forward import layers_of
 from .checksums import NOTHING, Checksum, checksum
-from .collectives import Axis, axis_of
-from .planned import PlannedMesh
+from .collectives import Axis, PlannedMesh, axis_of
 from .sequences import CutSequence
 from .sharding import shards_of, walk
 

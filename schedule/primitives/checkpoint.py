@@ -14,10 +14,10 @@ from torch.utils.checkpoint import (
 
 from ...base._torch import BatchNormNd, OpOverload
 from ...base.errors import ScheduleError
-from ..caches import without_cache
 from ..forward import Layer, add_layer
 from ..graph.called import check_called
 from ..graph.editing import checkpoint_subgraph
+from ..outputs import without_cache
 from ..primitive import primitive
 from ..tree import ScheduledModule
 

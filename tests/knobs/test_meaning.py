@@ -28,7 +28,7 @@ from redline.models.shape import shape_of
 from redline.models.skeleton import skeleton
 from redline.results import Measurement, Status, Trial
 from redline.schedule import create_schedule
-from redline.schedule.parallel.planned import PlannedMesh
+from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.parallel.replicas import BUCKET_BYTES
 from redline.training import Training, numerics
 

@@ -38,7 +38,7 @@ def test_a_few_blocks_of_each_kind_tell_what_the_whole_model_supports(name, monk
 
 def test_the_cost_of_asking_does_not_grow_with_the_number_of_blocks(monkeypatch):
     cut = []
-    shard_file = import_module("redline.schedule.primitives.shard")
+    shard_file = import_module("redline.schedule.primitives.tensor_parallel")
     cuts_of = shard_file._cuts_of
     monkeypatch.setattr(shard_file, "_cuts_of", lambda sch, *rest: (cut.append(sch.path), cuts_of(sch, *rest))[1])
 

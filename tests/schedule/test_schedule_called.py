@@ -6,7 +6,7 @@ from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.graph.called import check_read
-from redline.schedule.parallel.planned import PlannedMesh
+from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.primitives.checkpoint import Checkpointed
 from torch import nn
 from torch.nn import functional as F

@@ -7,8 +7,7 @@ import torch
 import yaml
 from redline.base.errors import ScheduleError
 from redline.schedule import apply_recipe, build, create_schedule, verify
-from redline.schedule.primitives.fused_attention import Attention
-from redline.schedule.primitives.fused_gelu import written_out
+from redline.schedule.primitives.fused import Attention, written_out
 from tiny_families import FAMILIES, batch, made, trained
 from torch import nn
 from torch.nn import functional as F

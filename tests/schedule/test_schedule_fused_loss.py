@@ -10,7 +10,7 @@ from numeric import caught, gradients, same, within
 from redline.base.errors import ScheduleError
 from redline.schedule import fused_logits as unformed, rounding
 from redline.schedule.fused_logits import FusedLogits
-from redline.schedule.primitives.fused_loss import formed_for
+from redline.schedule.primitives.fused import formed_for
 from torch import nn
 from torch.nn import functional as F
 

@@ -11,7 +11,7 @@ from redline.base.errors import ScheduleError
 from redline.knobs.sequence import SequenceShards
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, ulysses
-from redline.schedule.parallel.planned import PlannedMesh
+from redline.schedule.parallel.collectives import PlannedMesh
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, GPTNeoConfig, LlamaConfig
 

@@ -12,7 +12,7 @@ from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, replay, verify
 from redline.schedule.deferred import stray
 from redline.schedule.materialise import materialise
-from redline.schedule.parallel.planned import PlannedMesh
+from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.recording import Unrecordable
 from redline.training.training import seeded
 from torch import nn

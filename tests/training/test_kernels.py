@@ -13,7 +13,7 @@ from redline.models.skeleton import skeleton
 from redline.models.spaces import default_space
 from redline.schedule import create_schedule
 from redline.schedule.forward import layers_of
-from redline.schedule.primitives.fused_loss import FusedLoss
+from redline.schedule.primitives.fused import FusedLoss
 from redline.training import Training, numerics
 from torch import nn
 from torch.nn import functional as F
@@ -129,19 +129,19 @@ def test_a_schedule_of_ones_own_that_looks_at_it_has_it(cpu):
 
 def test_what_it_does_not_go_with_is_a_constraint_with_a_reason(cpu, cuda):
     space = default_space(workload("gpt2"), cuda((7, 0)))
-    with pytest.raises(SpaceError, match="gradient is formed before the loss is scaled"):
+    with pytest.raises(SpaceError, match="forms the head's gradient before the loss is scaled"):
         space.config(kernels=True, precision="fp16")
     space = default_space(replace(workload("gpt2-tiny"), global_batch=32), cpu, 4)
-    with pytest.raises(SpaceError, match="cuts the head again behind its forward"):
+    with pytest.raises(SpaceError, match="cuts the head again after its forward"):
         space.config(kernels=True, pp=2, tp=1, zero=3, micro_batch=2, checkpoint_ratio=0.0)
     assert space.config(kernels=True, pp=1, tp=1, zero=3, micro_batch=2, checkpoint_ratio=0.0)
-    with pytest.raises(SpaceError, match="cuts the head again behind its forward"):
+    with pytest.raises(SpaceError, match="cuts the head again after its forward"):
         default_space(own(), cpu, 2).config(kernels=True, zero=3)
     for made, knobs, ranks in (
         (workload("gpt2-tiny"), {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2}, 4),
         (own(), {"dp": 2, "zero": 3}, 2),
     ):  # fmt: skip
-        with pytest.raises(WorkloadError, match="cuts the head again behind its forward"):
+        with pytest.raises(WorkloadError, match="cuts the head again after its forward"):
             Training(made, {**knobs, "kernels": True}, torch.device("cpu"), world_size=ranks)
 
 

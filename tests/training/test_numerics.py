@@ -11,7 +11,7 @@ from redline.models import hugging_face
 from redline.models.families import schedule_of
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
-from redline.schedule.parallel.planned import PlannedMesh
+from redline.schedule.parallel.collectives import PlannedMesh
 from redline.training import Training, numerics
 from tiers import tiered
 from transformers import BertConfig, LlamaConfig

@@ -1,16 +1,92 @@
-"""float8: the products of linear layers in 8 bits, by torchao."""
+"""Primitives of number formats: cast and float8."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...base._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
 from ...base.errors import ScheduleError, not_installed, unknown
-from ..graph.called import check_read
+from ..forward import Layer, add_layer
+from ..graph.called import check_called, check_read
 from ..primitive import primitive
 from ..tree import ScheduledModule
+
+
+@primitive
+def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
+    """Turns this module's floating parameters and saved buffers, and what it is given, to `dtype`.
+
+    Below the root, what the module returns goes back to the format it was given, so that its surroundings
+    notice nothing. Buffers that are not part of `state_dict` (rotary frequencies) keep their precision.
+    A weight tied to one outside of this module is cast for both.
+
+    Raises:
+        ScheduleError: not a floating-point format, or cast already.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ScheduleError(f"cast on '{sch.name}': dtype must be a floating-point torch.dtype, but got {dtype!r}")
+    if dtype.itemsize < 2:
+        raise ScheduleError(f"cast on '{sch.name}': {dtype} has no arithmetic in PyTorch; cast to bfloat16 or float16")
+    if sch.deferred(_apply_cast):
+        raise ScheduleError(f"cast on '{sch.name}': a module is cast once, and it already is")
+    check_called(sch, "cast")
+    sch.defer("cast", _apply_cast, dtype=dtype)
+
+
+class Cast(Layer):
+    """Converts floating inputs to a format and, where asked, the outputs back."""
+
+    order = 20
+
+    def __init__(self, dtype: torch.dtype, restore: bool) -> None:
+        self.dtype = dtype
+        self.restore = restore
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given: list[torch.dtype] = []
+
+        def enter(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                given.append(value.dtype)
+                return value.to(self.dtype)
+            return value
+
+        args, kwargs = tree_map(enter, (args, kwargs))
+        output = inner(*args, **kwargs)
+        if not self.restore or not given:
+            return output
+        back = given[0]
+
+        def leave(value: Any) -> Any:
+            return value.to(back) if isinstance(value, torch.Tensor) and value.dtype == self.dtype else value
+
+        return tree_map(leave, output)
+
+
+def _apply_cast(sch: ScheduledModule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
+    _cast(module, dtype, restore=bool(sch.path))
+    if context.pipeline is not None:
+        # What crosses a cut then crosses it in this format.
+        for meta in context.pipeline.metas_below(sch.path):
+            _cast(meta, dtype, restore=bool(sch.path))
+
+
+def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
+    for each in module.modules():
+        for param in parameters_of(each).values():
+            if param is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+        for name, buffer in buffers_of(each).items():
+            saved = name not in unsaved_buffers_of(each)
+            if buffer is not None and saved and buffer.is_floating_point():
+                buffers_of(each)[name] = buffer.to(dtype)
+    add_layer(module, Cast(dtype, restore=restore))
+
 
 SCALINGS = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
 """Recipes of torchao, a scale for a tensor or for each of its rows, and the coarsest format of each."""
@@ -43,13 +119,13 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
         raise ScheduleError(f"{label}: {unknown('scaling', scaling, SCALINGS)}")
     if why := not_installed("torchao", "fp8"):
         raise ScheduleError(f"{label}: {why}")
-    if sch.deferred(_apply):
+    if sch.deferred(_apply_float8):
         raise ScheduleError(f"{label}: a module is converted once, and it already is")
     if why := obstacle([sch.module]):
         raise ScheduleError(f"{label}: {why}")
     check_read(sch, "float8", convertible(sch.module))
     # With the casts: before a module is checkpointed, compiled or cut over replicas.
-    sch.defer("cast", _apply, scaling=scaling, emulate=emulate, dtype=SCALINGS[scaling])
+    sch.defer("cast", _apply_float8, scaling=scaling, emulate=emulate, dtype=SCALINGS[scaling])
 
 
 def convertible(module: nn.Module) -> list[nn.Linear]:
@@ -68,7 +144,7 @@ def obstacle(modules: Iterable[nn.Module]) -> str:
     return f"8-bit products take an nn.Linear whose two sizes are multiples of {MULTIPLE}, and there is none"
 
 
-def _apply(
+def _apply_float8(
     sch: ScheduledModule, module: nn.Module, context: Any, scaling: str, emulate: bool, dtype: torch.dtype
 ) -> None:
     # The format is for `verify`, whose tolerances follow from it.

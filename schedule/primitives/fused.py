@@ -1,6 +1,7 @@
-"""fused_attention: attention that is written out becomes one operation."""
+"""Primitives that put fused parts in place of those that are written out: attention, GELU, loss."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +10,13 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from ...base.errors import ScheduleError
+from ..forward import Layer, add_layer, layers_of
+from ..fused_logits import FusedLogits, Product
+from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
-from ..graph.pattern import Attribute, operation
+from ..graph.pattern import Attribute, match, operation, trace_pattern
 from ..graph.subgraph import Subgraph, traced_below
+from ..parallel.exchange import syncs_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -220,3 +225,99 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, fx.Node):
         value = value.meta.get("example")
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+@primitive
+def fused_gelu(sch: ScheduledModule) -> None:
+    """Computes each GELU by tanh that is written out as one kernel, in the traced modules at and below this one.
+
+    A written-out GELU is the formula itself, or a module of transformers that computes it (`NewGELUActivation`).
+
+    Raises:
+        ScheduleError: nothing is traced; there is no such GELU; what `replace` refuses.
+    """
+    places = traced_below(sch)
+    if not places:
+        raise ScheduleError(f"fused_gelu on '{sch.name}': trace it first, or a module below it")
+    found = [each for place in places for each in _gelus(*place)]
+    if not found:
+        raise ScheduleError(f"fused_gelu on '{sch.name}': no GELU by tanh is written out in what is traced there")
+    for each in found:
+        replace_subgraph(sch, gelu_tanh, [each], "gelu_tanh", together=False)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """PyTorch's GELU by tanh, element by element."""
+    return F.gelu(x, approximate="tanh")
+
+
+def written_out(x: Any) -> Any:
+    """The GELU by tanh as transformers writes it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _gelus(path: str, module: nn.Module, layer: Any) -> Iterator[Subgraph]:
+    pattern = trace_pattern(written_out)
+    (x,) = (node for node in pattern.nodes if node.op == "placeholder")
+    inner = [node for node in pattern.nodes if node.op not in ("placeholder", "output")]
+    for binding, (output,) in match(layer.graph, module, pattern):
+        yield Subgraph(path, module, layer, tuple(binding[node] for node in inner), (binding[x],), (output,), None)
+    for node in layer.graph.nodes:
+        what = operation(node, module) if node.op == "call_module" else None
+        if what is None or what.name != "gelu" or what.options.get("approximate") != "tanh":
+            continue
+        child = module.get_submodule(node.target)
+        if not isinstance(child, nn.GELU) and type(child).__name__ != "GELUTanh":  # these are PyTorch's kernel
+            yield Subgraph(path, module, layer, (node,), (what.args[0],), (node,), None)
+
+
+@primitive
+def fused_loss(sch: ScheduledModule) -> None:
+    """Leaves this module's logits unformed and computes their cross-entropy from its input, chunk by chunk.
+
+    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The
+    model's own loss code need not know: `torch.nn.functional.cross_entropy` of these logits forms those of
+    a few tokens at a time, and in the same pass the gradients. Any other use of them forms the logits as
+    usual.
+
+    Raises:
+        ScheduleError: the module is no `nn.Linear`; its loss is fused already; ranks exchange its output.
+    """
+    label, module = f"fused_loss on '{sch.name}'", sch.module
+    if type(module) is not nn.Linear:
+        raise ScheduleError(f"{label}: the head must be an nn.Linear, but is a {type(module).__name__}")
+    if layers_of(module, FusedLoss):
+        raise ScheduleError(f"{label}: the loss of a head is fused once, and it already is")
+    if any(each.mode in ("fwd_post", "bwd_pre") for each in syncs_of(module)):
+        raise ScheduleError(f"{label}: ranks exchange its logits, which forms them; use parallel_loss")
+    check_called(sch, "fused_loss")
+    add_layer(module, FusedLoss())
+
+
+def formed_for(module: nn.Module) -> dict[str, bool]:
+    """The functions that took the logits of a head with `fused_loss`: whether these were formed for it."""
+    return layers_of(module, FusedLoss)[0].formed_for
+
+
+class FusedLoss(Layer):
+    """Gives logits that are not formed."""
+
+    order = 20
+    alters = True
+
+    def __init__(self) -> None:
+        self.formed_for: dict[str, bool] = {}
+        """Functions that took logits, by name: whether these were formed for it."""
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden = args[0] if args else kwargs["input"]
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        if dtype == torch.float16:
+            raise ScheduleError(
+                "fused_loss: gradients are formed before the loss is scaled, as float16 needs it; use bf16"
+            )
+        product = Product(module.weight, module.bias, dtype, None, module.weight.shape[0], self.formed_for)
+        return FusedLogits.of(hidden, product)

@@ -1,21 +1,138 @@
-"""decompose: take operations of a traced module apart."""
+"""Primitives of traced modules: trace, find, decompose, fuse."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ...base._torch import has_forward_hooks
-from ...base.errors import ScheduleError, unknown
+from ...base.errors import ScheduleError, TraceError, unknown
 from ..forward import add_layer, layers_of
+from ..graph.by_example import as_call, example_of, trace_by_example
+from ..graph.called import check_called, scheduled_below
+from ..graph.editing import fuse_subgraph
+from ..graph.exported import trace_exported
+from ..graph.operations import COMPILERS
 from ..graph.pattern import operation
+from ..graph.subgraph import Subgraph, find_subgraphs
 from ..graph.trace import Traced
+from ..graph.tracing import trace_symbolically
 from ..parallel.exchange import syncs_of
 from ..parallel.partial import WithoutBias
 from ..parallel.sharding import shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
+
+TRACERS = ("fx", "export", "dynamo")
+
+
+@primitive
+def trace(
+    sch: ScheduledModule,
+    flatten: bool = False,
+    leaves: Sequence[str | type[nn.Module]] = (),
+    inputs: Sequence[str] = (),
+    tracer: str | None = None,
+    examples: Any = None,
+) -> None:
+    """Turns this module's forward into a graph; the module, its children and its parameters stay in place.
+
+    Children remain calls, so that the hierarchy is kept and each can be traced by itself. Values that depend
+    on `self.training` are read when the graph runs. Without example inputs, arguments with defaults are fixed at these.
+
+    With example inputs the tensors among them are inputs of the graph and all else is fixed; sizes stay free, but for
+    those on which the way of the code depends, which the graph checks. Where none are given they are taken from those
+    of a module above: of its trace, or of a `verify` around.
+
+    Args:
+        flatten: trace through children too, down to the modules of torch.nn, and to those that have
+            primitives or hooks of their own.
+        leaves: with `flatten`, children to keep as calls: regular expressions for paths, or classes.
+        inputs: arguments with defaults that remain inputs of the graph.
+        tracer: `fx` follows the module's code; `export` and `dynamo` make a graph of operators without calls of
+            children (torch.export, by running the code or by reading it), and need example inputs. By default
+            whichever succeeds, in this order.
+        examples: a tensor, a tuple of positional or a mapping of keyword arguments.
+
+    Raises:
+        TraceError: the forward does what a graph cannot express (control flow that depends on values of tensors);
+            names the operation and the line of the model's code, for each tracer.
+        ScheduleError: it is traced already; unknown tracer; a tracer that needs example inputs and has none.
+    """
+    label = f"trace on '{sch.name}'"
+    if layers_of(sch.module, Traced):
+        raise ScheduleError(f"{label}: a module is traced once, and it already is")
+    if tracer is not None and tracer not in TRACERS:
+        raise ScheduleError(f"{label}: {unknown('tracer', tracer, TRACERS)}")
+    check_called(sch, "trace")
+    if examples is not None:
+        sch.tree.examples[sch.path] = as_call(examples)
+    example = example_of(sch)
+    module, name = sch.module, sch.name
+    scheduled = scheduled_below(sch)
+    kept = [*leaves, *scheduled]
+    if example is None:
+        if tracer not in (None, "fx"):
+            raise ScheduleError(f"{label}: tracer '{tracer}' needs examples=, here or at a module above")
+        add_layer(module, trace_symbolically(module, name, flatten, kept, inputs))
+        return
+    ways: dict[str, Callable[[], Traced]] = {
+        "fx": partial(trace_by_example, module, name, flatten, kept, inputs, example),
+        "export": partial(trace_exported, module, name, inputs, example, scheduled, strict=False),
+        "dynamo": partial(trace_exported, module, name, inputs, example, scheduled, strict=True),
+    }
+    add_layer(module, _first(ways if tracer is None else {tracer: ways[tracer]}))
+
+
+def _first(ways: dict[str, Callable[[], Traced]]) -> Traced:
+    """What the first tracer gives that succeeds.
+
+    Raises:
+        TraceError: none does; says why of each.
+    """
+    failures = []
+    for name, way in ways.items():
+        try:
+            return way()
+        except TraceError as error:
+            failures.append((name, error))
+    if len(failures) == 1:
+        raise failures[0][1]
+    raise TraceError("; ".join(f"by {name}: {error}" for name, error in failures))
+
+
+def find(
+    sch: ScheduledModule,
+    pattern: str | Callable[..., Any] | None = None,
+    *,
+    where: Callable[[fx.Node], bool] | None = None,
+    explain: bool = False,
+) -> list[Subgraph]:
+    """The subgraphs that match, of this module and of the traced ones below it; they do not overlap.
+
+    A function is a pattern: its parameters stand for anything (options such as `p`, `eps` or `dim` included), those
+    with defaults are constants, and what it
+    computes is looked for regardless of the order of nodes and of commutative operands. A module matches the
+    function that it stands for (`nn.ReLU` and `torch.relu`, `nn.Linear` and `F.linear`); any other module is
+    asked for by `call_module(regular expression or class, inputs...)`. A string is a regular expression for
+    the whole of one operation's name: the path of a module, or a function's or method's name.
+
+    Args:
+        pattern: what to look for, as above.
+        where: a predicate on nodes of `torch.fx`. Alone it finds every operation for which it is true, with a pattern
+            the matches in which there is such a node.
+        explain: raise where nothing matches, and say what came nearest.
+
+    Returns:
+        Handles for `fuse`, `replace` and `checkpoint`; they print as code.
+
+    Raises:
+        ScheduleError: nothing here is traced; with `explain`, nothing matches.
+    """
+    return find_subgraphs(sch, pattern, where, explain)
+
 
 KINDS = ("linear", "layer_norm", "attention")
 
@@ -180,3 +297,34 @@ def as_bias(mask: torch.Tensor) -> torch.Tensor:
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
     return mask
+
+
+@primitive
+def fuse(
+    sch: ScheduledModule,
+    subgraph: Any = None,
+    compiler: str | Callable[[Callable[..., Any]], Callable[..., Any]] = "inductor",
+    name: str | None = None,
+) -> None:
+    """Runs subgraphs found by `find` as one compiled function each; `compile` does that with a whole module.
+
+    Parameters stay where they are, so `state_dict` and the optimizer see no difference.
+
+    Args:
+        subgraph: one match or a list of matches.
+        compiler: `inductor` is `torch.compile`; `none` only groups the operations; a function is given the
+            callable to be fused and returns the one to call.
+        name: of the operation in the graph that a subgraph becomes.
+
+    Raises:
+        ScheduleError: no subgraph; unknown compiler; matches that overlap; an inner value of the subgraph is used
+            outside of it.
+    """
+    if not callable(compiler) and compiler not in COMPILERS:
+        raise ScheduleError(f"fuse on '{sch.name}': {unknown('compiler', compiler, COMPILERS)}")
+    if subgraph is None:
+        raise ScheduleError(
+            f"fuse on '{sch.name}': it takes subgraphs that find returned; compile() runs a whole module through "
+            "torch.compile"
+        )
+    fuse_subgraph(sch, subgraph, compiler, name)

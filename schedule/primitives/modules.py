@@ -1,0 +1,292 @@
+"""Primitives of a module as a whole: replaced, compiled, hooked, annotated."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base._torch import buffers_of, children_of, parameters_of
+from ...base.errors import ScheduleError, unknown
+from ..deferred import noted
+from ..forward import layers_of
+from ..graph.called import check_called
+from ..graph.editing import replace_subgraph
+from ..held import transfer
+from ..primitive import primitive
+from ..recording import recording_of
+from ..tree import ScheduledModule, called_with_path, places
+
+
+@primitive
+def replace(
+    sch: ScheduledModule,
+    new: nn.Module | Callable[..., Any],
+    subgraph: Any = None,
+    name: str | None = None,
+    together: bool = False,
+) -> None:
+    """Puts another module in this one's place, or a module or function in the place of subgraphs of a traced one.
+
+    Parameters and buffers whose names and shapes match are kept (the same objects, so ties hold), as are
+    hooks and the training mode. What could not be kept is said in a warning.
+
+    The replacement of a subgraph is called with what stands for the pattern's parameters. What the modules inside
+    exchange between ranks before and after them is exchanged before and after it; what has no place there is
+    refused. Parameters that nothing uses any more leave the model.
+
+    Args:
+        new: a module, or a factory that is called with the old module, and with its path where it takes two, and
+            returns one; the factory runs on the old module's device, `meta` included. With `subgraph`, a module or
+            function of its inputs.
+        subgraph: one match or a list of matches from `find`; None replaces the module itself.
+        name: with `subgraph`, what a module is called among its neighbours, and an operation in the graph.
+        together: one call of `new` stands for all subgraphs of the list: it is given the inputs of all, those that
+            they have in common once, and returns as many outputs (one module for the projections to q, k and v).
+
+    Raises:
+        ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding); something on
+            a module inside of a subgraph would be lost.
+    """
+    if subgraph is not None:
+        replace_subgraph(sch, new, subgraph, name, together)
+        return
+    if name is not None or together:
+        raise ScheduleError(f"replace on '{sch.name}': name and together go with a subgraph")
+    made = make(sch, sch.module, new)
+    put(sch, sch.module, made)
+
+
+def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
+    """The module that is to take the place of `old`; nothing is changed yet."""
+    check_called(sch, "replace")
+    for path, each in old.named_modules():
+        if layers_of(each) or "_shards" in each.__dict__:
+            raise ScheduleError(
+                f"replace on '{sch.name}': a module must be replaced before it is sharded, traced or fused, "
+                f"but '{path or sch.name}' already is"
+            )
+    if isinstance(new, nn.Module):
+        return new
+    if not callable(new):
+        raise ScheduleError(
+            f"replace on '{sch.name}': new must be a module or a factory called with the old module, "
+            f"but got {type(new).__name__}"
+        )
+    if isinstance(new, type) and issubclass(new, nn.Module):
+        _check_class(sch, old, new)
+    held = [*old.parameters(), *old.buffers()]
+    if held and recording_of(old) is None:
+        with torch.device(held[0].device):
+            made = called_with_path(new, old, sch.path)
+    else:
+        with noted(*held):
+            made = called_with_path(new, old, sch.path)
+    if not isinstance(made, nn.Module):
+        raise ScheduleError(
+            f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"
+        )
+    return made
+
+
+def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> None:
+    """Refuses a class that is not made of the old module alone."""
+    try:
+        inspect.signature(new).bind(old)
+    except TypeError as error:
+        raise ScheduleError(
+            f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes other arguments "
+            f"({error}); pass {new.__name__}(...), or a function such as lambda old: {new.__name__}(...)"
+        ) from None
+    first = next(iter(inspect.signature(new).parameters.values()))
+    if first.annotation in (int, float, "int", "float"):
+        raise ScheduleError(
+            f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes {first.name}, a "
+            f"number; pass {new.__name__}({first.name}), or lambda old: {new.__name__}(...)"
+        )
+
+
+def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:
+    """Puts `new` at every place where `old` stands, and warns of what was not kept."""
+    if new is old:
+        return
+    root = sch.tree.module
+    where = places(root, old)
+    # Sought before anything moves: `new` may contain `old`.
+    notes = [] if old in set(new.modules()) else transfer(old, new)
+    new.train(old.training)
+    if old is root:
+        sch.tree.module = new
+    for parent, name, _ in where:
+        children_of(parent)[name] = new
+    if notes:
+        warnings.warn(f"replace on '{sch.name}': not kept: {'; '.join(notes)}", stacklevel=4)
+
+
+# The parameter below hides the builtin.
+_CLASS = type
+
+
+@primitive
+def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[..., nn.Module]) -> None:
+    """Replaces every module of a type at or below this one, as `replace` does each.
+
+    Modules inside of one that is replaced are left to the factory. Either all are replaced or none.
+
+    Args:
+        type: the class; modules of its subclasses count.
+        factory: called with each old module, and with its path from the root where it takes two; returns the new one.
+
+    Raises:
+        ScheduleError: there is no such module; what `replace` refuses.
+    """
+    if not isinstance(type, _CLASS) or not issubclass(type, nn.Module):
+        raise ScheduleError(f"replace_all on '{sch.name}': type must be a subclass of nn.Module, but got {type!r}")
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise ScheduleError(
+            f"replace_all on '{sch.name}': factory must be a function of the old module, since each place "
+            "needs a module of its own"
+        )
+    found: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for path, module in sch.module.named_modules():
+        if isinstance(module, type) and module not in inside:
+            found[module] = path
+            inside.update(module.modules())
+    if not found:
+        known = {each.__class__.__name__ for each in sch.module.modules()}
+        raise ScheduleError(f"replace_all on '{sch.name}': {unknown('module type', type.__name__, known)}")
+    made = [(sch[path] if path else sch, old) for old, path in found.items()]
+    pairs = [(at, old, make(at, old, factory)) for at, old in made]
+    for at, old, new in pairs:
+        put(at, old, new)
+
+
+@primitive
+def compile(sch: ScheduledModule, **options: Any) -> None:
+    """Compiles this module with `torch.compile`, in place: no wrapper, names in `state_dict` unchanged.
+
+    Compilation happens at the first call after `build`. Compile the repeated blocks rather than the whole
+    model: identical blocks share the compiled code.
+
+    Args:
+        options: keyword arguments of `torch.compile`, such as `mode`, `fullgraph`, `dynamic`, `backend`.
+
+    Raises:
+        ScheduleError: it is compiled already; an unknown option.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.compile.html
+    """
+    if sch.deferred(_apply):
+        raise ScheduleError(f"compile on '{sch.name}': a module is compiled once, and it already is")
+    check_options(sch, options)
+    check_called(sch, "compile")
+    sch.defer("compile", _apply, options=options)
+
+
+def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Has `began` called whenever torch.compile starts to compile in this process, be it a forward or a backward
+    pass, and `ended` when it is through, also by an error. A compilation within another is part of that one.
+    """
+    from ...base._torch import dynamo
+
+    dynamo.on_compile_start(lambda args: began())
+    dynamo.on_compile_end(lambda args: ended())
+
+
+def refusals() -> int:
+    """How often torch.compile has given up on a function in this process, which then runs as it was written: for one
+    reason, because it has met more shapes than `torch.compiler.config.recompile_limit`."""
+    from ...base._torch import dynamo
+
+    frames = dynamo.utils.counters["frames"]
+    return frames["total"] - frames["ok"]
+
+
+def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
+    """Refuses what `torch.compile` would not take."""
+    import inspect
+
+    import torch
+
+    from ...base.errors import unknown
+
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            raise ScheduleError(f"compile on '{sch.name}': {unknown('option', name, known)}")
+    backend = options.get("backend", "inductor")
+    if isinstance(backend, str):
+        from ...base._torch import dynamo
+
+        names = dynamo.list_backends(exclude_tags=())
+        if backend not in names:
+            raise ScheduleError(f"compile on '{sch.name}': {unknown('backend', backend, names)}")
+
+
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, options: dict[str, Any]) -> None:
+    module.compile(**options)
+
+
+KINDS = {
+    "fwd_pre": "register_forward_pre_hook",
+    "fwd_post": "register_forward_hook",
+    "bwd_pre": "register_full_backward_pre_hook",
+    "bwd_post": "register_full_backward_hook",
+}
+
+
+@primitive
+def hook(sch: ScheduledModule, kind: str, fn: Callable[..., Any]) -> None:
+    """Calls `fn` before or after this module's forward or backward, as PyTorch's own hooks do.
+
+    Args:
+        kind: `fwd_pre`: `fn(module, args)`; `fwd_post`: `fn(module, args, output)`;
+            `bwd_pre`: `fn(module, grad_output)`; `bwd_post`: `fn(module, grad_input, grad_output)`.
+        fn: what it returns, if not None, takes the place of the arguments, the output, the gradient with
+            respect to the output, or that with respect to the input.
+
+    Raises:
+        ScheduleError: unknown kind, or `fn` is not callable.
+    """
+    if kind not in KINDS:
+        raise ScheduleError(f"hook on '{sch.name}': {unknown('kind', kind, KINDS)}")
+    if not callable(fn):
+        raise ScheduleError(f"hook on '{sch.name}': fn must be callable, but got {type(fn).__name__}")
+    check_called(sch, "hook")
+    getattr(sch.module, KINDS[kind])(fn)
+
+
+@primitive
+def annotate(sch: ScheduledModule, param: str, key: str, value: Any) -> None:
+    """Attaches `value` to a parameter or buffer of this module, to be read as `module.<param>.<key>`.
+
+    It survives replacement, sharding and materialisation: `build` attaches it to the final tensor.
+
+    Raises:
+        ScheduleError: no such parameter; the key is no identifier or is an attribute of every tensor.
+    """
+    tensor = tensor_of(sch, param, "annotate")
+    if not key.isidentifier() or hasattr(torch.Tensor, key):
+        raise ScheduleError(
+            f"annotate '{param}' of '{sch.name}': key must be an identifier that tensors do not have, but got '{key}'"
+        )
+    setattr(tensor, key, value)
+    sch.tree.annotations.setdefault((sch.path, param), {})[key] = value
+
+
+def tensor_of(sch: ScheduledModule, name: str, primitive: str) -> torch.Tensor:
+    """A parameter or buffer held by this very module.
+
+    Raises:
+        ScheduleError: there is none of that name.
+    """
+    module = sch.module
+    held = {**parameters_of(module), **buffers_of(module)}
+    tensor = held.get(name)
+    if tensor is None:
+        known = [each for each, value in held.items() if value is not None]
+        raise ScheduleError(f"{primitive} on '{sch.name}': {unknown('parameter or buffer', name, known)}")
+    return tensor

@@ -1,0 +1,535 @@
+"""Primitives of tensor parallelism: weights cut over the `tp` axis, what ranks exchange around them, random streams."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base._torch import buffers_of, parameters_of
+from ...base.errors import ScheduleError, unknown
+from .. import collectives as differentiable
+from ..forward import Layer, add_layer, layers_of
+from ..fused_logits import FusedLogits
+from ..graph.called import check_called, used
+from ..graph.trace import Traced
+from ..parallel import collectives
+from ..parallel.checksums import checksum
+from ..parallel.collectives import Axis, axis_of, through
+from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
+from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
+from ..parallel.vocabulary import SplitLogits
+from ..primitive import primitive
+from ..tree import ScheduledModule
+from .kinds import Follow, input_of, kind_of, output_of
+from .modules import tensor_of
+
+USED_WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
+"""Modules of torch whose kernels take several weights at once, whole."""
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "n_heads",
+    "split_size",
+    "all_head_size",
+    "inner_dim",
+)
+"""What an attention module counts that its projections' outputs are cut along with."""
+COUNTS_OF_HEADS = HEADS[:5]
+"""Those of them that are numbers of heads; the rest are numbers of features."""
+WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+"""What an attention module calls the features of one head."""
+
+
+@primitive
+def shard(
+    sch: ScheduledModule,
+    param: str | Sequence[str],
+    axis: int,
+    parts: int | Sequence[int] = 1,
+    tied: bool = False,
+    pad: bool = False,
+) -> None:
+    """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
+
+    Counts follow on the side that is cut, and there only: `out_features` or `in_features` of a linear layer,
+    `nf` or `nx` of GPT-2's Conv1D, `num_embeddings` or `embedding_dim`, and the heads of the attention module
+    around it. A linear layer cut along its input gives partial sums, to which the bias is added once; an
+    embedding cut along its vocabulary gives zeros for the tokens of other ranks: `sync` adds them up.
+
+    Args:
+        param: its name, or several names that are cut alike (`["weight", "bias"]`).
+        axis: the dimension of the tensor to be cut.
+        parts: how many tensors of equal size are fused along it, each cut by itself (3 for q, k, v in one
+            weight), or their sizes.
+        tied: cut it also wherever else it is held.
+        pad: fill up what the ranks do not divide with zeros at the end (a vocabulary of 50257). An embedding
+            never looks them up, and `parallel_loss` leaves them out; whole again, the tensor has none.
+
+    Raises:
+        ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already;
+            tied to another parameter without `tied=True`; heads would be cut apart.
+    """
+    names = [param] if isinstance(param, str) else list(param)
+    if len(set(names)) < len(names):
+        raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
+    ranks = tensor_parallel(sch, "shard")
+    cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, ranks)]
+    follows = _distinct([follow for cut in cuts for follow in cut[3]])
+    for module, attribute, divisor in follows:
+        value = getattr(module, attribute)
+        if value % divisor and not pad:
+            raise ScheduleError(
+                f"shard on '{sch.name}': {divisor} ranks must divide {type(module).__name__}.{attribute}, "
+                f"but it is {value}"
+            )
+    _check_traced(sch, [module for module, _, _ in follows])
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module, name, cut, _, layer in cuts:
+        tensor = parameters_of(module).get(name, buffers_of(module).get(name))
+        if tensor not in made:
+            made[tensor] = cut_tensor(tensor, cut)
+        put(module, name, made[tensor])
+        module.__dict__["_shards"] = {**shards_of(module), name: cut}
+        if layer is not None and not layers_of(module, type(layer)):
+            add_layer(module, layer)
+    for module, attribute, divisor in follows:
+        setattr(module, attribute, -(-getattr(module, attribute) // divisor))
+        module.__dict__["_followed"] = {*module.__dict__.get("_followed", ()), attribute}
+
+
+def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
+    """The mesh's `tp` axis.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    found = axis_of(sch.mesh, "tp")
+    if found is None:
+        names = "no mesh" if sch.mesh is None else f"axes {', '.join(sch.mesh.mesh_dim_names)}"
+        raise ScheduleError(
+            f"{primitive} on '{sch.name}': the mesh must have an axis named tp, but there is {names}; "
+            "pass create_schedule(model, mesh=init_device_mesh(..., mesh_dim_names=('tp',)))"
+        )
+    return found
+
+
+def _cuts_of(
+    sch: ScheduledModule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
+) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
+    tensor = tensor_of(sch, name, "shard")
+    label = f"shard of '{name}' on '{sch.name}'"
+    if isinstance(sch.module, USED_WHOLE):
+        kind = type(sch.module).__name__
+        raise ScheduleError(
+            f"{label}: {kind} hands its weights to a kernel that takes them whole, so that a piece cannot be computed "
+            "with; replace it by a module of linear layers, and shard these"
+        )
+    if name in shards_of(sch.module):
+        cut = shards_of(sch.module)[name]
+        raise ScheduleError(f"{label}: a tensor is sharded once, but it is already along dimension {cut.dim}")
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ScheduleError(f"{label}: axis must be a dimension of its shape {tuple(tensor.shape)}, but got {axis}")
+    dim = axis % tensor.dim()
+    size = tensor.shape[dim]
+    sizes = _sizes(label, parts, size)
+    for each in sizes:
+        if each % ranks.size and not pad:
+            what = f"size {size} of dimension {dim}" if len(sizes) == 1 else f"part of size {each}"
+            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {what}, but do not")
+    places = holders(sch.tree.module, tensor)
+    if len(places) > 1 and not tied:
+        others = ", ".join(f"{path}.{held}" for path, _, held in places if path != sch.path)
+        raise ScheduleError(
+            f"{label}: of tied weights all must be sharded, and it is tied to {others}; pass tied=True to "
+            "shard them together"
+        )
+    cut = Shard(dim, sizes, tuple(tensor.shape), ranks, checksum(tensor))
+    out = []
+    for path, module, held in places:
+        kind = kind_of(module, held, dim)
+        follow = list(kind.follow(module, ranks.size))
+        if kind.side:
+            follow += _heads(sch, label, path, sizes, ranks, kind.side)
+        layer = kind.layer(ranks, cut) if kind.layer is not None else None
+        out.append((module, held, cut, follow, layer))
+    return out
+
+
+def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]:
+    if isinstance(parts, int):
+        if parts < 1 or size % parts:
+            raise ScheduleError(f"{label}: the number of parts must divide the size {size}, but got parts={parts}")
+        return (size // parts,) * parts
+    if sum(parts) != size:
+        raise ScheduleError(f"{label}: the parts must add up to the size {size}, but got {tuple(parts)}")
+    return tuple(parts)
+
+
+def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str) -> list[Follow]:
+    """What the attention module around a projection counts, and that no head is cut apart."""
+    around = path.rpartition(".")[0]
+    parent = sch.tree.module.get_submodule(around)
+    if getattr(parent, "base_layer", None) is not None:  # an adapted projection (peft) stands in between
+        around = around.rpartition(".")[0]
+        parent = sch.tree.module.get_submodule(around)
+    width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
+    if path == "" or not isinstance(width, int):
+        return []
+    done = parent.__dict__.get("_followed", ())
+    counts = {
+        getattr(parent, name) * (ranks.size if name in done else 1)
+        for name in COUNTS_OF_HEADS
+        if isinstance(getattr(parent, name, None), int)
+    }
+    for size in sizes:
+        # A tensor may have a number for each head, as T5's bias of relative positions has.
+        heads = size if size in counts else size // width if size % width == 0 else 0
+        if heads % ranks.size:
+            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {heads} heads of '{around}'")
+    if side != "output":
+        return []
+    return [
+        (parent, name, ranks.size)
+        for name in HEADS
+        if name not in done and isinstance(getattr(parent, name, None), int)
+    ]
+
+
+def _check_traced(sch: ScheduledModule, modules: list[nn.Module]) -> None:
+    """Refuses to change counts that a graph has taken in as constants."""
+    parts = sch.path.split(".") if sch.path else []
+    for depth in range(len(parts) + 1):
+        path = ".".join(parts[:depth])
+        traced = sch.tree.module.get_submodule(path)
+        for layer in layers_of(traced, Traced):
+            _check_inlined(sch, path, traced, layer, modules)
+
+
+def _check_inlined(sch: ScheduledModule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]) -> None:
+    kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
+    inlined = {traced}
+    if layer.flatten:
+        inlined = set(traced.modules()) - {each for child in kept for each in child.modules()}
+    for module in modules:
+        if module in inlined:
+            raise ScheduleError(
+                f"shard on '{sch.name}': counts of {type(module).__name__} are constants in the graph of "
+                f"'{path or type(traced).__name__}'; shard before tracing"
+            )
+
+
+def _distinct(follows: list[Follow]) -> list[Follow]:
+    out: list[Follow] = []
+    for each in follows:
+        if not any(each[0] is other[0] and each[1] == other[1] for other in out):
+            out.append(each)
+    return out
+
+
+MODES = ("fwd_pre", "fwd_post", "bwd_pre", "bwd_post")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter", "all_to_all")
+GRADIENTS = ("scatter", "reduce_scatter")
+SUMS = ("all_reduce", "reduce_scatter")
+ON = ("activations", "parameters")
+
+
+@primitive
+def sync(
+    sch: ScheduledModule,
+    mode: str,
+    op: str | Callable[[torch.Tensor], torch.Tensor],
+    axis: int | None = None,
+    on: str = "activations",
+    join: int | None = None,
+    gradient: str | None = None,
+) -> None:
+    """Exchanges values or gradients between the ranks of the `tp` axis around this module.
+
+    | mode | acts on | gradient |
+    |---|---|---|
+    | `fwd_pre` | the input, before the forward | the matching collective on the input's gradient |
+    | `fwd_post` | the output, after the forward | the matching collective on the output's gradient |
+    | `bwd_pre` | the gradient of the output, before the backward | |
+    | `bwd_post` | the gradient of the inputs, after the backward | |
+
+    The gradient of `all_reduce` passes as it is, that of `reduce_scatter` and `scatter` is gathered, that of
+    `all_gather` is scattered after the forward and reduce-scattered before it, where ranks go on with
+    different work; that of `all_to_all` goes the way back. The input is the first floating-point argument; an output
+    may be a tuple or a mapping, of which the first floating-point tensor is meant.
+
+    Args:
+        mode: when, as above.
+        op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, or a function of a tensor.
+        axis: the dimension, for all but `all_reduce`; of `all_to_all` the one that is cut.
+        on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's own whole
+            parameters instead: where activations are cut along the sequence, each rank has but a part.
+        join: of `all_to_all`, the dimension along which the pieces of all ranks are joined.
+        gradient: of `all_gather`, what becomes of the gradient in place of the above: `reduce_scatter` where ranks go
+            on with different work, `scatter` where they do the same.
+
+    Raises:
+        ScheduleError: unknown mode or op; axis missing; what the sharded weights of this module contradict.
+    """
+    ranks = tensor_parallel(sch, "sync")
+    check_called(sch, "sync")
+    _check_sync(sch, mode, op, axis, on)
+    _check_dims(sch, mode, op, join, gradient)
+    module = sch.module
+    what = Sync(mode=mode, op=op, axis=axis, on=on, join=join, gradient=gradient)
+    if on == "parameters":
+        module.register_forward_pre_hook(ParameterSync(what, ranks))
+    elif mode == "fwd_pre":
+        module.register_forward_pre_hook(InputSync(what, _forward(what, ranks)), with_kwargs=True)
+    elif mode == "bwd_post":
+        module.register_forward_pre_hook(InputSync(what, _backward(what, ranks)), with_kwargs=True)
+    elif mode == "fwd_post":
+        module.register_forward_hook(OutputSync(what, _forward(what, ranks)))
+    else:
+        module.register_forward_hook(OutputSync(what, _backward(what, ranks)))
+
+
+def check_synced(sch: ScheduledModule) -> None:
+    """Refuses a schedule in which partial sums are never added up, or half of a linear layer is cut.
+
+    Raises:
+        ScheduleError: names the module.
+    """
+    root = sch.tree.module
+    alive, _ = used(root)
+    for path, module in root.named_modules():
+        if not shards_of(module):
+            continue
+        bias = parameters_of(module).get("bias")
+        if output_of(module) == "split" and bias is not None and "bias" not in shards_of(module):
+            raise ScheduleError(
+                f"build: the weight of '{path}' is cut along the output, so its bias must be too; "
+                f"sch['{path}'].shard('bias', axis=0)"
+            )
+        if output_of(module) != "partial":
+            continue
+        above = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] + [""]
+        around = [each for place in above if (each := root.get_submodule(place)) in alive]
+        syncs = [*module.__dict__.get("_handed_over", ()), *(sync for each in around for sync in syncs_of(each))]
+        if not any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs):
+            raise ScheduleError(
+                f"build: '{path}' gives partial sums on each rank, and nothing adds them up; "
+                f"sch['{path}'].sync('fwd_post', 'all_reduce')"
+            )
+
+
+def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) -> None:
+    label = f"sync on '{sch.name}'"
+    if mode not in MODES:
+        raise ScheduleError(f"{label}: {unknown('mode', mode, MODES)}")
+    if not callable(op) and op not in OPS:
+        raise ScheduleError(f"{label}: {unknown('op', op, OPS)}")
+    if on not in ON:
+        raise ScheduleError(f"{label}: {unknown('on', on, ON)}")
+    if op in OPS[1:] and axis is None:
+        raise ScheduleError(f"{label}: {op} needs the dimension to act along; pass axis=")
+    if on == "parameters" and (mode, op) != ("bwd_post", "all_reduce"):
+        raise ScheduleError(
+            f"{label}: on='parameters' goes with 'bwd_post' and 'all_reduce', but got {mode!r} and {op!r}"
+        )
+    if callable(op) or on == "parameters":
+        return
+    module = sch.module
+    output, cut = output_of(module), any(shards_of(each) for each in module.modules())
+    sums = op in SUMS
+    if mode == "fwd_post" and sums and output == "split":
+        raise ScheduleError(
+            f"{label}: {op} adds up partial sums, but its weight is cut along the output, so that each rank "
+            "has other features; use all_gather, or cut along the input"
+        )
+    summed = any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs_of(module))
+    if mode == "fwd_post" and op == "all_gather" and output == "partial" and not summed:
+        raise ScheduleError(
+            f"{label}: all_gather joins pieces, but its weight is cut such that each rank has a partial sum; "
+            "use all_reduce or reduce_scatter"
+        )
+    if mode == "fwd_post" and op == "all_gather" and any(e.padded for e in shards_of(module).values()):
+        raise ScheduleError(
+            f"{label}: all_gather would leave the zeros with which its pieces are filled up among the features; "
+            "use parallel_loss, or a size that the ranks divide"
+        )
+    if mode in ("fwd_post", "bwd_post") and sums and not cut:
+        raise ScheduleError(
+            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so that "
+            "every rank has the whole; shard first"
+        )
+    if mode == "bwd_post" and sums and input_of(module) == "split":
+        raise ScheduleError(
+            f"{label}: its weight is cut along the input, so the gradient of the input is each rank's own "
+            f"piece; {op} would mix them"
+        )
+
+
+def _check_dims(sch: ScheduledModule, mode: str, op: Any, join: int | None, gradient: str | None) -> None:
+    label = f"sync on '{sch.name}'"
+    if (op == "all_to_all") != (join is not None):
+        raise ScheduleError(f"{label}: all_to_all, and nothing else, joins along another dimension than it cuts; join=")
+    if gradient is None:
+        return
+    if gradient not in GRADIENTS:
+        raise ScheduleError(f"{label}: {unknown('gradient', gradient, GRADIENTS)}")
+    if op != "all_gather" or mode not in ("fwd_pre", "fwd_post"):
+        raise ScheduleError(
+            f"{label}: gradient goes with all_gather at 'fwd_pre' or 'fwd_post', but got {op!r} at {mode!r}"
+        )
+
+
+def _forward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    op, axis = sync.op, sync.axis or 0
+    if callable(op):
+        return op
+    if op == "all_reduce":
+        return partial(differentiable.all_reduce, axis=ranks)
+    if op == "all_to_all":
+        return partial(differentiable.all_to_all, dim=axis, join=sync.join or 0, axis=ranks)
+    if op == "all_gather":
+        gradient = sync.gradient or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")
+        return partial(differentiable.all_gather, dim=axis, axis=ranks, gradient=gradient)
+    return partial(getattr(differentiable, op), dim=axis, axis=ranks)
+
+
+def _backward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    op = sync.op
+    if callable(op):
+        return partial(through, backward=op)
+    dims = {} if op == "all_reduce" else {"dim": sync.axis}
+    if op == "all_to_all":
+        dims["join"] = sync.join
+    return partial(through, backward=partial(getattr(collectives, op), axis=ranks, **dims))
+
+
+@primitive
+def parallel_loss(sch: ScheduledModule) -> None:
+    """Leaves this module's logits cut over the vocabulary and computes their cross-entropy from the pieces.
+
+    For a language-model head whose weight is cut along its output. The model's own loss code need not know:
+    `torch.nn.functional.cross_entropy` of these logits exchanges a maximum and two sums a token rather than
+    the logits.
+
+    Raises:
+        ScheduleError: no `tp` axis; the module's weight is not cut along its output.
+    """
+    ranks = tensor_parallel(sch, "parallel_loss")
+    if output_of(sch.module) != "split":
+        raise ScheduleError(
+            f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); shard it first"
+        )
+    check_called(sch, "parallel_loss")
+    cut = shards_of(sch.module)["weight"]
+    sch.module.register_forward_hook(_Split(ranks, cut.shape[cut.dim]))
+
+
+class _Split:
+    def __init__(self, axis: Any, vocabulary: int) -> None:
+        self.axis = axis
+        self.vocabulary = vocabulary
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        if isinstance(output, FusedLogits):
+            return output.cut(self.axis, self.vocabulary)
+        return SplitLogits.of(output, self.axis, self.vocabulary)
+
+
+@primitive
+def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
+    """Lets the ranks of the `tp` axis draw different random numbers within this module, or the same ones.
+
+    Dropout must differ between ranks where activations are cut, or the pieces would share one mask; it must
+    agree where every rank has the whole, or they would drift apart. By default all ranks draw the same, if
+    they were seeded alike. Put `fork_rng()` on a module that computes on pieces (attention cut by heads) and
+    `fork_rng(differ=False)` on one inside of it that has the whole again.
+
+    Each call draws one number from the stream that ranks share, so that replicated dropout stays in step, and
+    recomputation by `checkpoint` draws the same masks.
+
+    Args:
+        differ: whether ranks draw different numbers.
+
+    Raises:
+        ScheduleError: no `tp` axis; called on this module before.
+    """
+    ranks = tensor_parallel(sch, "fork_rng")
+    if sch.deferred(_apply):
+        raise ScheduleError(f"fork_rng on '{sch.name}': a module's random stream is set once, and it already is")
+    check_called(sch, "fork_rng")
+    sch.defer("random", _apply, axis=ranks, differ=differ)
+
+
+class ForkedRandom(Layer):
+    """Runs what lies within on a random stream of this rank, or on the stream that ranks share."""
+
+    order = 40
+
+    def __init__(self, axis: Axis, differ: bool) -> None:
+        self.axis = axis
+        self.differ = differ
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with _own(self.axis) if self.differ else _shared():
+            return inner(*args, **kwargs)
+
+
+class _Outer(threading.local):
+    """The shared stream's states, set aside while a rank's own is in use; one a nesting level."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+
+_outer = _Outer()
+
+
+@contextmanager
+def _own(axis: Axis) -> Iterator[None]:
+    if _outer.states:
+        # Already on this rank's own stream.
+        yield
+        return
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    _outer.states.append(_get())
+    torch.manual_seed(seed + 1 + axis.rank)
+    try:
+        yield
+    finally:
+        _set(_outer.states.pop())
+
+
+@contextmanager
+def _shared() -> Iterator[None]:
+    if not _outer.states:
+        yield
+        return
+    own, shared = _get(), _outer.states.pop()
+    _set(shared)
+    try:
+        yield
+    finally:
+        _outer.states.append(_get())
+        _set(own)
+
+
+def _get() -> tuple[torch.Tensor, torch.Tensor | None]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+
+
+def _set(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, axis: Axis, differ: bool) -> None:
+    add_layer(module, ForkedRandom(axis, differ))
