@@ -115,6 +115,7 @@ def _trials(
                 "predicted_ms": expected.step_ms,
                 "peak_mib": told.peak_memory_mib,
                 "predicted_mib": expected.peak_memory_mib,
+                "build_mib": max((each.build_memory_mib or 0.0 for each in told.ranks), default=None),
                 "holds": told.ok,
             }
             if what in by_hand and told.ok:

@@ -11,7 +11,7 @@ from ...base.errors import ScheduleError
 from ..forward import Layer, add_layer
 from ..graph.called import check_called
 from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, find_module
 
 
 @primitive
@@ -78,10 +78,22 @@ def _apply(sch: ScheduledModule, module: nn.Module, context: Any, dtype: torch.d
 def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
     for each in module.modules():
         for param in parameters_of(each).values():
-            if param is not None and param.is_floating_point():
+            # What `final_formats` has cast already may be cut by now.
+            if param is not None and param.is_floating_point() and param.dtype != dtype:
                 param.data = param.data.to(dtype)
         for name, buffer in buffers_of(each).items():
             saved = name not in unsaved_buffers_of(each)
             if buffer is not None and saved and buffer.is_floating_point():
                 buffers_of(each)[name] = buffer.to(dtype)
     add_layer(module, Cast(dtype, restore=restore))
+
+
+def final_formats(sch: ScheduledModule) -> dict[nn.Parameter, torch.dtype]:
+    """The formats of the parameters that deferred casts all turn to one."""
+    found: dict[nn.Parameter, set[torch.dtype]] = {}
+    for each in sch.tree.deferred:
+        if each.apply is _apply:
+            for param in find_module(sch.tree.module, each.path).parameters():
+                if param.is_floating_point():
+                    found.setdefault(param, set()).add(each.arguments["dtype"])
+    return {param: next(iter(formats)) for param, formats in found.items() if len(formats) == 1}
