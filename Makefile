@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint=,$(CONSTRAINTS))
 
-.PHONY: tune test test-slow test-exhaustive test-portable bench docs setup clean
+.PHONY: tune test test-gpu test-slow test-exhaustive test-portable bench docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
@@ -27,6 +27,10 @@ test: $(TEST_STAMP)
 # on two cores.
 test-slow: $(TEST_STAMP)
 	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
+
+# What needs a CUDA device. On a machine without Ray and Optuna: python -m pytest -m gpu.
+test-gpu: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 # Every combination of what `make test` and `make test-slow` try some of: hours.
 test-exhaustive: $(TEST_STAMP)

@@ -19,9 +19,11 @@ _LOSS = ("head", "loss")
 """Roles of the parts that have to do with logits."""
 MEMORY_TERMS = (
     "parameters", "gradients", "optimizer", "master", "weight copies", "gradient copies", "activations",
-    "checkpoints", "recomputation", "logits and loss", "buffers", "slack", "context",
+    "checkpoints", "recomputation", "logits and loss", "buffers", "slack", "context", "build",
 )  # fmt: skip
-"""Names of the terms, in the order of the breakdown."""
+"""Names of the terms, in the order of the breakdown; `build` is what building takes beyond training."""
+DRAWN = 4.0
+"""Bytes of a weight as it is drawn."""
 
 
 def peak_memory(
@@ -72,6 +74,7 @@ def stage_peak(
     terms["buffers"] = terms["buffers"] + _update(rank, terms)
     terms["slack"] = _slack(terms, constants) if setup.reserved_memory else rank.none
     terms["context"] = rank.none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
+    terms["build"] = np.maximum(_build(rank) + terms["context"] - sum(terms.values()), 0.0)
     return {name: np.asarray(terms[name], float) / MIB for name in MEMORY_TERMS}
 
 
@@ -239,6 +242,22 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
         + terms["recomputation"] + terms["buffers"] + terms["gradient copies"]
     )  # fmt: skip
     return np.maximum(updating + whole_gradients - comes_and_goes, 0.0)
+
+
+def _build(rank: Rank) -> np.ndarray:
+    """The most that building the model takes: weights are drawn in float32 and cast one at a time; where replicas cut them
+    (ZeRO 2 and 3) there is one whole block at a time, and what is in no block until the end."""
+    if not rank.setup.own:
+        return rank.none
+    form, block = rank.form, rank.none
+    for each, _ in rank.stage.blocks:
+        block = np.maximum(block, rank.whole(each))
+    ends = [rank.whole(each) for each in rank.stage.ends]
+    drawn = np.maximum.reduce([block, *ends]) * (DRAWN if form.parameter < DRAWN else 0.0)
+    cut = shared("gradients", rank.cols.zero) & (rank.replicas > 1)
+    pieces = rank.weights * form.parameter / rank.cols.shares
+    by_block = pieces + sum(ends, start=rank.none) * form.parameter + np.maximum(block * DRAWN, drawn)
+    return np.where(cut, by_block, rank.weights * form.parameter + drawn)
 
 
 def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:

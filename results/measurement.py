@@ -45,6 +45,8 @@ class RankReport:
     """Peak memory: CUDA reserved bytes, or the growth of the process's resident set on a CPU, MiB."""
     peak_allocated_mib: float | None = None
     """CUDA: peak of the bytes in live tensors, MiB. None on a CPU."""
+    build_memory_mib: float | None = None
+    """Peak memory until model and optimizer were built, which `peak_memory_mib` includes, MiB."""
     allocation_retries: int = 0
     """CUDA: how often the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 

@@ -52,6 +52,8 @@ class DryRunReport:
     """Measured steps, s."""
     peak_memory_mib: float
     """This rank's peak, MiB."""
+    build_memory_mib: float
+    """Its peak until model and optimizer were built, MiB."""
     peak_allocated_mib: float | None
     """CUDA: peak of live tensors, MiB."""
     allocation_retries: int
@@ -136,6 +138,7 @@ class DryRun:
         compilation = Compilation(context.compiling, elsewhere=context.world_size > context.local_world_size)
         training = self._built(context)
         seconds_build = time.perf_counter() - begin
+        build_memory_mib = context.memory.peak_mib()
 
         context.phase("probe")
         compilation.expected()
@@ -181,6 +184,7 @@ class DryRun:
             seconds_warmup=timing.seconds_warmup,
             seconds_measure=timing.seconds_measure,
             peak_memory_mib=context.memory.peak_mib(),
+            build_memory_mib=build_memory_mib,
             peak_allocated_mib=context.memory.peak_allocated_mib(),
             allocation_retries=context.memory.allocation_retries() - retries_before,
             load=watch.load(),

@@ -190,3 +190,15 @@ class GpuMemory:
                 continue
             most = max(most, sum(each.usedGpuMemory or 0 for each in running if each.pid in wanted) / MIB)
         return most
+
+
+def free_gpu_mib() -> tuple[float, ...]:
+    """Free memory of each GPU that this process may use, MiB, as NVML reports it; empty where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(pynvml.nvmlDeviceGetMemoryInfo(each).free / MIB for each in handles)
+    except pynvml.NVMLError:
+        return ()

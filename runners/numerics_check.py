@@ -1,14 +1,14 @@
 """Whether a candidate trains the same model: what it computes, against what the reference computes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ..results.probe import Computed, Probe
-from ..schedule.compare import Numbers, and_more, compare
+from ..schedule.compare import Comparison, Numbers, and_more, compare
 from ..schedule.rounding import Tolerance
 from ..training.first_step import StepPart
 from ..training.probe import ProbePart
@@ -55,18 +55,19 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
         return f"what it computes is not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
         return ""
-    expected = reference.probe
+    return next((each.wrong.said for each in comparisons(probe, reference.probe) if each.wrong is not None), "")
+
+
+def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
+    """By how much a candidate departs from a comparable reference: on the probe's samples, then in the first step."""
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
     tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
-    wrong = compare(_quiet(expected), _quiet(probe), tolerance).wrong
-    if wrong is not None:
-        return wrong.said
+    yield compare(_quiet(expected), _quiet(probe), tolerance)
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     alike = probe.step is not None and probe.step.samples == samples
     tolerance = rounding(noise=max(probe.noise, expected.noise), samples=samples)
-    wrong = compare(_step(expected), _step(probe) if alike else Numbers(still=probe.still), tolerance).wrong
-    return wrong.said if wrong is not None else ""
+    yield compare(_step(expected), _step(probe) if alike else Numbers(still=probe.still), tolerance)
 
 
 def why_incomparable(probe: Probe, reference: Reference) -> str:

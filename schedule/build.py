@@ -1,19 +1,23 @@
 """build: turns a schedule into a module and an optimizer that are ready to train."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..base._torch import parameters_of
 from ..base.errors import ScheduleError, unknown
 from .engines import deepspeed
+from .held import own
 from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights
 from .parallel.collectives import axis_of
 from .parallel.pipeline import Pipeline
+from .primitives.data_parallel import Cutting, cutting_of
+from .primitives.formats import final_formats
 from .primitives.tensor_parallel import check_synced
 from .schedule import Schedule
 from .tree import PHASES, find_module
@@ -34,6 +38,10 @@ class Context:
     """`loss(output, target)`, where the model itself computes none."""
     pipeline: Pipeline | None = None
     """This rank's part of the pipeline, where the model is cut into stages."""
+    cutting: Cutting | None = None
+    """How the model is cut over its replicas at ZeRO 2 and 3."""
+    done: set[int] = field(default_factory=set)
+    """Positions in the tree's list of what was deferred and is applied."""
 
 
 def build(
@@ -53,7 +61,8 @@ def build(
     gives them after `torch.manual_seed(seed)`, those on the meta device otherwise are initialised from the seed by
     the Hugging Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights whatever
     was scheduled. Then casts, checkpointing, compilation and data sharding take effect, in
-    this order. Names in `state_dict` stay those of the original model.
+    this order. Names in `state_dict` stay those of the original model. Weights that a model made without memory gets are
+    cast one at a time and cut over replicas block by block, so that the whole model is never there in its first form.
 
     Args:
         sch: the schedule at its root, or at a module below that is to be trained by itself; of the rest of the model
@@ -88,11 +97,12 @@ def build(
     settings = _engine_settings(sch, target, config, optimizer is not None)
     place = torch.device(device) if device is not None else home(tree.module)
     context = Context(device=place, optimizer=optimizer, loss=loss)
-    prepare(sch, context, seed, init, broadcast)
+    phases = PHASES if settings is None else [phase for phase in PHASES if phase != "data"]
+    prepare(sch, context, seed, init, broadcast, phases)
     whole.tree.built = True
+    module, made = complete(sch, context, phases)
     if settings is None:
-        return complete(sch, context)
-    module, made = complete(sch, context, [phase for phase in PHASES if phase != "data"])
+        return module, made
     return deepspeed.start(module, made, settings, sch.mesh, context.pipeline)
 
 
@@ -112,15 +122,101 @@ def itself(sch: Schedule) -> Schedule:
     return Schedule(sch.tree.below(sch.path)) if sch.path else sch
 
 
-def prepare(sch: Schedule, context: Context, seed: int, init: Init | None = None, broadcast: bool = False) -> None:
-    """The first half of `build`: checks, and weights on the device."""
+def prepare(
+    sch: Schedule,
+    context: Context,
+    seed: int,
+    init: Init | None = None,
+    broadcast: bool = False,
+    early: Sequence[str] = (),
+) -> None:
+    """The first half of `build`: checks, and weights on the device.
+
+    Args:
+        sch, seed, init, broadcast: of `build`.
+        context: what deferred work may know.
+        early: phases that may be applied to a part of the model before the weights of the next are there.
+    """
     check_synced(sch)
     axis = axis_of(sch.mesh, "pp")
     if sch.tree.cuts and axis is not None and axis.size > 1:
         context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)
-    made = materialise(sch.tree.module, context.device, seed, init)
+    arrived = _Arrivals(sch, context, early)
+    made = materialise(sch.tree.module, context.device, seed, init, arrived)
     check_weights(sch.tree.module, sch.mesh, made, seed, broadcast)
     sch.tree.built = True
+
+
+class _Arrivals:
+    """Casts weights as they are made, and finishes each part that is cut over replicas when it has all of its own.
+
+    What has weights from elsewhere is left for later: ranks compare these first.
+    """
+
+    def __init__(self, sch: Schedule, context: Context, phases: Sequence[str]) -> None:
+        self._sch, self._context, self._phases = sch, context, phases
+        self._formats: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._parts: dict[tuple[nn.Module, str], list[_Part]] = {}
+        self._cutting = cutting_of(sch, context) if "data" in phases else None
+        formats = final_formats(sch) if "cast" in phases else {}
+        for module in sch.tree.module.modules():
+            for name, param in parameters_of(module).items():
+                if param in formats:
+                    self._formats[module, name] = formats[param]
+        paths = {module: path for path, module in sch.tree.module.named_modules()}
+        for module in self._cutting.parts if self._cutting is not None else ():
+            places = [(each, name, tensor) for each in module.modules() for name, tensor in own(each)]
+            if any(isinstance(tensor, nn.Parameter) and not tensor.is_meta for _, _, tensor in places):
+                continue
+            part = _Part(paths[module], module, {(each, name) for each, name, tensor in places if tensor.is_meta})
+            for place in part.missing:
+                self._parts.setdefault(place, []).append(part)
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        dtype = self._formats.get((module, name))
+        param = parameters_of(module).get(name)
+        if dtype is not None and param is not None and param.dtype != dtype:
+            param.data = param.data.to(dtype)
+        for part in self._parts.get((module, name), ()):
+            part.missing.discard((module, name))
+            if not part.missing:
+                self._finish(part)
+
+    @torch.enable_grad()
+    def _finish(self, part: "_Part") -> None:
+        for phase in self._phases:
+            if phase != "data":
+                _apply(self._sch, self._context, phase, part.path)
+        assert self._cutting is not None, "parts are those that it cuts"
+        self._cutting.cut(part.module)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of the model that is cut by itself."""
+
+    path: str
+    module: nn.Module
+    missing: set[tuple[nn.Module, str]]
+    """Modules in it, and the names of their tensors that have no values yet."""
+
+
+def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
+    """Applies what a phase has deferred for a module and those below it, inner ones before outer ones."""
+    due = [
+        (number, each)
+        for number, each in enumerate(sch.tree.deferred)
+        if each.phase == phase
+        and number not in context.done
+        and (not path or each.path == path or each.path.startswith(path + "."))
+    ]
+    for number, each in sorted(due, key=lambda item: -item[1].path.count(".") if item[1].path else 1):
+        context.done.add(number)
+        # Number formats matter to those who receive from the module, too.
+        if phase != "cast" and context.pipeline is not None and context.pipeline.absent(each.path):
+            continue
+        at = Schedule(sch.tree, each.path)
+        each.apply(at, at.module, context, **each.arguments)
 
 
 def complete(
@@ -131,13 +227,7 @@ def complete(
     Within a phase inner modules come before outer ones.
     """
     for phase in phases:
-        due = [each for each in sch.tree.deferred if each.phase == phase]
-        for each in sorted(due, key=lambda item: -item.path.count(".") if item.path else 1):
-            at = Schedule(sch.tree, each.path)
-            # Number formats matter to those who receive from the module, too.
-            if phase != "cast" and context.pipeline is not None and context.pipeline.absent(each.path):
-                continue
-            each.apply(at, at.module, context, **each.arguments)
+        _apply(sch, context, phase)
     for (path, name), values in sch.tree.annotations.items():
         if context.pipeline is not None and context.pipeline.absent(path):
             continue

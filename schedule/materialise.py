@@ -16,15 +16,23 @@ from . import held
 from .deferred import going_on
 from .parallel import sharding
 from .random_state import full
-from .recording import Recording, recording_of
+from .recording import Recording, View, recording_of
 from .replay import replay, tensor_of
 from .tree import called_with_path, join
 
 Init = Callable[..., Any]
 """`init(module)` or `init(module, path)`."""
+Arrived = Callable[[nn.Module, str], None]
+"""`arrived(module, name)`: a module's own tensor has its memory and its values."""
 
 
-def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | None = None) -> list[torch.Tensor]:
+def materialise(
+    root: nn.Module,
+    device: torch.device,
+    seed: int,
+    init: Init | None = None,
+    arrived: Arrived = lambda module, name: None,
+) -> list[torch.Tensor]:
     """Moves a model to a device, giving what is on the meta device memory and seeded initial values.
 
     What was made within `deferred` gets the values that its constructor would have given it after
@@ -33,6 +41,14 @@ def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | N
     or `reset_parameters`. There the random stream of each module depends on the seed and its path alone, so that
     any part of a model is initialised as the whole would be. What is sharded is made whole and cut at once. The
     global random state is left as it was.
+
+    Args:
+        root: the model.
+        device: where it will be.
+        seed: of its values.
+        init: see above.
+        arrived: called for each tensor that was on the meta device, in the order in which they get their values. It may
+            put another tensor in its place, whose memory is then given back before the next is made.
 
     Returns:
         The parameters and buffers that were made.
@@ -47,20 +63,23 @@ def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | N
         if recording is None:
             recording = Recording(device)
             _Rules(root, recording, seed, init).follow()
-        _replay(root, recording, device, seed)
+        _replay(root, recording, device, seed, arrived)
     return [dict(held.own(module))[name] for module, name in missing]
 
 
-def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int) -> None:
-    """Puts what was recorded in the place of the model's tensors on the meta device."""
-    views = {}
+def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int, arrived: Arrived) -> None:
+    """Puts what was recorded in the place of the model's tensors on the meta device, each as soon as it is made."""
+    views: dict[torch.Tensor, View] = {}
+    homes: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+    loose: set[torch.Tensor] = set()
     for path, module in root.named_modules():
         for name, tensor in held.own(module):
             if tensor.is_meta and recording.view(tensor) is None:
                 raise ScheduleError(
                     f"build: {join(path, name)} is on the meta device, and nothing is known of its values"
                 )
-        for name, tensor in held.own(module) + held.loose(module):
+        elsewhere = held.loose(module)
+        for name, tensor in held.own(module) + elsewhere:
             if (view := recording.view(tensor)) is None:
                 continue
             if not tensor.is_leaf:
@@ -68,13 +87,34 @@ def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: i
                     f"build: {join(path, name)} has a gradient to pass on, which only a model made in place can"
                 )
             views[tensor] = view
-    storages = replay(recording, {each.memory for each in views.values()}, device, seed)
-    made = {tensor: tensor_of(view, storages[view.memory]) for tensor, view in views.items()}
+        for name, tensor in held.own(module):
+            if tensor in views:
+                homes.setdefault(tensor, []).append((module, name))
+        loose.update(tensor for _, tensor in elsewhere if tensor in views)
+    of_memory: dict[int, list[torch.Tensor]] = {}
+    for tensor, view in views.items():
+        of_memory.setdefault(view.memory, []).append(tensor)
+    kept: dict[torch.Tensor, torch.Tensor] = {}
+
+    def made(number: int, storage: torch.UntypedStorage) -> None:
+        here = []
+        for tensor in of_memory[number]:
+            new = _with(tensor, tensor_of(views[tensor], storage).to(device))
+            if tensor in loose:
+                kept[tensor] = new
+            for module, name in homes.get(tensor, ()):
+                sharding.put(module, name, new)
+                here.append((module, name))
+        del storage, new
+        for module, name in here:
+            arrived(module, name)
+
+    replay(recording, of_memory, device, seed, made)
 
     def change(tensor: torch.Tensor, path: str) -> torch.Tensor:
-        return _with(tensor, made[tensor].to(device)) if tensor in made else tensor
+        return kept.get(tensor, tensor)
 
-    held.exchange(root, change, change)
+    held.exchange(root, _kept, change)
 
 
 def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ that order the draws fall as they would have, and everything else is done as soo
 only until it is cut is soon given back.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,9 +16,13 @@ Numbered = list[tuple[int, Operation | Reseed]]
 
 
 def replay(
-    recording: Recording, wanted: Iterable[int], device: torch.device, seed: int
-) -> dict[int, torch.UntypedStorage]:
-    """Makes memory of a recording, by number, with the values it has at the end of the log.
+    recording: Recording,
+    wanted: Iterable[int],
+    device: torch.device,
+    seed: int,
+    made: Callable[[int, torch.UntypedStorage], None],
+) -> None:
+    """Makes memory of a recording, with the values it has at the end of the log.
 
     Random numbers are those after `torch.manual_seed(seed)`. What is drawn for others than the wanted is drawn, too,
     and dropped at once. Sets the global random state.
@@ -28,6 +32,7 @@ def replay(
         wanted: numbers of its memory.
         device: takes the place of the recording's device.
         seed: of what is drawn before a seed is set in the recording.
+        made: called with a number and its memory as soon as that has its last values; nothing else keeps it then.
 
     Raises:
         Unrecordable: an operation gives tensors of another form than was noted.
@@ -36,14 +41,18 @@ def replay(
     operations = _ordered(_needed(recording.log, kept))
     player = _Player(recording, device)
     torch.manual_seed(seed)
-    for each, done_with in zip(operations, _done_with(operations, kept), strict=True):
+    for each, (dropped, finished) in zip(operations, _done_with(operations, kept), strict=True):
         if isinstance(each, Reseed):
             torch.manual_seed(each.seed)
             continue
         player.play(each)
-        for number in done_with:
+        for number in dropped:
             player.storages.pop(number, None)
-    return {number: player.storage(number) for number in kept}
+        for number in finished:
+            made(number, player.take(number))
+    used = {number for each in operations if isinstance(each, Operation) for number in each.reads | each.writes}
+    for number in kept - used:
+        made(number, player.take(number))
 
 
 def _needed(log: list[Operation | Reseed], wanted: set[int]) -> Numbered:
@@ -81,16 +90,18 @@ def _ordered(numbered: Numbered) -> list[Operation | Reseed]:
     return [each for _, each in sorted(timed, key=lambda pair: pair[0])]
 
 
-def _done_with(operations: list[Operation | Reseed], wanted: set[int]) -> list[frozenset[int]]:
-    """For each operation the memory whose contents nothing needs after it."""
-    live = set(wanted)
-    out: list[frozenset[int]] = []
+def _done_with(operations: list[Operation | Reseed], wanted: set[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """For each operation the memory whose contents nothing needs after it, and the wanted memory that nothing uses after it."""
+    live, later = set(wanted), set[int]()
+    out: list[tuple[frozenset[int], frozenset[int]]] = []
     for each in reversed(operations):
         if isinstance(each, Reseed):
-            out.append(frozenset())
+            out.append((frozenset(), frozenset()))
             continue
-        out.append((each.reads | each.writes) - live)
+        used = each.reads | each.writes
+        out.append((used - live, (used & wanted) - later))
         live = (live - each.whole) | each.reads
+        later |= used
     return out[::-1]
 
 
@@ -130,6 +141,12 @@ class _Player:
             made = torch.empty(count, dtype=memory.dtype, device=self.place(memory.device))
             self.storages[number] = made.untyped_storage()
         return self.storages[number]
+
+    def take(self, number: int) -> torch.UntypedStorage:
+        """The same, which is not kept."""
+        storage = self.storage(number)
+        del self.storages[number]
+        return storage
 
     def place(self, device: torch.device) -> torch.device:
         """Where a device of the recording is now."""

@@ -47,6 +47,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed", seeds, ids=[f"seed{number}" for number in seeds])
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu` only files with such tests are imported: others need Ray or Optuna, which a GPU machine may lack."""
+    if config.option.markexpr != "gpu" or collection_path.name == "conftest.py":
+        return None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    return None if any("mark.gpu" in each.read_text(encoding="utf-8") for each in files) else True
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "seed" in item.fixturenames:

@@ -1,6 +1,7 @@
 """Primitives of what replicas share: weights, gradients and optimizer state (ZeRO), sequences, and host memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -111,23 +112,43 @@ def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
     return found
 
 
-def _apply(
-    sch: ScheduledModule,
-    module: nn.Module,
-    context: Any,
-    cut: tuple[str, ...],
-    gather: str,
-    hsdp: int,
-    blocks: str | None,
-    gathered: tuple[str, ...],
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    if "gradients" not in cut:
-        _replicate(sch, module, context, "optimizer" in cut, reduce_dtype)
-        return
+@dataclass(kw_only=True, slots=True)
+class Cutting:
+    """How a model is cut over replicas at ZeRO 2 and 3: its parts one at a time, then what remains."""
+
+    parts: list[nn.Module]
+    """What is gathered one at a time, in order."""
+    whole: set[int]
+    """Identities of the modules that stay whole from forward to backward."""
+    gather: str
+    """For how long the others are whole."""
+    shard: Callable[..., Any]
+    """`fully_shard` with mesh and formats."""
+    done: set[int] = field(default_factory=set)
+    """Identities of the modules that are cut."""
+
+    def cut(self, module: nn.Module) -> None:
+        """Cuts a module, once."""
+        if id(module) not in self.done:
+            self.done.add(id(module))
+            self.shard(module, reshard_after_forward=self.gather == "pass" and id(module) not in self.whole)
+
+
+def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
+    """How `build` will cut a model over its replicas; None where it does not."""
+    due = next((each for each in sch.tree.deferred if each.apply is _apply), None)
+    if due is None or "gradients" not in due.arguments["cut"]:
+        return None
+    return _cutting(sch, context, due.arguments)
+
+
+def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cutting:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if context.cutting is not None:
+        return context.cutting
+    module, pipeline, hsdp = sch.tree.module, context.pipeline, given["hsdp"]
+    param_dtype, reduce_dtype = given["param_dtype"], given["reduce_dtype"]
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -136,29 +157,41 @@ def _apply(
         if hsdp == 1
         else divided(sch.mesh, "dp", {"replicate": hsdp, "shard": sch.mesh["dp"].size() // hsdp})
     )
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    pipeline = context.pipeline
     if pipeline is not None:
         # A stage's forward ends early, so that hooks on the root do not run: each part is cut by itself.
         if pipeline.tied_within:
             raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
         here = [unit.module for unit in pipeline.units if not pipeline.absent(unit.path)]
-        for part in here:
-            if any(True for _ in part.parameters()):
-                shard(part, reshard_after_forward=gather == "pass")
-                if gather == "step":  # whole until the last micro-batch
-                    part.set_reshard_after_backward(False)
-                    pipeline.after_passes.append(part.reshard)
+        parts = [part for part in here if any(True for _ in part.parameters())]
+        whole = set[int]()
+    else:
+        blocks = given["blocks"]
+        parts = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
+        whole = {id(sch[path].module) for path in given["gathered"]}
+        # The backward pass begins with the last block and what is in no block.
+        whole |= {id(each) for each in (module, *parts[-1:])}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    context.cutting = Cutting(parts=parts, whole=whole, gather=given["gather"], shard=shard)
+    return context.cutting
+
+
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) -> None:
+    if "gradients" not in given["cut"]:
+        _replicate(sch, module, context, "optimizer" in given["cut"], given["reduce_dtype"])
         return
-    chosen = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
-    whole = {id(sch[path].module) for path in gathered}
-    # The backward pass begins with the last block and what is in no block.
-    whole |= {id(each) for each in (module, *chosen[-1:])}
-    for each in [*chosen, module]:
-        shard(each, reshard_after_forward=gather == "pass" and id(each) not in whole)
-    for block, following in pairwise(chosen):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+    cutting = _cutting(sch, context, given)
+    for part in cutting.parts:
+        cutting.cut(part)
+    pipeline = context.pipeline
+    if pipeline is None:
+        cutting.cut(module)
+        for block, following in pairwise(cutting.parts):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+    elif cutting.gather == "step":  # whole until the last micro-batch
+        for part in cutting.parts:
+            part.set_reshard_after_backward(False)
+            pipeline.after_passes.append(part.reshard)
 
 
 def _replicate(

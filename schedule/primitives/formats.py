@@ -12,7 +12,7 @@ from ...base.errors import ScheduleError, not_installed, unknown
 from ..forward import Layer, add_layer
 from ..graph.called import check_called, check_read
 from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, find_module
 
 
 @primitive
@@ -79,7 +79,8 @@ def _apply_cast(sch: ScheduledModule, module: nn.Module, context: Any, dtype: to
 def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
     for each in module.modules():
         for param in parameters_of(each).values():
-            if param is not None and param.is_floating_point():
+            # What `final_formats` has cast already may be cut by now.
+            if param is not None and param.is_floating_point() and param.dtype != dtype:
                 param.data = param.data.to(dtype)
         for name, buffer in buffers_of(each).items():
             saved = name not in unsaved_buffers_of(each)
@@ -160,3 +161,14 @@ def _apply_float8(
         # In place: what is around the layer's forward, how it is cut and who refers to it stay.
         each.__class__ = type(made)
         each.__dict__.update({name: value for name, value in vars(made).items() if name not in vars(each)})
+
+
+def final_formats(sch: ScheduledModule) -> dict[nn.Parameter, torch.dtype]:
+    """The formats of the parameters that deferred casts all turn to one."""
+    found: dict[nn.Parameter, set[torch.dtype]] = {}
+    for each in sch.tree.deferred:
+        if each.apply is _apply_cast:
+            for param in find_module(sch.tree.module, each.path).parameters():
+                if param.is_floating_point():
+                    found.setdefault(param, set()).add(each.arguments["dtype"])
+    return {param: next(iter(formats)) for param, formats in found.items() if len(formats) == 1}

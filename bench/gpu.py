@@ -1,0 +1,171 @@
+"""Measures on one GPU what redline's CPU tests cannot show.
+
+    python bench/gpu.py --out DIR                       # eight minutes on the first GPU
+    python bench/gpu.py --out DIR --only models,ranks   # these checks
+    python bench/gpu.py --out DIR --tiny --device cpu   # the same code at tiny sizes, for its tests
+
+Every check runs in a process of its own with its own time limit, in the order of bench/gpu_checks/__init__.py. DIR gets gpu.jsonl
+with a line a check, gpu.md with the table, and NAME.log with whatever a check printed. The status is 1 where a check does
+not hold. Needs torch, transformers, psutil and cloudpickle; neither Ray nor Optuna nor an installed redline.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LEAST_S = 10.0
+"""A check is not begun with less time than this left, s."""
+MARKS = {"ok": "ok", "failed": "**FAILED**", "crash": "**CRASH**", "timeout": "**TIMEOUT**", "skipped": "skipped"}
+
+
+def main() -> int:
+    """Runs the checks, prints each line as it comes, and the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for all checks (8)")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="tiny models and few repetitions")
+    parser.add_argument("--only", help="names of checks, with commas between")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        _importable(Path(place))
+        from gpu_checks import CHECKS, Setting
+
+        names = options.only.split(",") if options.only else list(CHECKS)
+        if unknown := sorted(set(names) - set(CHECKS)):
+            parser.error(f"unknown check {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+        setting = Setting(device=options.device, tiny=options.tiny, folder=options.out.resolve())
+        end = time.monotonic() + options.minutes * 60
+        results = []
+        with open(options.out / "gpu.jsonl", "w", encoding="utf-8") as lines:
+            for result in outcomes(names, setting, end):
+                results.append(result)
+                print(json.dumps(result), file=lines, flush=True)
+                print(f"{result['check']:12} {result['status']:8} {result['seconds']:6.1f} s", flush=True)
+    text = table(results)
+    (options.out / "gpu.md").write_text(text, encoding="utf-8")
+    print("\n" + text)
+    return 0 if all(each["status"] in ("ok", "skipped") for each in results) else 1
+
+
+def _importable(place: Path) -> None:
+    """Makes this repository `redline` for this process and all that it starts, wherever it is, installed or not."""
+    (place / "redline").symlink_to(Path(__file__).resolve().parents[1])
+    sys.path.insert(0, str(place))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
+    # What the checks have in common is imported once. It must not initialise CUDA, which no fork could use then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    assert not torch.cuda.is_initialized(), "an import initialised CUDA"
+
+
+def outcomes(names: list[str], setting: Any, end: float) -> Iterator[dict[str, Any]]:
+    """What each check comes to, until the time is up; the others are skipped.
+
+    Args:
+        names: of checks, in order.
+        setting: a `gpu_checks.Setting`.
+        end: of all, on the monotonic clock.
+    """
+    from gpu_checks import CHECKS
+
+    for name in names:
+        left = end - time.monotonic()
+        if left < LEAST_S:
+            yield {"check": name, "status": "skipped", "seconds": 0.0, "rows": [], "error": "no time left"}
+            continue
+        yield outcome(name, setting, min(left, CHECKS[name].limit_s))
+
+
+def outcome(name: str, setting: Any, limit_s: float) -> dict[str, Any]:
+    """What one check comes to, in a process of its own: `rows` has what it reported, up to its end or its limit."""
+    from redline.runners.process import kill_tree
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    begin = time.monotonic()
+    process = context.Process(target=_serve, args=(name, setting, receiver, sender))
+    process.start()
+    sender.close()
+    rows: list[dict[str, Any]] = []
+    status, error = "timeout", f"took longer than {limit_s:.0f} s"
+    try:
+        while receiver.poll(max(0.0, begin + limit_s - time.monotonic())):
+            try:
+                kind, value = receiver.recv()
+            except EOFError:
+                process.join()
+                status, error = "crash", f"ended with exit code {process.exitcode}; see {name}.log"
+                break
+            if kind == "row":
+                rows.append(value)
+                continue
+            status, error = kind, value
+            break
+    finally:
+        kill_tree(process.pid)
+        process.join()
+        receiver.close()
+    if status == "ok" and not all(row.get("holds", True) for row in rows):
+        status, error = "failed", "; ".join(row["what"] for row in rows if not row.get("holds", True))
+    seconds = round(time.monotonic() - begin, 1)
+    return {"check": name, "status": status, "seconds": seconds, "rows": rows, "error": error}
+
+
+def _serve(name: str, setting: Any, receiver: Connection, sender: Connection) -> None:
+    """A check's own process."""
+    from gpu_checks import CHECKS, Skipped
+
+    receiver.close()
+    with open(setting.folder / f"{name}.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        for row in CHECKS[name].run(setting):
+            sender.send(("row", {key: _rounded(value) for key, value in row.items()}))
+        ended = ("ok", "")
+    except Skipped as reason:
+        ended = ("skipped", str(reason))
+    except Exception as error:
+        traceback.print_exc()
+        ended = ("crash", f"{type(error).__name__}: {error}")
+    sys.stderr.flush()
+    sender.send(ended)
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results in Markdown: a line a row."""
+    lines = ["| check | s | status | what | values |", "|---|---|---|---|---|"]
+    for each in results:
+        head = f"| {each['check']} | {each['seconds']:.0f} | {MARKS[each['status']]} |"
+        for row in each["rows"]:
+            values = ", ".join(
+                f"{key} {value}" for key, value in row.items() if key not in ("what", "holds") and value is not None
+            )
+            wrong = "" if row.get("holds", True) else "**does not hold**: "
+            lines.append(f"{head} {row['what']} | {wrong}{values} |")
+            head = "| | | |"
+        if each["error"]:
+            lines.append(f"{head} | {each['error']} |")
+    return "\n".join(each.replace("\n", " ") for each in lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The checks of bench/gpu.py, in the order in which they run.
+
+A check is a function of a `Setting` that yields rows: `what`, any values, and `holds` where something must.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Skipped(Exception):
+    """A check cannot be made here; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Where and how large."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    tiny: bool
+    """At tiny sizes, for the tests of the checks."""
+    folder: Path
+    """Of results and logs."""
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check and how long it may take."""
+
+    run: Callable[[Setting], Iterator[Row]]
+    limit_s: float
+
+
+def _checks() -> dict[str, Check]:
+    from . import correct, faults, ranks, speed
+
+    return {
+        "versions": Check(correct.versions, 30),
+        "tests": Check(correct.tests, 120),
+        "attention": Check(correct.attention, 30),
+        "deferred": Check(correct.deferred, 40),
+        "trials": Check(faults.trials, 90),
+        "exhaustion": Check(faults.exhaustion, 90),
+        "timing": Check(speed.timing, 30),
+        "probe": Check(correct.probe, 120),
+        "models": Check(speed.models, 180),
+        "large": Check(speed.large, 100),
+        "fsdp": Check(correct.fsdp, 40),
+        "sdpa": Check(correct.sdpa, 30),
+        "offload": Check(speed.offload, 60),
+        "resume": Check(correct.resume, 40),
+        "measure": Check(speed.measured, 60),
+        "ranks": Check(ranks.ranks, 180),
+    }
+
+
+CHECKS = _checks()
+"""By name, in order."""

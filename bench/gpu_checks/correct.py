@@ -1,0 +1,315 @@
+"""Does the device compute what it must?"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from redline.base.device import detect
+from redline.base.host_memory import MIB, shared_memory
+from redline.models.resolve import workload as preset
+from redline.runners.numerics_check import comparisons, numerics_mismatch, together
+from redline.runners.runner import Reference
+from redline.schedule import build, create_schedule, deferred as made_without_memory
+from redline.schedule.parallel import block_attention
+from redline.schedule.parallel.block_attention import How, Queries
+from redline.schedule.parallel.sharding import is_dtensor
+from redline.training import Training, numerics
+from redline.training.first_step import first_step
+from redline.training.probe import take
+from torch.nn import functional
+
+from . import Row, Setting, Skipped
+
+FAMILIES = ("gpt2", "bert", "t5", "llama", "mixtral")
+KNOBS = {
+    "grad_accum": {"grad_accum": 4},
+    "checkpoint_ratio": {"checkpoint_ratio": 0.5},
+    "bf16": {"precision": "bf16"},
+    "bf16_pure": {"precision": "bf16_pure"},
+    "fp16": {"precision": "fp16"},
+    "fp8": {"precision": "fp8"},
+    "eager": {"attention": "eager"},
+    "fusion": {"fusion": True},
+    "kernels": {"kernels": True},
+    "plain optimizer": {"fused_optimizer": False},
+    "offload": {"offload": "optimizer"},
+}
+"""Every knob of a single device, each by itself."""
+
+
+def versions(setting: Setting) -> Iterator[Row]:
+    """Versions, and what NVML and CUDA say of the memory."""
+    names = ("triton", "liger-kernel", "torchao", "flash-attn", "nvidia-ml-py")
+    found = {each: importlib.metadata.version(each) for each in names if _installed(each)}
+    yield {
+        "what": "versions",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **found,
+    }
+    device = detect()
+    yield {"what": "detected", "holds": device.type == setting.device, **device.to_dict()}
+    shared = shared_memory()
+    yield {"what": "/dev/shm", "total_mib": None if shared is None else shared[1] / MIB}
+    if not setting.cuda:
+        return
+    free, total = torch.cuda.mem_get_info()
+    yield {
+        "what": "mem_get_info against NVML",
+        "total_mib": total / MIB,
+        "free_mib": free / MIB,
+        "nvml_mib": device.memory_mib,
+        "holds": abs(total / MIB - device.memory_mib) <= 0.02 * device.memory_mib,
+    }
+    yield {
+        "what": "CUDA",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "architectures": " ".join(torch.cuda.get_arch_list()),
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def tests(setting: Setting) -> Iterator[Row]:
+    """The tests that need a GPU; on a CPU they are collected and no more."""
+    if not _installed("pytest"):
+        raise Skipped("pytest is not installed")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command if setting.cuda else [*command, "--collect-only"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout, done.stderr, sep="\n")
+    yield {"what": "pytest -m gpu", "ended": done.stdout.strip().splitlines()[-1], "holds": done.returncode == 0}
+
+
+def attention(setting: Setting) -> Iterator[Row]:
+    """Block attention as a ring uses it: two blocks of keys put together, and gradients by slices of the queries."""
+    length = 64 if setting.tiny else 2048
+    for dtype, most in ((torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-5)):
+        for heads, kept in ((8, 8), (8, 2)):
+            torch.manual_seed(0)
+            query, key, value, grad = (
+                torch.randn(2, count, length, 64, device=setting.device, dtype=dtype)
+                for count in (heads, kept, kept, heads)
+            )
+            found = _by_blocks(query, key, value, grad)
+            expected = _exactly(query, key, value, grad)
+            off = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+            yield {
+                "what": f"{str(dtype).removeprefix('torch.')}, {heads} heads, {kept} of keys",
+                **dict(zip(("output", "dq", "dk", "dv"), off, strict=True)),
+                "allowed": most,
+                "holds": max(off) <= most,
+            }
+
+
+def _by_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    how, half = How(scale=query.shape[-1] ** -0.5), query.shape[2] // 2
+    blocks = list(zip(key.split(half, 2), value.split(half, 2), strict=True))
+    parts = [block_attention.attention(query, k.contiguous(), v.contiguous(), how) for k, v in blocks]
+    log_sum = torch.logaddexp(parts[0][1], parts[1][1])
+    output = sum(each.float() * (own - log_sum).exp().unsqueeze(-1) for each, own in parts).to(query.dtype)
+    of_queries = torch.zeros_like(query, dtype=torch.float32)
+    of_keys, of_values = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+    for number, (k, v) in enumerate(blocks):
+        at = slice(number * half, (number + 1) * half)
+        for rows in (slice(0, half), slice(half, None)):
+            queries = Queries(*(each[:, :, rows] for each in (query, grad, output, log_sum)))
+            one, two, three = block_attention.gradients(queries, k.contiguous(), v.contiguous(), how)
+            of_queries[:, :, rows] += one
+            of_keys[:, :, at] += two
+            of_values[:, :, at] += three
+    return output, of_queries, of_keys, of_values
+
+
+def _exactly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = (each.double().requires_grad_() for each in (query, key, value))
+    output = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    output.backward(grad.double())
+    return output.detach(), q.grad, k.grad, v.grad
+
+
+def deferred(setting: Setting) -> Iterator[Row]:
+    """A model made without memory and built has the bits of one that was made on the device."""
+    device = torch.device(setting.device)
+    for family in FAMILIES:
+        workload = numerics.tiny(family)
+        with made_without_memory(device):
+            model = workload.build_model({})
+        model, _ = build(create_schedule(model), device=device, seed=3)
+        torch.manual_seed(3)
+        with device:
+            expected = workload.build_model({})
+        found = model.state_dict()
+        other = [name for name, each in expected.state_dict().items() if not torch.equal(each.to(device), found[name])]
+        yield {
+            "what": family,
+            "tensors": len(found),
+            "differ": len(other),
+            "first": next(iter(other), None),
+            "holds": not other,
+        }
+
+
+def probe(setting: Setting) -> Iterator[Row]:
+    """The share of its tolerance that each knob's probe takes, held against the default configuration's."""
+    for model in ("gpt2-tiny", "llama-tiny", "bert-tiny"):
+        workload = preset(model, global_batch=8, seq_len=16 if setting.tiny else 64)
+        expected = _probed(workload, {}, setting)
+        for name, knobs in KNOBS.items():
+            if setting.tiny and (model != "gpt2-tiny" or name not in ("bf16", "checkpoint_ratio", "offload")):
+                continue
+            if name == "fusion" and shutil.which(os.environ.get("CC", "gcc")) is None:
+                continue
+            try:
+                reference, found = Reference(probe=expected[0]), _probed(workload, knobs, setting)
+            except Exception as error:  # what one knob lacks on this machine says nothing about the others
+                yield {"what": f"{model}, {name}", "error": f"{type(error).__name__}: {error}"[:200], "holds": False}
+                continue
+            shares = [each.share for one in comparisons(found[0], expected[0]) for each in one.departures]
+            wrong = numerics_mismatch(found[0], reference, loss=found[1], last_loss=found[1])
+            yield {"what": f"{model}, {name}", "share": max(shares), "wrong": wrong or None, "holds": not wrong}
+
+
+def _probed(workload, knobs, setting):
+    config = {"micro_batch": 8 // knobs.get("grad_accum", 1), **knobs}
+    training = Training(workload, config, torch.device(setting.device))
+    part = take(training)
+    loss, seen = first_step(training)
+    return together([part], [seen]), float(loss)
+
+
+def fsdp(setting: Setting) -> Iterator[Row]:
+    """`fully_shard` on a mesh of one rank computes what the model computes by itself."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if setting.cuda:
+        torch.cuda.set_device(0)
+    backend = "nccl" if setting.cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{setting.folder}/fsdp.store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(setting.device, (1,), mesh_dim_names=("dp",))
+        for zero in (2, 3):
+            results = []
+            for cut in (False, True):
+                workload = numerics.tiny("llama")
+                with made_without_memory(setting.device):
+                    model = workload.build_model({"attention": "eager"})
+                sch = create_schedule(model, mesh)
+                if cut:
+                    sch.shard_data(zero)
+                model, optimizer = build(sch, optimizer=numerics.adamw, device=setting.device)
+                assert cut == all(map(is_dtensor, model.parameters()))
+                batch = {name: each.to(setting.device) for name, each in workload.batch(8, 0).items()}
+
+                def passes(model=model, batch=batch):
+                    loss = model(**batch).loss
+                    loss.backward()
+                    return loss.detach()
+
+                def update(optimizer=optimizer):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                results.append(numerics.trained(model, passes, update))
+            allowed = numerics.reference(workload).allowed
+            found = numerics.compare(*results, allowed, workload.global_batch * workload.seq_len)
+            by = {kind: found.gravest(kind).share for kind in ("gradients", "weights")}
+            yield {"what": f"zero {zero}", **by, "wrong": found.wrong and found.wrong.said, "holds": found.holds}
+    finally:
+        dist.destroy_process_group()
+
+
+def sdpa(setting: Setting) -> Iterator[Row]:
+    """The kernel that computes `scaled_dot_product_attention` in each format."""
+    from torch.profiler import ProfilerActivity, profile
+
+    length = 64 if setting.tiny else 2048
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.cuda else [])]
+    mask = torch.ones(length, length, dtype=torch.bool, device=setting.device).tril()
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key = (torch.randn(1, heads, length, 64, device=setting.device, dtype=dtype) for heads in (8, 2))
+        for what, given in (("causal", {"is_causal": True}), ("mask", {"attn_mask": mask})):
+            functional.scaled_dot_product_attention(query, key, key, enable_gqa=True, **given)
+            with profile(activities=activities) as seen:
+                functional.scaled_dot_product_attention(query, key, key, enable_gqa=True, **given)
+                if setting.cuda:
+                    torch.cuda.synchronize()
+            names = [each.key for each in seen.key_averages()]
+            kernel = next(
+                (each for each in names if each.startswith("aten::_scaled_dot") or "attention_math" in each), "?"
+            )
+            yield {"what": f"{str(dtype).removeprefix('torch.')}, {what}, GQA", "kernel": kernel}
+
+
+def resume(setting: Setting) -> Iterator[Row]:
+    """A training that is saved and taken up again has the bits of one that was not interrupted."""
+    from dataclasses import replace
+
+    from redline.training.checkpoint.folder import CheckpointFolder
+    from redline.training.checkpoint.restoring import latest, restore
+    from redline.training.checkpoint.saver import Saver
+    from redline.training.checkpoint.state import State
+    from redline.training.data import FromWorkload
+    from redline.training.hyperparameters import Hyperparameters
+    from redline.training.loop import Loop, LoopPlan
+
+    workload = preset("gpt2-tiny", global_batch=8, seq_len=16 if setting.tiny else 64)
+    hyper = Hyperparameters(steps=6 if setting.tiny else 20, lr=1e-3, warmup=2)
+    workload = workload.with_optimizer(hyper.optimizer)
+    folder = CheckpointFolder(setting.folder / "checkpoints")
+    shutil.rmtree(folder.path, ignore_errors=True)
+
+    def trained(until: int | None, save: bool, begin: bool) -> Training:
+        training = Training(
+            workload, {"micro_batch": 8, "precision": "bf16"}, torch.device(setting.device), own_data=False
+        )
+        found = latest(folder, None, print) if begin else None
+        if found is not None:
+            restore(State(training), found)
+        if save:
+            folder.prepare(found)
+        saver = Saver(folder) if save else None
+        step, position = (found.step, found.manifest["samples"]) if found else (0, 0)
+        plan = replace(LoopPlan(), save_minutes=0)
+        data = FromWorkload(workload, seed=0, num_evaluation=16)
+        loop = Loop(training, data, hyper, plan, saver=saver, step=step, position=position, until=until)
+        loop.run()
+        if saver is not None:
+            saver.close()
+        return training
+
+    try:
+        expected = trained(None, save=False, begin=False).model.state_dict()
+        half = trained(hyper.steps // 2, save=True, begin=False)
+        del half
+        found = trained(None, save=False, begin=True).model.state_dict()
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    other = [name for name, each in expected.items() if not torch.equal(each, found[name])]
+    yield {"what": f"{hyper.steps} steps in bf16, saved half-way", "differ": len(other), "holds": not other}

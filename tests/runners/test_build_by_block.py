@@ -1,0 +1,174 @@
+"""A model that no rank could hold whole is built piece by piece: the memory of building stays below that of training."""
+
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from redline.base.device import detect
+from redline.estimator import Estimator, TrainingSetup
+from redline.models import Workload
+from redline.results import Status
+from redline.runners.dispatch import DryRuns
+from redline.runners.host import PLAIN_IMPORTS, HostAgent
+from redline.runners.local import LocalRunner
+from redline.runners.runner import TrialRequest
+from redline.runners.timing import TimingPlan
+from redline.runners.work import TrialTerms
+from redline.schedule import build, create_schedule, deferred
+from redline.space import Config
+from redline.training import Training
+from torch import nn
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WIDTH, BLOCKS = 2048, 12
+BLOCK_MIB = 4 * WIDTH**2 / 2**20
+WHOLE_MIB = BLOCKS * BLOCK_MIB
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+class Stack(nn.Module):
+    def __init__(self, width, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(size, seed):
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed)), torch.zeros(size, 1)
+
+
+def loss(output, given):
+    return (output.float() - given[1]).square().mean()
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=1e-9)
+
+
+def workload():
+    return Workload(model=lambda: Stack(WIDTH, BLOCKS), batch=batch, loss=loss, optimizer=sgd, global_batch=4)
+
+
+@pytest.fixture(scope="module")
+def agent():
+    """Of ranks whose freed memory goes back at once: glibc otherwise keeps aligned pieces that fit nothing later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
+        made = HostAgent(PLAIN_IMPORTS)
+    yield made
+    made.close()
+
+
+def ran(agent, config, *, devices=1, limit_mib=None):
+    terms = TrialTerms(
+        device=detect(), devices=devices, memory_limit_mib=limit_mib, threads=1, plan=TimingPlan(seconds=0.1)
+    )
+    runner = LocalRunner(DryRuns(workload(), compiles=False), terms, agent=agent)
+    return runner.run(TrialRequest(config=Config(config), number=0))
+
+
+def test_replicas_train_a_model_whose_whole_none_of_them_may_hold(agent):
+    limit_mib = 0.9 * WHOLE_MIB
+    config = {"dp": 2, "zero": 3, "precision": "bf16_pure", "micro_batch": 2}
+    found = ran(agent, config, devices=2, limit_mib=limit_mib)
+    assert found.ok, found.reason
+    for rank in found.ranks:
+        # A quarter of the float32 weights, one block as it is drawn and cut, and the process's own.
+        assert rank.build_memory_mib < WHOLE_MIB / 4 + 2.5 * BLOCK_MIB + 20
+        assert rank.build_memory_mib < rank.peak_memory_mib + BLOCK_MIB
+    alone = ran(agent, {"precision": "fp32", "micro_batch": 4}, limit_mib=limit_mib)
+    assert alone.status is Status.OOM and "during build" in alone.reason
+
+
+def test_weights_without_a_float32_copy_never_have_one(agent):
+    (rank,) = ran(agent, {"precision": "bf16_pure", "micro_batch": 4}).ranks
+    assert rank.build_memory_mib < WHOLE_MIB / 2 + BLOCK_MIB + 20
+    (rank,) = ran(agent, {"precision": "fp32", "micro_batch": 4}).ranks
+    assert rank.build_memory_mib > WHOLE_MIB
+
+
+def same_as_in_place(zero, precision):
+    """Names of the weights that differ from those of a model that was made whole."""
+    made = Workload(
+        model=lambda: Stack(64, 4), batch=batch, loss=loss, optimizer=sgd, global_batch=4, name="small stack"
+    )
+    import torch.distributed as dist
+
+    config = {"dp": 2, "zero": zero, "precision": precision, "micro_batch": 2}
+    training = Training(made, config, torch.device("cpu"), seed=5, rank=dist.get_rank(), world_size=2, own_data=False)
+    torch.manual_seed(5)
+    expected = Stack(64, 4)
+    if precision == "bf16_pure":
+        expected = expected.to(torch.bfloat16)
+    found = {name: each.full_tensor() for name, each in training.model.state_dict().items()}
+    assert found.keys() == expected.state_dict().keys()
+    return [name for name, each in expected.state_dict().items() if not torch.equal(each, found[name])]
+
+
+@pytest.mark.parametrize(("zero", "precision"), [(2, "fp32"), (3, "bf16"), (3, "bf16_pure")])
+def test_weights_cut_block_by_block_are_those_of_the_whole_model(two, zero, precision):
+    assert two.run(same_as_in_place, zero, precision) == [[], []]
+
+
+def test_a_part_is_cast_and_cut_before_the_next_is_made(monkeypatch):
+    """What there is at once, in the order in which weights get their values."""
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
+
+        def forward(self, x):
+            return x
+
+    with deferred():
+        model = Watched()
+    sch = create_schedule(model)
+    sch.cast(torch.bfloat16)
+    real = torch.Tensor.uniform_
+
+    def drawn(tensor, *args, **kwargs):
+        seen.append([each.weight.dtype if not each.weight.is_meta else None for each in model.parts])
+        return real(tensor, *args, **kwargs)
+
+    from redline.schedule import replay
+
+    original = replay._Player.play
+
+    def play(self, operation):
+        if operation.draws:
+            drawn(torch.empty(1))
+        return original(self, operation)
+
+    monkeypatch.setattr(replay._Player, "play", play)
+    build(sch)
+    half = torch.bfloat16
+    assert seen == [[None, None, None], [half, None, None], [half, half, None]]
+
+
+def test_the_estimate_has_what_building_takes_beyond_training():
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 128_000}
+    made = Estimator(shape, "h100", TrainingSetup(devices=8, seq_len=16, global_batch=8, optimizer="sgd"))
+    found = {zero: made({"dp": 8, "zero": zero, "micro_batch": 1, "precision": "bf16"}).breakdown for zero in (0, 3)}
+    assert found[0]["memory.build"] == 0  # gradients take as much as the weights
+    pieces, ends, block = 6.44e9 / 8 + 1.05e9 / 8, 2 * 128_000 * 4096, 12 * 4096**2
+    expected = (pieces + ends + block) * 4 / 2**20
+    rest = sum(value for name, value in found[3].items() if name.startswith("memory.") and name != "memory.build")
+    assert np.isclose(rest + found[3]["memory.build"], max(rest, expected), rtol=0.05)
