@@ -12,6 +12,7 @@ from ..estimator.hardware import recognise
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from .dry_run import DryRun, DryRunReport
+from .failure import is_damaged_library
 from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
@@ -50,6 +51,9 @@ class DryRunner(Runner):
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
         outcome = self.dispatch(self.work.job(request, self.terms))
+        if outcome.status is Status.CRASH and is_damaged_library(outcome.reason):
+            # Another trial was killed while it linked; the ranks of the second try sweep that away.
+            outcome = self.dispatch(self.work.job(request, self.terms))
         known: Known = {
             "devices": self.terms.devices,
             "started": started,

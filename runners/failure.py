@@ -54,6 +54,10 @@ _NO_PRIMITIVE = re.compile(r"\A\s*could not create a primitive\s*\Z")
 _NO_HANDLE = re.compile(r"\b(?:CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse) error: \w+_STATUS_NOT_INITIALIZED\b")
 # NCCL's src/misc/shmutils.cc: its ranks on a host share memory by files.
 _NO_SHARED_MEMORY = re.compile(r"shared memory segment /dev/shm/\S+[^\n]*No space left on device")
+# Inductor names what it links by a digest, in a folder of its second and third letter.
+_DAMAGED_LIBRARY = re.compile(
+    r"/\w\w/\w{40,}(?:\.\w+)?\.so: (?:file too short|invalid ELF header|cannot read file data|ELF load command)"
+)
 _REQUESTED = re.compile(r"(?:tried|unable) to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 # gloo and NCCL when the other side of a connection is gone.
@@ -114,6 +118,11 @@ def may_be_oom(error: BaseException) -> bool:
         and any(pattern.search(text_of(each)) for pattern in (_NO_THREAD, _NO_PRIMITIVE, _NO_HANDLE))
         for each in _chain(error)
     )
+
+
+def is_damaged_library(reason: str) -> bool:
+    """Whether a reason is that a compiled library in a cache is not whole: no fault of what was tried."""
+    return _DAMAGED_LIBRARY.search(reason) is not None
 
 
 def lacks_shared_memory(error: BaseException) -> bool:

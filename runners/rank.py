@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from ..base.host_memory import shared_memory
 from ..results import Status
 from . import failure
-from .compiling import share_compile_threads
+from .compiling import share_compile_threads, sweep_compiled
 from .interleaved import Turn, run_interleaved
 from .job import Job, RankOutcome
 from .memory import MIB, CudaMemoryMeter, HostMemoryMeter, MemoryMeter
@@ -132,6 +132,7 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     import torch
 
     share_compile_threads(job.ranks)
+    sweep_compiled()
     if job.threads:
         torch.set_num_threads(job.threads)
     torch.manual_seed(0)
