@@ -44,11 +44,18 @@ def trace_concurrently(source: TracedFacts, variants: Iterable[Variant]) -> None
     if workers < 2 or sys.platform != "linux" or threading.active_count() > 1:
         return
     context = multiprocessing.get_context("fork")
-    with context.Pool(workers, initializer=_begin, initargs=(source,)) as pool:
+    # A process that is asked to end before it has its own handlers would run this one's, and stay.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        pool = context.Pool(workers, initializer=_begin, initargs=(source,))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with pool:
         for found in pool.imap_unordered(_trace, groups.values()):
             source.add(found)
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _source: TracedFacts | None = None
 """In a forked process: whose variants it traces."""
 
@@ -62,6 +69,7 @@ def _begin(source: TracedFacts) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 
 
