@@ -49,6 +49,13 @@ class RankContext:
     """What the rank is doing."""
     turn: Turn | None = None
     """When it may run, where other programs of the job are in memory too."""
+    used_mib: float = 0.0
+    """What other processes held of its device before it started, MiB."""
+
+    def outside_mib(self) -> float | None:
+        """What this rank takes of its device beside the allocator's memory: context, libraries, NCCL, MiB; None on a CPU."""
+        outside = self.memory.outside_mib()
+        return None if outside is None else max(0.0, outside - self.used_mib)
 
     def phase(self, name: str) -> None:
         """Tells the supervisor what comes next, so that a failure can say where it happened."""
@@ -117,6 +124,7 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn:
             local_world_size=job.ranks,
             collective_timeout_s=job.collective_timeout_s,
             turn=turn,
+            used_mib=job.used_mib,
         )
         import cloudpickle
 
