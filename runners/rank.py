@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from ..base.device import usable_cores
 from ..base.host_memory import shared_memory
 from ..results import Status
 from . import failure
@@ -142,6 +143,9 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     share_compile_threads(job.ranks)
     if job.threads:
         torch.set_num_threads(job.threads)
+    elif job.device_type == "cuda":
+        # The host updates offloaded states. Ray and launchers set OMP_NUM_THREADS=1; torch would take all cores for each rank.
+        torch.set_num_threads(max(1, usable_cores() // job.ranks))
     torch.manual_seed(0)
     if job.device_type == "cuda":
         torch.cuda.set_device(local_rank)
