@@ -6,6 +6,8 @@ Sources: CUDA C++ Programming Guide, "CUDA environment variables"; NVIDIA Multi-
 import importlib.util
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +62,67 @@ def find_gpus() -> list[Gpu]:
                 f"pip install nvidia-ml-py, or set {VARIABLE}= (empty) to train on the CPU"
             )
         return []
+    with _nvml() as nvml:
+        return [] if nvml is None else _visible(nvml, setting)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuUse:
+    """Memory of a GPU, whoever holds it. MiB."""
+
+    name: str
+    """As `CUDA_VISIBLE_DEVICES` has it."""
+    total_mib: float
+    used_mib: float
+    """Without what the driver reserves for itself, where it tells."""
+
+
+def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
+    """What is held of GPUs, by all processes; of those that CUDA shows to this process where none is named.
+
+    Empty where there is no GPU, or NVML cannot tell.
+    """
+    setting = ",".join(names) or os.environ.get(VARIABLE)
+    if importlib.util.find_spec("pynvml") is None:
+        return []
+    try:
+        with _nvml() as nvml:
+            if nvml is None:
+                return []
+            chosen = _chosen(nvml, _present(nvml, nvml.nvmlDeviceGetCount()), setting)
+            return [_use(nvml, name, handle) for name, handle, _ in chosen]
+    except UsageError:  # what needs the GPU says so
+        return []
+
+
+def _use(nvml: Any, name: str, handle: Any) -> GpuUse:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError as error:
+        if error.value not in (_NOT_SUPPORTED, _NO_FUNCTION):
+            raise
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return GpuUse(name=name, total_mib=memory.total / MIB, used_mib=memory.used / MIB)
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, or None where it finds no GPU.
+
+    Raises:
+        UsageError: it fails.
+    """
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        if error.value in (_NO_LIBRARY, _NO_DRIVER, _NO_GPU):
-            return []
-        raise _unusable(error) from error
+        if error.value not in (_NO_LIBRARY, _NO_DRIVER, _NO_GPU):
+            raise _unusable(error) from error
+        yield None
+        return
     try:
-        return _visible(pynvml, setting)
+        yield pynvml
     except pynvml.NVMLError as error:
         raise _unusable(error) from error
     finally:

@@ -70,6 +70,7 @@ class Estimator:
         self._facts: dict[Variant, ModelFacts] = {}
         self._time = Correction.none(self._time_prior())
         self._memory = Correction.none(self._memory_prior())
+        self._context_mib: float | None = None
 
     def __call__(self, config: Mapping[str, Any]) -> Estimate:
         """The estimate of one configuration: a mapping of knobs, those it lacks as the setup says.
@@ -154,6 +155,10 @@ class Estimator:
         made = self._copy()
         if not found:
             return made
+        made._context_mib = max(
+            (each.outside_mib for trial in found for each in trial.measured.ranks if each.outside_mib is not None),
+            default=None,
+        )
         ok = [trial for trial in found if trial.ok]
         timed = [(trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0]
         sized = [(trial.config, peak, False) for trial in ok if (peak := trial.measured.peak_memory_mib)]
@@ -222,7 +227,12 @@ class Estimator:
         """What the allocator of a rank can use, MiB: the setup's limit, or the device less its context."""
         if self.training.memory_limit_mib is not None:
             return float(self.training.memory_limit_mib)
-        return self.hardware.memory_mib - self.constants.context_mib
+        return self.hardware.memory_mib - self.context_mib
+
+    @property
+    def context_mib(self) -> float:
+        """What a rank takes of its device beside the allocator's memory, MiB: the most that trials measured, else assumed."""
+        return self.constants.context_mib if self._context_mib is None else self._context_mib
 
     @property
     def calibrated(self) -> int:

@@ -450,7 +450,8 @@ def _update(rank: _Rank) -> np.ndarray:
 
 
 def _offload(rank: _Rank) -> np.ndarray:
-    """The update in host memory: gradients there and weights back over the host's link, states at the host's rate."""
+    """The update in host memory, as `schedule/offloaded.py` makes it: gradients there and weights back by pinned copies, states
+    at the rate of the rank's share of the cores."""
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
     there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)

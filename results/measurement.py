@@ -47,6 +47,8 @@ class RankReport:
     """CUDA: peak of the bytes in live tensors, MiB. None on a CPU."""
     build_memory_mib: float | None = None
     """Peak memory until model and optimizer were built, which `peak_memory_mib` includes, MiB."""
+    outside_mib: float | None = None
+    """CUDA: what the rank takes of its device beside the allocator's memory (context, libraries, NCCL), MiB. None on a CPU."""
     allocation_retries: int = 0
     """CUDA: how often the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 

@@ -52,12 +52,14 @@ class DryRunReport:
     """Measured steps, s."""
     peak_memory_mib: float
     """This rank's peak, MiB."""
-    build_memory_mib: float
-    """Its peak until model and optimizer were built, MiB."""
     peak_allocated_mib: float | None
     """CUDA: peak of live tensors, MiB."""
     allocation_retries: int
     """CUDA: times the allocator flushed its cache in the steps, build and probe apart."""
+    build_memory_mib: float | None = None
+    """Its peak until model and optimizer were built, MiB."""
+    outside_mib: float | None = None
+    """CUDA: what it takes of its device beside the allocator's memory, MiB."""
     load: HostLoad | None = None
     """What its host's processors did while it was warmed up and measured; None where that is not known."""
     note: str = ""
@@ -186,6 +188,7 @@ class DryRun:
             peak_memory_mib=context.memory.peak_mib(),
             build_memory_mib=build_memory_mib,
             peak_allocated_mib=context.memory.peak_allocated_mib(),
+            outside_mib=context.outside_mib(),
             allocation_retries=context.memory.allocation_retries() - retries_before,
             load=watch.load(),
             note=timing.stopped_early,

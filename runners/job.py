@@ -55,6 +55,8 @@ class Job:
     """Intra-operator threads of a rank; None leaves torch's default."""
     memory_limit_mib: float | None = None
     """Memory a rank may take, MiB; None for no limit."""
+    used_mib: float = 0.0
+    """What other processes hold of the fullest of its CUDA devices before it starts, MiB."""
     timeout_s: float | None = None
     """Deadline counted from the job's arrival at the agent, s; None for none. Compilation does not count."""
     compile_timeout_s: float = 0.0

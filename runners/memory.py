@@ -64,6 +64,10 @@ class MemoryMeter(ABC):
         """Times the allocator flushed its cache to serve a request."""
         return 0
 
+    def outside_mib(self) -> float | None:
+        """What the device lacks that no tensor of this process has: contexts, libraries, other processes. MiB."""
+        return None
+
     def shortage(self) -> str:
         """What says that there is no room for even what the smallest request needs, in words; empty where nothing does."""
         return ""
@@ -156,6 +160,13 @@ class CudaMemoryMeter(MemoryMeter):
                 return f"{free / MIB:,.0f} of {total / MIB:,.0f} MiB of {device} are free"
         return ""
 
+    def outside_mib(self) -> float | None:
+        most = 0.0
+        for device in self._devices:
+            free, total = self._cuda.mem_get_info(device)
+            most = max(most, (total - free - self._cuda.memory_reserved(device)) / MIB)
+        return most
+
     def _peak_reserved(self) -> int:
         return max(self._reserved_before, *(self._cuda.max_memory_reserved(device) for device in self._devices))
 
@@ -190,15 +201,3 @@ class GpuMemory:
                 continue
             most = max(most, sum(each.usedGpuMemory or 0 for each in running if each.pid in wanted) / MIB)
         return most
-
-
-def free_gpu_mib() -> tuple[float, ...]:
-    """Free memory of each GPU that this process may use, MiB, as NVML reports it; empty where there is none."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(pynvml.nvmlDeviceGetMemoryInfo(each).free / MIB for each in handles)
-    except pynvml.NVMLError:
-        return ()

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from ..base.device import usable_cores
 from ..base.host_memory import shared_memory
 from ..results import Status
 from . import failure
@@ -49,6 +50,13 @@ class RankContext:
     """What the rank is doing."""
     turn: Turn | None = None
     """When it may run, where other programs of the job are in memory too."""
+    used_mib: float = 0.0
+    """What other processes held of its device before it started, MiB."""
+
+    def outside_mib(self) -> float | None:
+        """What this rank takes of its device beside the allocator's memory: context, libraries, NCCL, MiB; None on a CPU."""
+        outside = self.memory.outside_mib()
+        return None if outside is None else max(0.0, outside - self.used_mib)
 
     def phase(self, name: str) -> None:
         """Tells the supervisor what comes next, so that a failure can say where it happened."""
@@ -117,6 +125,7 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn:
             local_world_size=job.ranks,
             collective_timeout_s=job.collective_timeout_s,
             turn=turn,
+            used_mib=job.used_mib,
         )
         import cloudpickle
 
@@ -135,6 +144,9 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     sweep_compiled()
     if job.threads:
         torch.set_num_threads(job.threads)
+    elif job.device_type == "cuda":
+        # The host updates offloaded states. Ray and launchers set OMP_NUM_THREADS=1; torch would take all cores for each rank.
+        torch.set_num_threads(max(1, usable_cores() // job.ranks))
     torch.manual_seed(0)
     if job.device_type == "cuda":
         torch.cuda.set_device(local_rank)

@@ -8,13 +8,14 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from ..results import Status
 from . import failure
 from .deadline import Deadline
+from .gpu_room import wait_for_room
 from .job import STOP, Begun, Compiling, Job, Outcome, RankOutcome
 from .log import LogFile
 from .process import adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
@@ -73,6 +74,7 @@ class Supervisor:
         try:
             with LogFile(self.job.log) as log:
                 try:
+                    self._wait_for_gpus(log)
                     self._start(folder)
                     return self._watch(log)
                 finally:
@@ -80,6 +82,18 @@ class Supervisor:
         finally:
             self._shortage.close()
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _wait_for_gpus(self, log: LogFile) -> None:
+        """Waits until its GPUs are free; the trial's time begins after that."""
+        if self.job.device_type != "cuda":
+            return
+
+        def say(what: str) -> None:
+            log.write(f"redline: {what}\n".encode())
+
+        used_mib = wait_for_room(self.job.device_ids, self.folder, say, given_up=lambda: self.client.poll(0))
+        self.job = replace(self.job, used_mib=used_mib)
+        self._deadline = Deadline(time.monotonic(), self.job.timeout_s, self.job.compile_timeout_s)
 
     def _start(self, folder: str) -> None:
         rendezvous = self.job.rendezvous

@@ -15,20 +15,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps copies of the weights in host memory with the optimizer that `make` returns for them.
 
     Costs the host one copy of the weights and their gradients besides the state; frees the device of the
-    state. `param_groups` and `state` are those of the inner optimizer, so schedulers work as usual.
+    state. Copies of CUDA tensors are pinned: a step moves all gradients out, waits once, steps, and moves all
+    weights in behind what the device has yet to do. Weights are moved out only where they have changed since,
+    as versions and two sums of them tell. `param_groups` and `state` are those of the inner optimizer, so
+    schedulers work as usual.
 
     Source: Rajbhandari et al., ZeRO-Offload (2021).
     """
 
     def __init__(self, params: Iterable[nn.Parameter], make: Make) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        """Room in host memory for the gradient of each copy."""
         for param in params:
             if not param.requires_grad:
                 continue
             # Of what FSDP cuts each rank steps its own piece, as a plain tensor: a DTensor on the CPU would
             # still belong to the mesh of the devices.
-            host = nn.Parameter(local(param.detach()).to("cpu", copy=True))
+            here = local(param.detach())
+            host = nn.Parameter(_room_for(here))
+            host.data.copy_(here, non_blocking=True)
             self.pairs.append((param, host))
+        self._remember()
+        self._wait()
         self.inner = make([host for _, host in self.pairs])
         super().__init__([param for param, _ in self.pairs], {})
         # Schedulers change the groups: they are the inner optimizer's own.
@@ -42,14 +51,62 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        changed = self._changed()
         for param, host in self.pairs:
-            # Weights may have been loaded or changed on the device since the last step.
-            host.copy_(local(param))
-            host.grad = None if param.grad is None else local(param.grad.detach()).to("cpu", copy=True)
+            host.grad = None if param.grad is None else self._moved(host, local(param.grad.detach()))
+        # The copies of the step before have left the host's weights by then, too.
+        self._wait()
+        late = [pair for pair, other in zip(self.pairs, changed.tolist(), strict=True) if other]
+        for param, host in late:
+            host.copy_(local(param), non_blocking=True)
+        if late:
+            self._wait()
         self.inner.step()
         for param, host in self.pairs:
-            local(param).copy_(host)
+            local(param).copy_(host, non_blocking=True)
+        self._remember()
         return loss
+
+    def _remember(self) -> None:
+        """Takes note of the device's weights, which the host's are alike."""
+        self._versions = [_version(param) for param, _ in self.pairs]
+        self._sums = self._summed()
+
+    def _changed(self) -> torch.Tensor:
+        """Which weights have been loaded or changed on the device since: booleans in host memory, once the device has been
+        waited for."""
+        sums = self._summed()
+        versions = [_version(param) != seen for (param, _), seen in zip(self.pairs, self._versions, strict=True)]
+        # Of what FSDP cuts no version tells; a change by `Tensor.data` has none either.
+        changed = (sums != self._sums).any(-1) | torch.tensor(versions, dtype=torch.bool).to(
+            sums.device, non_blocking=True
+        )
+        return _room_for(changed).copy_(changed, non_blocking=True)
+
+    def _summed(self) -> torch.Tensor:
+        """For each parameter the sum of its elements and that of the products of neighbours, on the device: (n, 2), float64."""
+        rows = []
+        for param, _ in self.pairs:
+            here = local(param.detach())
+            total, products = here.sum(dtype=torch.float64), here.new_zeros((), dtype=torch.float64)
+            if here.is_contiguous() and here.numel() > 1:
+                flat = here.view(-1)
+                products = torch.dot(flat[1:], flat[:-1]).double()
+            rows.append(torch.stack([total, products]))
+        return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
+
+    def _moved(self, host: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient in host memory, once the device has been waited for."""
+        room = self._gradients.get(host)
+        if room is None or room.dtype != gradient.dtype:
+            room = self._gradients[host] = _room_for(gradient)
+        return room.copy_(gradient, non_blocking=True)
+
+    def _wait(self) -> None:
+        """Returns when all copies have been made."""
+        for device in {local(param).device for param, _ in self.pairs}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model's own parameters."""
@@ -68,3 +125,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Loads what `state_dict` returned."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for a tensor, pinned where that is on a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+
+
+def _version(param: nn.Parameter) -> tuple[int, int]:
+    """What changes when an operation changes a plain parameter, or it gets other memory."""
+    here = local(param.detach())
+    return here.data_ptr(), here._version

@@ -1,11 +1,13 @@
 """Who runs the trials, and whether that can honour what was asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import available_memory_mib, usable_cores
 from ..base.errors import UsageError
+from ..base.gpus import gpu_use
+from ..estimator.constants import Constants
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from .task import Task
 
 _HOST_MEMORY_SHARE = 0.9
+LEAST_HELD_MIB = 300.0
+"""Memory of a GPU from which it counts as held by another process, MiB: a context, which a desktop has as well."""
 
 
 def imports_early(target: Any) -> bool:
@@ -88,14 +92,39 @@ def check_honoured(request: Request, task: "Task") -> None:
         )
 
 
-def memory_of_rank(request: Request, task: "Task") -> float | None:
-    """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned."""
+def memory_of_rank(request: Request, task: "Task", warn: Callable[[str], None] = lambda said: None) -> float | None:
+    """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned.
+
+    Estimate and trials get the same: what other processes hold of this machine's GPUs is subtracted for both.
+
+    Args:
+        request, task: what is asked, and what it comes to.
+        warn: told what other processes hold.
+    """
     given = request.limit_mib
     if isinstance(request.runner, Runner):
         return given  # of what the devices of others have left, this machine knows nothing
-    if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
+    if task.own is None or task.simulated:
         return given
-    return share_of_host(task.devices * (request.concurrency or 1))
+    if task.device.type == "cuda":
+        return _left_of_gpus(given, warn) if request.runs_on == "local" else given
+    return share_of_host(task.devices * (request.concurrency or 1)) if given is None else given
+
+
+def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | None:
+    """What other processes leave of each GPU for a rank's allocator, MiB, where they hold any; else what was asked for."""
+    found = gpu_use()
+    if not found or max(each.used_mib for each in found) < LEAST_HELD_MIB:
+        return given
+    least = min(found, key=lambda each: each.total_mib - each.used_mib)
+    left = float(int(max(1.0, least.total_mib - least.used_mib - Constants().context_mib)))
+    if given is not None and given <= left:
+        return given
+    warn(
+        f"other processes hold {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
+        f"trials may take {left:,.0f} MiB of each GPU"
+    )
+    return left
 
 
 def share_of_host(ranks: int) -> float:

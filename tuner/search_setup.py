@@ -57,7 +57,7 @@ def begin(
         agent: is waited for before this machine is measured, since its imports would be in the way.
         warn: told what its user should know.
     """
-    work, limit_mib = make_work(request, task), memory_of_rank(request, task)
+    work, limit_mib = make_work(request, task), memory_of_rank(request, task, warn)
     prior: Any = request.prior
     estimator = None
     if task.workload is not None:

@@ -13,11 +13,11 @@ from typing import Any
 import cloudpickle
 import torch
 from redline.base.device import detect
+from redline.base.gpus import gpu_use
 from redline.models.resolve import workload as preset
 from redline.runners.dispatch import DryRuns
 from redline.runners.job import Job
 from redline.runners.local import LocalRunner
-from redline.runners.memory import free_gpu_mib
 from redline.runners.runner import TrialRequest
 from redline.runners.timing import TimingPlan
 from redline.runners.work import TrialTerms
@@ -55,7 +55,7 @@ def trials(setting: Setting) -> Iterator[Row]:
     runner = LocalRunner(DryRuns(small, compiles=False), terms)
     try:
         runner.wait_ready()
-        before = free_gpu_mib()
+        before = [each.used_mib for each in gpu_use()]
         for number, (what, expected, program) in enumerate(faults):
             if program is None:
                 measured = runner.run(TrialRequest(config=Config({"micro_batch": 8}), number=number))
@@ -82,10 +82,10 @@ def trials(setting: Setting) -> Iterator[Row]:
         runner.close()
 
 
-def _until_back(before: tuple[float, ...]) -> float:
-    """Seconds until as much of every GPU is free as before."""
+def _until_back(before: list[float]) -> float:
+    """Seconds until no more of any GPU is used than before."""
     begin = time.monotonic()
-    while any(now < then - NEAR_MIB for now, then in zip(free_gpu_mib(), before, strict=True)):
+    while any(now.used_mib > then + NEAR_MIB for now, then in zip(gpu_use(), before, strict=True)):
         if time.monotonic() - begin > BACK_S:
             break
         time.sleep(0.02)

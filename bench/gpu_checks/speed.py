@@ -116,6 +116,7 @@ def _trials(
                 "peak_mib": told.peak_memory_mib,
                 "predicted_mib": expected.peak_memory_mib,
                 "build_mib": max((each.build_memory_mib or 0.0 for each in told.ranks), default=None),
+                "outside_mib": max((each.outside_mib or 0.0 for each in told.ranks), default=None),
                 "holds": told.ok,
             }
             if what in by_hand and told.ok:

@@ -9,6 +9,7 @@ import json
 import os
 from dataclasses import replace
 
+from ...base.device import usable_cores
 from ...base.errors import RedlineError, UsageError
 from ...base.writing import write_atomic
 from ...results.trained import OUT_OF_MEMORY, LogReader, log_size
@@ -38,7 +39,10 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         if dist.is_initialized():
             held.callback(dist.destroy_process_group)
         meter: MemoryMeter = HostMemoryMeter()
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", place.size))
         if joined.device.type == "cuda":
+            # torchrun sets OMP_NUM_THREADS=1, too few for the update of offloaded states.
+            torch.set_num_threads(max(1, usable_cores() // local_ranks))
             held.callback(torch.cuda.synchronize)
             meter = CudaMemoryMeter([joined.device])
         context = RankContext(
@@ -49,7 +53,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
             init_method="env://",
             memory_limit_mib=request.limit_mib,
             memory=meter,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", place.size)),
+            local_world_size=local_ranks,
         )
         if request.limit_mib is not None:
             meter.limit(request.limit_mib)
