@@ -12,6 +12,7 @@ from .common import (
     note_pipeline,
     note_pure_bf16,
     note_reduction,
+    note_tf32,
 )
 from .hosts import PORT
 from .launcher import Launcher
@@ -123,7 +124,9 @@ def _mixed_precision(setup: Setup) -> str:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
-    return setup.formats.compute if precision not in ("fp32", "bf16_pure") else "no"
+    if precision == "tf32":
+        note_tf32(setup)
+    return setup.formats.compute if precision not in ("fp32", "tf32", "bf16_pure") else "no"
 
 
 def _fp8(setup: Setup) -> dict[str, Any]:

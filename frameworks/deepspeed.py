@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError
-from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order
+from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32
 from .launcher import MICRO_BATCHES, Launcher
 from .setup import Setup, words
 from .target import Target
@@ -97,6 +97,8 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
             setup.note("precision=bf16_pure: at stage 0 DeepSpeed keeps fp32 master weights: more memory")
             return {"bf16": {"enabled": True}}
         return {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    if precision == "tf32":
+        note_tf32(setup)
     if precision == "fp16":
         return {"fp16": {"enabled": True}}
     if setup.formats.scaling:

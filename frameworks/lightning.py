@@ -11,6 +11,7 @@ from .common import (
     note_lora,
     note_pipeline,
     note_reduction,
+    note_tf32,
 )
 from .launcher import Launcher
 from .setup import Setup, words
@@ -59,6 +60,8 @@ def _precision(setup: Setup) -> str:
             f"config=Float8LinearConfig.from_recipe_name({scaling!r})) of each block"
         )
         return "bf16-mixed"
+    if setup.knob("precision") == "tf32":
+        note_tf32(setup)
     return _PRECISION.get(setup.knob("precision"), "32-true")
 
 

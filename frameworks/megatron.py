@@ -1,7 +1,7 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
 from ..knobs.meaning import recomputed
-from .common import note_order
+from .common import note_order, note_tf32
 from .launcher import Launcher
 from .megatron_model import model_flags
 from .setup import Setup, words
@@ -86,6 +86,8 @@ def _precision(setup: Setup) -> list[str]:
             "precision=bf16 was autocast over fp32 weights; Megatron holds bfloat16 weights and fp32 master "
             "weights in the optimizer"
         )
+    if precision == "tf32":
+        note_tf32(setup)
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable
 
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
-from .common import note_lora, note_partial_checkpointing, note_reduction
+from .common import note_lora, note_partial_checkpointing, note_reduction, note_tf32
 from .launcher import Launcher
 from .setup import Setup, words
 from .target import Target, hashed
@@ -114,6 +114,8 @@ def _chunks(setup: Setup, give: Give) -> None:
 
 def _precision(setup: Setup, give: Give) -> None:
     precision = setup.knob("precision")
+    if precision == "tf32":
+        note_tf32(setup)
     if precision == "fp16":
         setup.note("precision=fp16 has no flag in torchtitan: bfloat16 is set")
     if setup.formats.scaling:
@@ -124,7 +126,7 @@ def _precision(setup: Setup, give: Give) -> None:
             f"model_compile_enabled={bool(setup.knob('fusion'))})]) gives it{only}"
         )
     give("training.dtype", {"fp32": "float32", "bf16": "bfloat16"}[setup.formats.weights])
-    give("training.mixed_precision_param", "float32" if precision == "fp32" else "bfloat16")
+    give("training.mixed_precision_param", "float32" if setup.formats.compute_bytes == 4 else "bfloat16")
     note_reduction(setup, "torchtitan reduces in float32 only")
 
 

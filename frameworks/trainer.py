@@ -72,6 +72,8 @@ def _precision(setup: Setup) -> dict[str, Any]:
         note_pure_bf16(setup)
     elif setup.formats.scaling:
         setup.note(f"precision={precision} is accelerate's: launch with the target accelerate's file; bf16 is set here")
+    if precision == "tf32":
+        return {"tf32": True}
     half = setup.formats.autocast
     return {half: True} if half else {}
 

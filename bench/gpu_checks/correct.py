@@ -31,6 +31,7 @@ FAMILIES = ("gpt2", "bert", "t5", "llama", "mixtral")
 KNOBS = {
     "grad_accum": {"grad_accum": 4},
     "checkpoint_ratio": {"checkpoint_ratio": 0.5},
+    "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
     "bf16_pure": {"precision": "bf16_pure"},
     "fp16": {"precision": "fp16"},
@@ -182,6 +183,8 @@ def probe(setting: Setting) -> Iterator[Row]:
         expected = _probed(workload, {}, setting)
         for name, knobs in KNOBS.items():
             if setting.tiny and (model != "gpt2-tiny" or name not in ("bf16", "checkpoint_ratio", "offload")):
+                continue
+            if name in ("tf32", "fp16") and not setting.cuda:
                 continue
             if name == "fusion" and shutil.which(os.environ.get("CC", "gcc")) is None:
                 continue

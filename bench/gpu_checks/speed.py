@@ -30,6 +30,7 @@ PARITY = 0.97
 """Of a hand-written loop's speed that redline's must have."""
 ONE_B: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"precision": "fp32"},
+    "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
     "bf16 + kernels": {"precision": "bf16", "kernels": True},
     "bf16 + fusion": {"precision": "bf16", "fusion": True},
