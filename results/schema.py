@@ -145,6 +145,7 @@ BEST: Shape = {
     "default": _WINNER,
     "why": text,
     "gain": number,
+    "gain_interval": [number],
     "remeasured": {...: {"first": number, "again": [number]}},
     "trials": {...: count},
     "environment": _ENVIRONMENT,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..results import Measurement, RunFolder, Status, Trial
+from ..results import Measurement, RunFolder, Status, Trial, summary
 from ..results.again import Z95
 from ..results.columns import speed
 from ..results.summary import EQUAL
@@ -42,6 +42,8 @@ CHALLENGE_WITHIN = 0.97
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
 """How often each contender is measured again. Where contenders are in memory together and take short turns, a stretch of
 these takes as long as the fewest rounds, and counts as them."""
+MOST_ROUNDS_OF_PAIR = 18
+"""Rounds in all after which the winner and the default configuration are not measured further to show a gain."""
 ERROR = 0.05
 """Chance that a contender that is the best is dropped, over all rounds and contenders (Bonferroni)."""
 ROUNDS_TO_TIE = 3
@@ -91,7 +93,8 @@ class Confirmation:
 
     def run(self) -> None:
         """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
-        the time are used up. Contenders that fail are replaced by the next best."""
+        the time are used up. Contenders that fail are replaced by the next best. Then the winner and the default
+        configuration are measured further while the interval of the gain includes 1 and time is left."""
         begin = self.watch.elapsed
         spent = sum(trial.measured.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending)
         active = self._contenders(())
@@ -108,9 +111,27 @@ class Confirmation:
                         active = self._contenders(())
                     self._round(active)
                 active = self._still_open([trial for trial in active if trial.number not in self.failed])
+            while (pair := self._pair_in_question()) and self._rounds_done < MOST_ROUNDS_OF_PAIR:
+                left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
+                if self.watch.left <= 0 or left_s <= 0:
+                    break
+                if not self._stretch(pair, left_s / 2):
+                    self._round(pair)
         finally:
             self._keep()
         self._say_far_off()
+
+    def _pair_in_question(self) -> list[Trial]:
+        """Winner and default configuration, where the interval of the gain includes 1 and further rounds can change that."""
+        if not any(self.rounds):
+            return []
+        self._keep()
+        trials = self.run_folder.trials()
+        gain, winner, base = summary.gain(trials), summary.best(trials), summary.default(trials)
+        if gain is None or gain.half_width is None or gain.shown or winner is None or base is None:
+            return []
+        # What is no farther apart is as good as equal, however long it is measured.
+        return [winner, base] if gain.ratio > 1 + EQUAL else []
 
     def _contenders(self, known: Iterable[int]) -> list[Trial]:
         """Those who can have led, beyond the trials of the numbers `known`, and who is to stand beside the
