@@ -123,6 +123,7 @@ REQUEST: Shape = {
         "seq_len": count,
         "global_batch": count,
         "memory_limit_mib": number,
+        "rank_memory_mib": number,
         "sampler": text,
         "seed": count,
         "runner": text,

@@ -158,7 +158,7 @@ class Confirmation:
         if self.take_turns is None or len(active) < 2 or self.watch.left < _fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
-        self.listener.remeasuring(list(active), self._done, total)
+        self.listener.remeasuring(list(active), self._done, total, _turns_s(active))
         found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - _fewest_s(active))))
         if found is None:
             self.take_turns = None
@@ -188,7 +188,7 @@ class Confirmation:
         # Another one goes first each time, so that no one's turn comes always after the same.
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
-            self.listener.remeasuring(list(active), self._done, total)
+            self.listener.remeasuring(list(active), self._done, total, trial.measured.seconds_total or 0.0)
             if self.watch.left <= 0:
                 if taken and not any(self.rounds[:-1]):
                     # Who was not measured beside the others cannot be compared with them.
@@ -353,6 +353,14 @@ def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[T
 def _fewest_s(contenders: Iterable[Trial]) -> float:
     """What their fewest rounds take, s; turns take less."""
     return FEWEST_ROUNDS * sum(trial.measured.seconds_total or 0.0 for trial in contenders)
+
+
+def _turns_s(contenders: Iterable[Trial]) -> float:
+    """What building all of them and their turns are expected to take, s. What was compiled is in a cache by then."""
+    parts = [each.measured for each in contenders]
+    return sum(
+        (each.seconds_total or 0.0) - (each.seconds_compile or 0.0) + (each.seconds_measure or 0.0) for each in parts
+    )
 
 
 def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
