@@ -41,18 +41,24 @@ def print_result(result: Result, *, exports: bool = True) -> None:
 def _winner(result: Result, best: Candidate, console: Console) -> None:
     default = result.default
     kind = " (predicted: nothing was run)" if result.simulated else ""
-    console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style="bold green"))
+    gain = summary.gain(result.all_trials)
+    hero = "bold green" if gain is None or gain.shown else "bold"
+    console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style=hero))
     if default is None:
         console.print(Text(f"default  {_default_failed(result)}"))
     else:
         console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
-        same = " (the default configuration is the winner)" if default.trial.number == best.trial.number else ""
-        if result.gain is not None:
-            console.print(Text(f"gain     {result.gain:.2f}x{same}", style="bold"))
+        if default.trial.number == best.trial.number:
+            why = summary.only_default(result.all_trials) or "the default configuration is the winner"
+            console.print(Text(f"gain     none: {why}", style="bold"))
+        elif gain is not None:
+            console.print(Text(f"gain     {gain}", style="bold" if gain.shown else "yellow"))
     exact = result.best_exact if best.trial.lossy else None
     if best.trial.lossy:
         told = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
         console.print(Text(f"{summary.exactness(result.all_trials)}  {told}"))
+    if failed := summary.failures(result.all_trials):
+        console.print(Text(f"trials   {fold(failed)}", style="yellow"))
     if tied := summary.tied(result.all_trials):
         many = "s" if len(tied) > 1 else ""
         told = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)

@@ -98,9 +98,10 @@ class LineListener(ProgressListener):
     def finished(self, trial: Trial) -> None:
         self._print(trial_line(trial, self._plan).plain)
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
+    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done == 0:
-            self._print(f"measuring the leaders again, in turns: {_numbers(leaders)}")
+            about = f", about {words.duration(seconds)}" if seconds else ""
+            self._print(f"measuring the leaders again, in turns: {_numbers(leaders)}{about}")
 
     def said(self, message: str) -> None:
         self._print(f"note: {message}")
@@ -117,7 +118,7 @@ class TerminalListener(ProgressListener):
 
     def __init__(self, stream: TextIO) -> None:
         self._plan: SearchPlan | None = None
-        self._what = ""
+        self._what, self._since, self._expected = "", time.monotonic(), 0.0
         self._running: dict[int, tuple[Trial, float]] = {}
         self._finished: list[Trial] = []
         self._begin = time.monotonic()
@@ -138,6 +139,7 @@ class TerminalListener(ProgressListener):
 
     def began(self, plan: SearchPlan) -> None:
         self._plan, self._what = plan, ""
+        self._finished = list(plan.earlier)
         title, *rest = headline(plan)
         self._console.print(Text(fold(title), style="bold"))
         for line in rest:
@@ -145,7 +147,7 @@ class TerminalListener(ProgressListener):
         self._console.print()
 
     def waiting(self, what: str) -> None:
-        self._what = what
+        self._what, self._since, self._expected = what, time.monotonic(), 0.0
 
     def started(self, trial: Trial) -> None:
         self._running[trial.number] = trial, time.monotonic()
@@ -156,16 +158,15 @@ class TerminalListener(ProgressListener):
         line = trial_line(trial, self._plan, narrow=self._console.width < _NARROW)
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
-        self._what = f"measuring the leaders again, in turns: {_numbers(leaders)}; {done} of {total}"
-        if done >= total:
-            self._what = ""
+    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+        self._what = "" if done >= total else f"measuring the leaders again, in turns: {_numbers(leaders)}"
+        self._since, self._expected = time.monotonic(), seconds
 
     def said(self, message: str) -> None:
         self._console.print(Text(fold(f"note: {message}"), style="yellow"))
 
     def _view(self) -> Group:
-        lines = [Text(fold(f"{self._what} ..."), style="cyan")] if self._what else []
+        lines = [Text(fold(f"{self._waited()} ..."), style="cyan")] if self._what else []
         if self._plan is not None:
             lines.append(self._status(self._plan))
             for trial, since in self._running.values():
@@ -176,8 +177,14 @@ class TerminalListener(ProgressListener):
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(*lines)
 
+    def _waited(self) -> str:
+        """What is waited for, since when, and how long it is expected to take."""
+        spent = time.monotonic() - self._since
+        about = f" of about {words.duration(self._expected)}" if self._expected else ""
+        return f"{words.duration(spent)}{about}: {self._what}"
+
     def _status(self, plan: SearchPlan) -> Text:
-        done = plan.done + len(self._finished)
+        done = len(self._finished)
         of = f" of {plan.trials}" if plan.trials else ""
         status = Text(f"{done}{of} trials", style="bold")
         leader = max((t for t in self._finished if t.ok), key=lambda t: t.throughput, default=None)

@@ -57,6 +57,7 @@ def results(
 def summed_up(run: "SearchRun") -> int:
     """Prints what came of a search so far; the exit code that says the same."""
     from ..results.columns import fold, speed
+    from ..results.summary import Gain
     from . import words
 
     found, best = run.look(), run.best
@@ -65,8 +66,11 @@ def summed_up(run: "SearchRun") -> int:
         click.echo(fold(f"nothing feasible so far: {run.why}" if found.state != "failed" else "it failed"))
         return exit_codes.FAILED if found.state == "failed" else exit_codes.NOTHING_FEASIBLE
     click.echo(f"winner   trial {best.trial.number}: {speed(best.throughput, best.measurement.unit)}")
-    gain = run.summary()["gain"]
-    if gain is not None:
-        click.echo(f"gain     {gain:.2f}x of the default configuration")
+    known = run.summary()
+    if (ratio := known["gain"]) is not None:
+        interval = known.get("gain_interval")
+        click.echo(f"gain     {Gain(ratio=ratio, half_width=interval[1] - ratio if interval else None)}")
+    if known.get("failures"):
+        click.echo(fold(f"trials   {known['failures']}"))
     click.echo(fold(f"         {words.configuration(best.config)}"))
     return exit_codes.FAILED if found.state == "failed" else 0

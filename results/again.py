@@ -10,6 +10,8 @@ from .measurement import Measurement, Trial
 
 Z95 = 1.959963984540054
 """Standard errors in half of a 95 % interval."""
+PRIOR_DEGREES = 4.0
+"""Degrees of freedom of the variance within the first measurement, beside that of the re-measurements."""
 
 
 def median_rank(n: int) -> int:
@@ -32,8 +34,9 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     """What re-measurements make of a trial's first, successful measurement.
 
     The throughput becomes their median, and with it whatever says how fast the trial is: the step time, samples and
-    tokens per second, FLOPs, MFU. The interval covers what was seen within a measurement and among the re-measurements,
-    errors adding in squares. Memory, losses and times spent stay those of the first.
+    tokens per second, FLOPs, MFU. The interval is that of the mean of the re-measurements; their variance is moderated
+    by that within the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a
+    few that agree by chance do not make it narrow. Memory, losses and times spent stay those of the first.
 
     Args:
         first: the first measurement, an `ok`.
@@ -61,10 +64,32 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     if first.step_ms is None or ratio == 0:
         return again
     step_ms = first.step_ms / ratio
-    parts = [] if first.spread is None else [first.spread]
-    if len(throughputs) > 1 and fmean(throughputs):
-        parts.append(Z95 * stdev(throughputs) / fmean(throughputs) / math.sqrt(len(throughputs)))
-    return replace(again, step_ms=step_ms, step_ms_spread=step_ms * math.hypot(*parts) if parts else None)
+    spread = _spread(throughputs, first.spread)
+    return replace(again, step_ms=step_ms, step_ms_spread=None if spread is None else step_ms * spread)
+
+
+def _spread(throughputs: Sequence[float], within: float | None) -> float | None:
+    """Relative half-width of the 95 % interval of the mean of re-measurements; None where nothing tells.
+
+    Args:
+        throughputs: of the re-measurements.
+        within: relative half-width of the 95 % interval of one measurement.
+    """
+    n = len(throughputs)
+    if n < 2 or not fmean(throughputs):
+        return within
+    error = stdev(throughputs) / fmean(throughputs)
+    if within is None:
+        return Z95 * error / math.sqrt(n)
+    degrees = n - 1 + PRIOR_DEGREES
+    variance = ((n - 1) * error**2 + PRIOR_DEGREES * (within / Z95) ** 2) / degrees
+    return t95(degrees) * math.sqrt(variance / n)
+
+
+def t95(degrees: float) -> float:
+    """97.5 % quantile of Student's t, to 1 % from five degrees of freedom on (Abramowitz and Stegun, 26.7.5)."""
+    z = Z95
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 def _times(value: float | None, ratio: float) -> float | None:

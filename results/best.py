@@ -33,8 +33,9 @@ def document(
     """What best.yaml says about these trials.
 
     `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
-    and `gain` the winner's throughput over the default's. Where lossy values were tried, `best_exact` is the
-    best without any, and `lossy` names a configuration's. Measurements are those of the re-measurements
+    `gain` the winner's throughput over the default's, and `gain_interval` its 95 % interval. Where lossy values
+    were tried, `best_exact` is the best without any, and `lossy` names a configuration's. Measurements are those of
+    the re-measurements
     where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
     measured `again`. `trains` is what of `asked`, run.yaml's, a training by this file alone needs to know.
     `reproduce` is the command line, quoted for a shell.
@@ -44,7 +45,9 @@ def document(
     if winner is None:
         out["why"] = summary.why_nothing(trials)
     out["default"] = _entry(base) if base else None
-    out["gain"] = summary.gain(trials)
+    found = summary.gain(trials)
+    out["gain"] = found and found.ratio
+    out["gain_interval"] = list(found.interval) if found and found.interval else None
     if any(trial.lossy for trial in trials):
         exact = summary.best_exact(trials)
         out["best_exact"] = _entry(exact) if exact else None

@@ -150,6 +150,16 @@ class RunFolder:
             request.resume(path, asked, storage)
         return resumed
 
+    @staticmethod
+    def asked(path: str | Path) -> dict[str, Any]:
+        """What the run in `path` was asked, as its run.yaml has it; empty where there is no run.
+
+        Raises:
+            StudyError: run.yaml cannot be read, or is damaged.
+        """
+        path = path_of(path)
+        return dict(request.read(path)[0]["asked"]) if holds_run(path) else {}
+
     def record_hosts(self, per_host: int | None) -> None:
         """Keeps in run.yaml how many of a trial's devices a host has, which on a cluster only its runner finds
         out; None where it found out nothing.

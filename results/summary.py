@@ -1,7 +1,9 @@
 """What the trials of a study say when they are taken together."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..knobs import lossy
 from .again import median_rank
@@ -101,13 +103,71 @@ def default(trials: Sequence[Trial]) -> Trial | None:
     return next((trial for trial in trials if trial.sampler == "default"), None)
 
 
-def gain(trials: Sequence[Trial]) -> float | None:
-    """The winner's throughput over the default configuration's; None if either has none, or that is none to
-    compare with, as what a callable returns may be zero or less."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """The winner's throughput over the default configuration's, with its 95 % interval."""
+
+    ratio: float
+    """Of the throughputs."""
+    half_width: float | None
+    """Of the interval of the ratio; None where a throughput has no interval, or both are the same trial's."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The lower and the upper end."""
+        return None if self.half_width is None else (self.ratio - self.half_width, self.ratio + self.half_width)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the measurements show a gain: the interval, where there is one, lies above 1."""
+        return self.ratio - (self.half_width or 0.0) > 1
+
+    def __str__(self) -> str:
+        if self.half_width is None:
+            return f"{self.ratio:.2f}x"
+        text = f"{self.ratio:.2f}x ± {self.half_width:.2f}"
+        return text if self.shown else f"none shown: {text} includes 1"
+
+
+def gain(trials: Sequence[Trial]) -> Gain | None:
+    """The winner's gain over the default configuration; None if either has no throughput, or the default's is zero or
+    less, as what a callable returns may be."""
     winner, base = best(trials), default(trials)
     if winner is None or base is None or not base.ok or base.throughput <= 0:
         return None
-    return winner.throughput / base.throughput
+    ratio = winner.throughput / base.throughput
+    first, other = winner.measured.spread, base.measured.spread
+    if winner is base or first is None or other is None:
+        return Gain(ratio=ratio, half_width=None)
+    # Relative errors of a ratio add in squares.
+    return Gain(ratio=ratio, half_width=ratio * math.hypot(first, other))
+
+
+def only_default(trials: Sequence[Trial]) -> str:
+    """Why the default configuration alone succeeded, in words; empty where other trials succeeded too."""
+    ran = [trial for trial in trials if not trial.pending and trial.measured.status is not Status.SKIPPED]
+    if not ran or any(trial.ok and trial.sampler != "default" for trial in ran):
+        return ""
+    if all(trial.sampler == "default" for trial in ran):
+        return "only the default configuration was tried"
+    return "every other trial failed"
+
+
+def failures(trials: Sequence[Trial]) -> str:
+    """How many trials ended in each status, and the reason of the first failure; empty where none failed.
+
+    The first failure is the first that is not `oom`, if there is one: a search has to expect an `oom`.
+    """
+    found = counts(trials)
+    failed = [
+        trial for trial in trials if not trial.pending and trial.measured.status not in (Status.OK, Status.SKIPPED)
+    ]
+    if not failed:
+        return ""
+    first = next((trial for trial in failed if trial.measured.status is not Status.OOM), failed[0])
+    listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
+    reason = first.measured.reason.strip()
+    return f"{listing}; trial {first.number} ended as {first.measured.status}{f': {reason}' if reason else ''}"
 
 
 def counts(trials: Sequence[Trial]) -> dict[Status, int]:

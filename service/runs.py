@@ -70,7 +70,10 @@ class Runs:
         """What came of it so far, as `redline tune --json` says it."""
         trials, view = self.trials(search)
         found = make_result(trials, (), folder=None, ended="", interrupted=False).to_dict()
-        out = {name: found[name] for name in ("best", "best_exact", "default", "gain", "why", "trials")}
+        out = {
+            name: found[name]
+            for name in ("best", "best_exact", "default", "gain", "gain_interval", "why", "trials", "failures")
+        }
         return as_json({**out, "problems": _told(view.problems if view else (), self.searches)})
 
     def export(self, search: str, target: str, trial: int | None, form: str | None) -> Export:

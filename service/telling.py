@@ -71,7 +71,7 @@ class Telling(SearchListener):
         self._store.tell_trial(self._search, self.done, told)
         self.finished_one(trial)
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
+    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         self._tell("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
 
     def said(self, message: str) -> None:

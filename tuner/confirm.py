@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..results import Measurement, RunFolder, Status, Trial
+from ..results import Measurement, RunFolder, Status, Trial, summary
 from ..results.again import Z95
 from ..results.columns import speed
 from ..results.summary import EQUAL
@@ -42,6 +42,8 @@ CHALLENGE_WITHIN = 0.97
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
 """How often each contender is measured again. Where contenders are in memory together and take short turns, a stretch of
 these takes as long as the fewest rounds, and counts as them."""
+MOST_ROUNDS_OF_PAIR = 18
+"""Rounds in all after which the winner and the default configuration are not measured further to show a gain."""
 ERROR = 0.05
 """Chance that a contender that is the best is dropped, over all rounds and contenders (Bonferroni)."""
 ROUNDS_TO_TIE = 3
@@ -93,7 +95,8 @@ class Confirmation:
 
     def run(self) -> None:
         """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
-        the time are used up. Contenders that fail are replaced by the next best."""
+        the time are used up. Contenders that fail are replaced by the next best. Then the winner and the default
+        configuration are measured further while the interval of the gain includes 1 and time is left."""
         begin = self.watch.elapsed
         spent = sum(trial.measured.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending)
         active = self._contenders(())
@@ -110,9 +113,27 @@ class Confirmation:
                         active = self._contenders(())
                     self._round(active)
                 active = self._still_open([trial for trial in active if trial.number not in self.failed])
+            while (pair := self._pair_in_question()) and self._rounds_done < MOST_ROUNDS_OF_PAIR:
+                left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
+                if self.watch.left <= 0 or left_s <= 0:
+                    break
+                if not self._stretch(pair, left_s / 2):
+                    self._round(pair)
         finally:
             self._keep()
         self._say_far_off()
+
+    def _pair_in_question(self) -> list[Trial]:
+        """Winner and default configuration, where the interval of the gain includes 1 and further rounds can change that."""
+        if not any(self.rounds):
+            return []
+        self._keep()
+        trials = self.run_folder.trials()
+        gain, winner, base = summary.gain(trials), summary.best(trials), summary.default(trials)
+        if gain is None or gain.half_width is None or gain.shown or winner is None or base is None:
+            return []
+        # What is no farther apart is as good as equal, however long it is measured.
+        return [winner, base] if gain.ratio > 1 + EQUAL else []
 
     def _contenders(self, known: Iterable[int]) -> list[Trial]:
         """Those who can have led, beyond the trials of the numbers `known`, and who is to stand beside the
@@ -143,7 +164,7 @@ class Confirmation:
         if self.take_turns is None or len(active) < 2 or self.watch.left < self._fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
-        self.listener.remeasuring(list(active), self._done, total)
+        self.listener.remeasuring(list(active), self._done, total, _turns_s(active))
         found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - self._fewest_s(active))))
         if found is None:
             self.take_turns = None
@@ -173,7 +194,7 @@ class Confirmation:
         # Another one goes first each time, so that no one's turn comes always after the same.
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
-            self.listener.remeasuring(list(active), self._done, total)
+            self.listener.remeasuring(list(active), self._done, total, trial.measured.seconds_total or 0.0)
             if self.watch.left <= 0:
                 if taken and not any(self.rounds[:-1]):
                     # Who was not measured beside the others cannot be compared with them.
@@ -333,6 +354,14 @@ def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[T
     first may have been lucky once."""
     floor = within * _at_first(sorted_trials[0])
     return [trial for at, trial in enumerate(sorted_trials[:many]) if at < 2 or _at_first(trial) >= floor]
+
+
+def _turns_s(contenders: Iterable[Trial]) -> float:
+    """What building all of them and their turns are expected to take, s. What was compiled is in a cache by then."""
+    parts = [each.measured for each in contenders]
+    return sum(
+        (each.seconds_total or 0.0) - (each.seconds_compile or 0.0) + (each.seconds_measure or 0.0) for each in parts
+    )
 
 
 def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -26,8 +26,8 @@ class SearchListener:
     def finished(self, trial: Trial) -> None:
         """A trial has an outcome."""
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
-        """The leaders are measured again; `done` of `total` runs are over."""
+    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+        """The leaders are measured again; `done` of `total` runs are over, and the next ones take about `seconds`."""
 
     def said(self, message: str) -> None:
         """Something the user should know."""
@@ -50,8 +50,6 @@ class SearchPlan:
     """Trials in all, or None for no limit."""
     seconds: float | None
     """Time limit, or None."""
-    done: int
-    """Trials finished before a resume."""
     sampler: str
     """Who proposes."""
     runner: str
@@ -60,5 +58,12 @@ class SearchPlan:
     """The configuration that others are compared with; None for none."""
     derived: frozenset[str] = frozenset()
     """Knobs that follow from others."""
+    earlier: tuple[Trial, ...] = ()
+    """Trials finished before a resume."""
     folder: Path | None = None
     """Where the run is kept; None where it is not."""
+
+    @property
+    def done(self) -> int:
+        """How many trials finished before a resume."""
+        return len(self.earlier)

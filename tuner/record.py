@@ -78,7 +78,7 @@ def plan_of(
         valid=len(task.space) if task.space.enumerable else None,
         trials=request.budget.trials,
         seconds=request.budget.seconds,
-        done=sum(not trial.pending for trial in folder.trials()),
+        earlier=tuple(trial for trial in folder.trials() if not trial.pending),
         sampler=request.sampler,
         runner=runner.name,
         default=default if begun is None else begun.config,

@@ -71,7 +71,14 @@ class Result:
     @property
     def gain(self) -> float | None:
         """The winner's throughput over the default configuration's; None if there is none to compare with."""
-        return summary.gain(self.all_trials)
+        found = summary.gain(self.all_trials)
+        return found and found.ratio
+
+    @property
+    def gain_interval(self) -> tuple[float, float] | None:
+        """95 % interval of `gain`; None where it is not known. If it includes 1, no gain is shown."""
+        found = summary.gain(self.all_trials)
+        return found and found.interval
 
     @property
     def trials(self) -> "DataFrame":
@@ -85,12 +92,14 @@ class Result:
             "best_exact": _entry(self.best_exact),
             "default": _entry(self.default),
             "gain": self.gain,
+            "gain_interval": list(self.gain_interval) if self.gain_interval else None,
             "why": self.why or None,
             "ended": self.ended,
             "interrupted": self.interrupted,
             "simulated": self.simulated,
             "trials": {str(name): count for name, count in summary.counts(self.all_trials).items() if count},
             "out": str(self.folder) if self.folder else None,
+            "failures": summary.failures(self.all_trials) or None,
             "notes": list(self.notes),
         }
 
@@ -112,7 +121,8 @@ class Result:
     def __repr__(self) -> str:
         if self.best is None:
             return f"Result(best=None, why={self.why!r})"
-        gain = f", gain={self.gain:.2f}" if self.gain else ""
+        found = summary.gain(self.all_trials)
+        gain = f", gain={found}" if found else ""
         speed = f"{self.best.throughput:.6g} {self.best.measurement.unit}".strip()
         return f"Result(best={dict(self.best.config)}, throughput={speed}{gain}, trials={len(self.all_trials)})"
 

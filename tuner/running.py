@@ -92,7 +92,13 @@ def check_honoured(request: Request, task: "Task") -> None:
         )
 
 
-def memory_of_rank(request: Request, task: "Task", warn: Callable[[str], None] = lambda said: None) -> float | None:
+def memory_of_rank(
+    request: Request,
+    task: "Task",
+    warn: Callable[[str], None] = lambda said: None,
+    *,
+    earlier_mib: float | None = None,
+) -> float | None:
     """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned.
 
     Estimate and trials get the same: what other processes hold of this machine's GPUs is subtracted for both.
@@ -100,6 +106,10 @@ def memory_of_rank(request: Request, task: "Task", warn: Callable[[str], None] =
     Args:
         request, task: what is asked, and what it comes to.
         warn: told what other processes hold.
+        earlier_mib: of the trials of the run that is resumed; further ones get the same.
+
+    Raises:
+        UsageError: this host has less memory left than the earlier trials had.
     """
     given = request.limit_mib
     if isinstance(request.runner, Runner):
@@ -108,7 +118,17 @@ def memory_of_rank(request: Request, task: "Task", warn: Callable[[str], None] =
         return given
     if task.device.type == "cuda":
         return _left_of_gpus(given, warn) if request.runs_on == "local" else given
-    return share_of_host(task.devices * (request.concurrency or 1)) if given is None else given
+    if given is not None:
+        return given
+    ranks = task.devices * (request.concurrency or 1)
+    if earlier_mib is None:
+        return share_of_host(ranks)
+    if (left := available_memory_mib()) < earlier_mib * ranks:
+        raise UsageError(
+            f"the trials of '{request.out}' had {earlier_mib:,.0f} MiB a rank, but this host has {left / ranks:,.0f} MiB a "
+            f"rank left: end what else uses its memory, or start another run with --out DIR"
+        )
+    return earlier_mib
 
 
 def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | None:

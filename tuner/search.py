@@ -138,14 +138,20 @@ class Search:
                     if self.runner.slots == 1 and self._watch.left > 0:
                         measured = self._conditions.judge(self.run_folder.trials(), measured)
                     self.listener.finished(self.run_folder.finish(trial.number, measured))
-        except BaseException:
-            self.runner.close()  # ends the running trials, so that the threads return
+        except BaseException as cause:
+            self._close(cause)  # ends the running trials, so that the threads return
             if not self.runner.isolated:  # this process still lives to tell
                 for trial in running.values():
                     self.run_folder.attempt(trial.number, trial.attempts - 1)
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _close(self, cause: BaseException) -> None:
+        """Closes the runner, which ends what runs, and acknowledges an interrupt before that takes its time."""
+        if isinstance(cause, KeyboardInterrupt):
+            self.listener.waiting("interrupted: ending what runs")
+        self.runner.close()
 
     def _begun_again(self, trial: Trial) -> Trial:
         """A pending trial of an earlier process as it is to be run; one that has ended two of them is a `crash`."""
@@ -183,8 +189,8 @@ class Search:
         self.listener.started(started)
         try:
             measured = self._try(started)
-        except BaseException:
-            self.runner.close()
+        except BaseException as cause:
+            self._close(cause)
             raise
         self.listener.finished(self.run_folder.finish(started.number, measured))
 
@@ -373,8 +379,8 @@ class Search:
             return
         try:
             self._confirmation().run()
-        except BaseException:
-            self.runner.close()
+        except BaseException as cause:
+            self._close(cause)
             raise
 
     def _confirmation(self) -> Confirmation:
@@ -406,8 +412,8 @@ class Search:
             return
         try:
             self._soaking(self.soak_plan, say).run()
-        except BaseException:
-            self.runner.close()
+        except BaseException as cause:
+            self._close(cause)
             raise
 
     def _soaking(self, plan: SoakPlan, say: Callable[[str], None]) -> Soaking:

@@ -46,7 +46,13 @@ class SearchSetup:
 
 
 def begin(
-    request: Request, task: Task, earlier: Sequence[Transferred], agent: HostAgent | None, warn: Callable[[str], None]
+    request: Request,
+    task: Task,
+    earlier: Sequence[Transferred],
+    agent: HostAgent | None,
+    warn: Callable[[str], None],
+    *,
+    earlier_mib: float | None = None,
 ) -> SearchSetup:
     """Predicts what can be predicted, and makes who proposes.
 
@@ -56,8 +62,9 @@ def begin(
         earlier: what counts of earlier runs.
         agent: is waited for before this machine is measured, since its imports would be in the way.
         warn: told what its user should know.
+        earlier_mib: memory of a rank in the run that is resumed, MiB; None for a new run.
     """
-    work, limit_mib = make_work(request, task), memory_of_rank(request, task, warn)
+    work, limit_mib = make_work(request, task), memory_of_rank(request, task, warn, earlier_mib=earlier_mib)
     prior: Any = request.prior
     estimator = None
     if task.workload is not None:

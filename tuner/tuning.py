@@ -64,7 +64,10 @@ def tune(request: Request) -> Result:
             agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
         asked = asked_of(request, task)
         earlier = _check(request, task, asked)
-        beginning = begin(request, task, earlier, agent, told.warn)
+        before = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
+        beginning = begin(request, task, earlier, agent, told.warn, earlier_mib=before.get("rank_memory_mib"))
+        if beginning.limit_mib is not None:
+            asked["rank_memory_mib"] = beginning.limit_mib
         if beginning.first.note:
             asked["first_trial"] = beginning.first.note
         told.listener = held.enter_context(logging_to(request.log_to, request.out, told.listener))

@@ -213,7 +213,8 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
     rows = [
         row(unit or "throughput", lambda side: side.throughput),
         row("95 % interval, +/- %", error, 3),
-        row("gain over the default", lambda side: summary.gain(side.trials), 4),
+        row("gain over the default", lambda side: (found := summary.gain(side.trials)) and found.ratio, 4),
+        row("its 95 % interval, +/-", lambda side: (found := summary.gain(side.trials)) and found.half_width, 3),
         row("step ms", best("step_ms")),
         row("peak MiB", best("peak_memory_mib")),
         row("limit MiB", best("memory_limit_mib")),

@@ -35,13 +35,14 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
         gain = summary.gain(trials)
         told = speed(winner.throughput, winner.measured.unit)
         head = f"<b>{escape(told)}</b> (trial {winner.number}" + (
-            f", {gain:.2f} times the default configuration)" if gain else ")"
+            f"; gain over the default configuration: {escape(str(gain))})" if gain else ")"
         )
         if winner.lossy:
             exact = summary.best_exact(trials)
             told = f"{speed(exact.throughput, exact.measured.unit)} (trial {exact.number})" if exact else "none"
             head += f"<br/>{escape(summary.exactness(trials))}: {escape(told)}"
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts(trials).items() if count)
+    counts = summary.failures(trials) or counts
     return (
         f"<div><p>{head}<br/><small>{len(trials)} trials: {escape(counts)}</small></p>"
         f"{drawing(trials)}{table(trials)}</div>"

@@ -128,9 +128,10 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     lines = [counts, f"best: trial {winner.number}, {_speed(winner)}"]
     gain = summary.gain(trials)
     if base is not None and base.number == winner.number:
-        lines[-1] += ", the default configuration"
+        why = summary.only_default(trials)
+        lines[-1] += f", the default configuration{f': {why}' if why else ''}"
     elif base is not None and gain is not None:
-        lines[-1] += f", {gain:.2f} times the default configuration's {_speed(base)} (trial {base.number})"
+        lines[-1] += f"; the default configuration (trial {base.number}): {_speed(base)}; gain {gain}"
     elif base is not None and not base.pending and not base.ok:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
     if winner.remeasured and winner.first is not None:

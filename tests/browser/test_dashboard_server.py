@@ -65,7 +65,7 @@ def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, di
     (line,) = Library(tmp_path).lines()
     assert (line["run"], line["name"], line["state"], line["trials"]) == ("x", "x", "table", 200)
     assert line["best"] == summary.best(trials).measurement.throughput
-    assert line["gain"] == pytest.approx(summary.gain(trials))
+    assert line["gain"] == pytest.approx(summary.gain(trials).ratio)
     assert sum(line["counts"].values()) == 200
     assert len(line["spark"]) == 48 and line["spark"][-1] == line["best"]
     assert line["spark"] == sorted(line["spark"])

@@ -48,7 +48,7 @@ def test_every_figure_is_drawn_at_both_widths_and_in_both_schemes_without_overfl
         dark = tab.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", dark)[:3])) < 200) == (scheme == "dark")
     gain = summary.gain(trials)
-    assert tab.locator(".big").inner_text() == f"{gain:.2f}×"
+    assert tab.locator(".big").inner_text() == f"{gain.ratio:.2f}×"
     assert "last words" in tab.locator("#failures").inner_text()
 
 

@@ -83,10 +83,13 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     found = document(Source.read(run))
     head = found["headline"]
     assert (head["winner"]["trial"], head["winner"]["throughput"], head["gain"]) == (1, 2000.0, 2.0)
-    # Within a measurement and among the two again, 95 %: standard error 1 % of the throughput.
-    winner, base = math.hypot(0.1 / 4, 1.959963984540054 * 0.01), 0.4 / 8
-    assert head["winner"]["spread"] == pytest.approx(winner)
-    assert head["gain_spread"] == pytest.approx(math.hypot(winner, base))
+    # Two measured again each, of the standard deviations 1.41 % and 0, moderated by 2.5 % and 5 % within one.
+    deviations = zip((0.01 * math.sqrt(2), 0.0), (0.1 / 4, 0.4 / 8))
+    variances = [(among**2 + 4 * (within / 1.959963984540054) ** 2) / 5 for among, within in deviations]
+    winner, base = (2.5706 * math.sqrt(variance / 2) for variance in variances)
+    assert head["winner"]["spread"] == pytest.approx(winner, rel=0.02)
+    assert head["gain_half_width"] == pytest.approx(2.0 * math.hypot(winner, base), rel=0.02)
+    assert head["gain_shown"]
     assert head["winner"]["first"] == 1900.0 and head["winner"]["step_ms"] == pytest.approx(4.0 * 1900 / 2000)
     assert found["again"] == {
         "0": {"first": 1000.0, "again": [1000.0, 1000.0]},

@@ -38,7 +38,7 @@ def test_plain_output_names_the_winner_and_sorts_by_throughput(run):
     lines = shown(run).splitlines()
     assert lines[0] == f"{run.path}: gpt2-tiny, seq_len 128, global_batch 8, sampler tpe, seed 0"
     assert lines[1] == "4 trials: 2 ok, 1 oom, 1 pending"
-    assert lines[2] == "best: trial 1, 300 tokens/s, 3.00 times the default configuration's 100 tokens/s (trial 0)"
+    assert lines[2] == "best: trial 1, 300 tokens/s; the default configuration (trial 0): 100 tokens/s; gain 3.00x"
     assert lines[3].startswith("configuration: micro_batch=2, checkpoint_ratio=0, attention=sdpa, fusion=false")
     assert lines[4] == "best so far: ▁██  100 to 300"
     table = [line.split() for line in lines[6:11]]
@@ -63,7 +63,7 @@ def test_re_measurements_are_shown(run):
     run.remeasure(0, [90.0])
     run.remeasure(1, [200.0, 180.0, 190.0])
     text = shown(run)
-    assert "best: trial 1, 190 tokens/s ± 6 %, 2.11 times the default configuration's 90 tokens/s (trial 0)" in text
+    assert "best: trial 1, 190 tokens/s ± 6 %; the default configuration (trial 0): 90 tokens/s; gain 2.11x" in text
     assert "median of 3 re-measurements; the first time 300 tokens/s" in text
     assert "measured again: 200, 180, 190; the first time 300" in text
     assert "trials 1, 0 were measured again: they stand first, by the median" in text

@@ -43,9 +43,9 @@ def test_without_success_there_is_no_best():
 def test_the_gain_is_over_the_default_configuration_measured_in_this_run():
     base = trial(0, 100.0, sampler="default", remeasured=(80.0,))
     winner = trial(1, 200.0, remeasured=(160.0,))
-    assert summary.gain([base, winner]) == 2.0
+    assert summary.gain([base, winner]).ratio == 2.0
     assert summary.gain([trial(0, 0.0, sampler="default"), winner]) is None  # as what a callable returns may be
-    assert summary.gain([base]) == 1.0
+    assert summary.gain([base]).ratio == 1.0 and not summary.gain([base]).shown
     assert summary.gain([winner]) is None
     assert summary.gain([trial(0, sampler="default"), winner]) is None
     assert summary.gain([pending(0, sampler="default"), winner]) is None
@@ -119,3 +119,36 @@ def test_where_all_fail_when_they_are_tried_again_the_logs_of_that_are_named():
     assert summary.why_nothing([soaked, trial(2)]) == f"{said}; logs/1.soak.log says how"
     assert summary.why_nothing([again, soaked]) == f"{said}; logs/0.again.log and logs/1.soak.log say how"
     assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == said
+
+
+def timed(number, throughput, spread, **more):
+    return trial(number, throughput, step_ms=100.0, step_ms_spread=100.0 * spread, **more)
+
+
+def test_a_gain_whose_interval_includes_1_is_not_shown():
+    base = timed(0, 627.4, 0.068, sampler="default")
+    gain = summary.gain([base, timed(1, 763.8, 0.20)])
+    assert gain.ratio == pytest.approx(1.2174, abs=1e-4)
+    assert gain.interval == pytest.approx((0.960, 1.475), abs=1e-3)
+    assert not gain.shown and str(gain) == "none shown: 1.22x ± 0.26 includes 1"
+    gain = summary.gain([base, timed(1, 763.8, 0.10)])
+    assert gain.shown and str(gain) == "1.22x ± 0.15"
+    assert str(summary.gain([trial(0, 2.0, sampler="default"), trial(1, 3.0)])) == "1.50x"  # without intervals
+
+
+def test_re_measurements_that_agree_narrow_the_interval_by_their_number():
+    first = timed(0, 100.0, 0.20)
+    widths = [judged(first, [100.0, 101.0] * many).measured.spread for many in (1, 3, 9)]
+    assert judged(first, [100.0]).measured.spread == pytest.approx(0.20)
+    assert 0.10 < widths[0] < 0.20 and 0.04 < widths[1] < 0.09 and widths[2] < 0.03
+
+
+def test_a_summary_counts_failures_and_has_the_first_reason():
+    base = trial(0, 1.0, sampler="default")
+    crash = trial(2, status=Status.CRASH, reason="OSError: file too short")
+    trials = [base, trial(1, status=Status.OOM, reason="no memory"), crash, trial(3, status=Status.CRASH, reason="b")]
+    assert summary.failures(trials) == "1 ok, 1 oom, 2 crash; trial 2 ended as crash: OSError: file too short"
+    assert summary.only_default(trials) == "every other trial failed"
+    assert summary.failures([base, trial(1, 2.0)]) == ""
+    assert summary.only_default([base, pending(1)]) == "only the default configuration was tried"
+    assert summary.only_default([base, trial(1, 0.5)]) == ""

@@ -12,7 +12,14 @@ from redline.results.again import judged
 from redline.runners import Runner
 from redline.space import Config
 from redline.tuner.budget import Budget
-from redline.tuner.confirm import CALM_ROUNDS, FEWEST_ROUNDS, MOST_ROUNDS, calm_rounds, compare_rounds
+from redline.tuner.confirm import (
+    CALM_ROUNDS,
+    FEWEST_ROUNDS,
+    MOST_ROUNDS,
+    MOST_ROUNDS_OF_PAIR,
+    calm_rounds,
+    compare_rounds,
+)
 from redline.tuner.listener import SearchListener
 from redline.tuner.search import Search
 
@@ -20,7 +27,7 @@ from redline.tuner.search import Search
 class Memory:
     """A run's trials, kept in memory."""
 
-    def __init__(self, throughputs, peaks=(), loads=()):
+    def __init__(self, throughputs, peaks=(), loads=(), spread=None):
         self._trials = [
             Trial(
                 number=number,
@@ -34,16 +41,20 @@ class Memory:
                     memory_limit_mib=1000.0,
                     seconds_total=1.0,
                     foreign_cores=loads[number] if loads else None,
+                    step_ms=1.0 if spread else None,
+                    step_ms_spread=spread,
                 ),
             )
             for number, throughput in enumerate(throughputs)
         ]
+        self._first = {}
 
     def trials(self):
         return list(self._trials)
 
     def remeasure(self, number, throughputs, failure=None):
-        self._trials[number] = judged(self._trials[number], throughputs, failure)
+        first = self._first.setdefault(number, self._trials[number].measured)
+        self._trials[number] = judged(self._trials[number], throughputs, failure, first=first)
 
     def log_path(self, number):
         return SimpleNamespace(with_suffix=lambda suffix: None)
@@ -100,8 +111,8 @@ class Heard(SearchListener):
         self.lines.append(message)
 
 
-def confirm(first, true=None, *, peaks=(), loads=(), seconds=None, kind=Machine, **machine):
-    folder, heard = Memory(first, peaks, loads), Heard()
+def confirm(first, true=None, *, peaks=(), loads=(), spread=None, seconds=None, kind=Machine, **machine):
+    folder, heard = Memory(first, peaks, loads, spread), Heard()
     runner = kind(true or first, **machine)
     budget = Budget(trials=1, seconds=seconds)
     Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=heard).confirm()
@@ -365,3 +376,19 @@ def test_turns_may_last_longer_where_the_time_is_enough_for_it():
     # Three contenders, at least two rounds each.
     assert asked(40, seconds=8.0) == pytest.approx(2.0, abs=0.5)
     assert asked(3, seconds=6.1) < 0.2
+
+
+def test_the_pair_is_measured_further_while_the_interval_of_its_gain_includes_1():
+    def run(spread):
+        trials, order, _ = confirm([100.0, 112.0], spread=spread, noise=0.001, kind=Turns, many=2)
+        return summary.gain(trials), len(order)
+
+    narrow, few = run(0.02)
+    wide, many = run(0.25)
+    assert narrow.shown and few == 1
+    assert wide.shown and many > MOST_ROUNDS // FEWEST_ROUNDS
+    # Beyond the rounds and for what is as good as equal it ends.
+    unknown, most = run(2.0)
+    assert not unknown.shown and most == MOST_ROUNDS_OF_PAIR // FEWEST_ROUNDS
+    trials, order, _ = confirm([100.0, 100.2], spread=0.25, kind=Turns, many=2)
+    assert not summary.gain(trials).shown and len(order) <= MOST_ROUNDS // FEWEST_ROUNDS

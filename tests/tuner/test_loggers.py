@@ -173,7 +173,7 @@ def test_every_listener_hears_everything():
         def said(self, message):
             heard.append(message)
 
-        def remeasuring(self, leaders, done, total):
+        def remeasuring(self, leaders, done, total, seconds=0.0):
             heard.append((leaders, done, total))
 
     both = Listeners([Ear(), Ear()])

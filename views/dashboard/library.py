@@ -225,6 +225,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             times = [os.stat(source.folder / LEDGER, follow_symlinks=False).st_mtime]
         except OSError:
             times = [0.0]
+    gain = summary.gain(trials)
     return as_json(
         {
             "run": run,
@@ -238,7 +239,9 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "counts": {str(status): count for status, count in summary.counts(trials).items()},
             "best": top,
             "unit": winner.measured.unit if winner else "",
-            "gain": summary.gain(trials),
+            "gain": gain and gain.ratio,
+            "gain_half_width": gain and gain.half_width,
+            "gain_shown": gain is not None and gain.shown,
             "spark": _thin(_climb(trials, math.inf if top is None else top)),
             "changed": max(times),
             "problems": len(source.problems),

@@ -27,8 +27,6 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
     winner, base = summary.best(trials), summary.default(trials)
     exact = summary.best_exact(trials)
     gain = summary.gain(trials)
-    sides = [each for each in (winner, base) if each is not None and each.ok]
-    spreads = [each.measured.spread for each in sides if each.measured.spread is not None]
     return {
         "trials": len(trials),
         "counts": {str(status): count for status, count in summary.counts(trials).items()},
@@ -37,9 +35,11 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
         "default": entry(base) if base else None,
         "exact": entry(exact) if exact else None,
         "exactness": summary.exactness(trials),
-        "gain": gain,
-        # Relative errors of a ratio add in squares.
-        "gain_spread": math.hypot(*spreads) if gain and len(spreads) == len(sides) and winner is not base else None,
+        "gain": gain and gain.ratio,
+        "gain_half_width": gain and gain.half_width,
+        "gain_shown": gain is not None and gain.shown,
+        "only_default": summary.only_default(trials),
+        "failures": summary.failures(trials),
         "why": summary.why_nothing(trials),
         "limit_mib": memory_limit(trials),
         "cost": cost(trials),

@@ -32,9 +32,16 @@ const LIST_ORDERS = {
   trials: (a, b) => b.trials - a.trials,
 };
 
+// The gain over the default configuration, with its interval.
+function ratioOf({ gain, gain_half_width: half, gain_shown: shown }) {
+  if (!given(gain)) return "no ratio";
+  const ratio = `${gain.toFixed(2)}×${given(half) ? ` ±${NBSP}${number(half, 2)}` : ""}`;
+  return shown || !given(half) ? `${ratio} the default` : `no gain shown (${ratio})`;
+}
+
 function bestOf(each) {
   const under = (text) => el("span", { class: "under" }, text);
-  if (given(each.best)) return [el("strong", {}, figureOf(rate(each.best, each.unit))), under(`${each.simulated ? "predicted, " : ""}${given(each.gain) ? `${each.gain.toFixed(2)}× the default` : "no ratio"}`)];
+  if (given(each.best)) return [el("strong", {}, figureOf(rate(each.best, each.unit))), under(`${each.simulated ? "predicted, " : ""}${ratioOf(each)}`)];
   if (!each.trials) return [under("no trials yet")];
   const ended = STATUSES.filter((status) => each.counts[status]).map((status) => `${number(each.counts[status], 9)} ${status}`);
   return [el("strong", {}, MISSING), under(words(ended))];

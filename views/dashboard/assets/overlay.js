@@ -74,7 +74,7 @@ function overlayTable(runs) {
       line("Numbers", (run) => (run.simulated ? "simulated: predictions" : "measured")),
       line("Winner", (run) => (run.winner ? `trial ${run.winner.trial}` : "none")),
       line("Throughput", (run) => (run.winner ? `${rate(run.winner.throughput, run.unit, 5)}${given(run.winner.spread) ? ` ± ${percent(run.winner.spread)}` : ""}` : MISSING)),
-      line("Over the default", (run) => (given(run.headline.gain) ? `${run.headline.gain.toFixed(2)}×` : MISSING)),
+      line("Over the default", (run) => (given(run.headline.gain) ? `${run.headline.gain.toFixed(2)}×${given(run.headline.gain_half_width) ? ` ±${NBSP}${number(run.headline.gain_half_width, 2)}` : ""}` : MISSING)),
       line("Peak memory", (run) => (run.winner ? memory(run.winner.peak_memory_mib) : MISSING)),
       line("Trials", (run) => number(run.rows.length, 9)),
       line("Device time", (run) => (run.headline.cost ? duration(run.headline.cost.device_seconds) : MISSING)),

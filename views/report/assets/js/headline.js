@@ -21,10 +21,14 @@ function verdict(run) {
   const trial = `Trial ${winner.trial}`;
   const speed = rateOf(winner.throughput, run.unit);
   const large = rate(winner.throughput, run.unit);
-  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: nothing ${run.rows.length > 1 ? "tried was faster" : "else was tried"}.`]];
+  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: ${run.headline.only_default || "nothing tried was faster"}.`]];
   const trains = [trial, simulated ? " is predicted to train at " : " trains at ", speed];
   if (gain) {
-    const sure = given(run.headline.gain_spread) ? ` (±${NBSP}${number(gain * run.headline.gain_spread, 2)})` : "";
+    const half = run.headline.gain_half_width;
+    const sure = given(half) ? ` ±${NBSP}${number(half, 2)}` : "";
+    if (!run.headline.gain_shown && given(half)) {
+      return ["No gain shown", [trains, `; the default configuration at `, rateOf(base.throughput, run.unit), `. The interval of the ratio, ${gain.toFixed(2)}${sure}, includes 1: measure longer, or on a quieter machine.`]];
+    }
     const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)}${NBSP}% faster than` : `${number(gain, 3)} times`;
     return [`${gain.toFixed(2)}×`, [trains, `: ${faster} the default configuration's `, rateOf(base.throughput, run.unit), `, ratio ${gain.toFixed(2)}${sure}.`]];
   }
@@ -74,11 +78,13 @@ function headline(run) {
   }
   tiles.push(tile(simulated ? "Trials, simulated" : "Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${number(counts[each], 9)} ${each}`)) || "none has ended",
     shareBar(statusParts(counts), "trials by status")));
+  const { failures } = run.headline;
   return el("section", { id: "headline", class: winner ? "" : "nothing" },
     el("p", { class: "big" }, figureOf(big)),
     el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : null, sentence),
     winner && winner.lossy ? caution(run) : null,
     el("div", { class: "tiles" }, tiles),
+    failures ? el("p", { class: "lead", id: "ended" }, `${failures}.`) : null,
     winner ? winning(run, base) : null);
 }
 

@@ -1,0 +1,94 @@
+"""What a person sees while a search runs, resumed runs and the measuring of leaders included."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from redline.base.errors import UsageError
+from redline.cli.progress import LineListener, TerminalListener
+from redline.results import Measurement, RunFolder, Status, Trial
+from redline.tuner import running
+from redline.tuner.listener import SearchListener, SearchPlan
+from redline.tuner.search import Search
+
+
+def trial(number, throughput, **more):
+    measured = Measurement(status=Status.OK, throughput=throughput, unit="tokens/s", **more)
+    return Trial(number=number, config={"a": number}, sampler="random", measurement=measured)
+
+
+def plan(*earlier):
+    return SearchPlan(
+        name="m", where="cpu", valid=9, trials=8, seconds=None, sampler="random", runner="local", earlier=earlier
+    )
+
+
+def shown(listener):
+    """The text of the live view."""
+    console = listener._console
+    with console.capture() as captured:
+        console.print(listener._view())
+    return captured.get()
+
+
+def test_the_footer_of_a_resumed_run_counts_its_earlier_trials():
+    listener = TerminalListener(io.StringIO())
+    listener.began(plan(trial(0, 482.0), trial(1, 300.0)))
+    listener.finished(trial(2, 462.0))
+    text = shown(listener)
+    assert "3 of 8 trials" in text and "best 482 tokens/s (trial 0)" in text and "3 ok" in text
+
+
+def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("redline.cli.progress.time.monotonic", lambda: now[0])
+    listener = TerminalListener(io.StringIO())
+    listener.began(plan())
+    listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 0, 4, 160.0)
+    now[0] += 42.0
+    assert "0:42 of about 2:40: measuring the leaders again, in turns: trials 3, 0" in shown(listener)
+    listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 4, 4)
+    assert "measuring" not in shown(listener)
+    lines = io.StringIO()
+    LineListener(lines).remeasuring([trial(3, 1.0)], 0, 2, 160.0)
+    assert lines.getvalue() == "measuring the leaders again, in turns: trial 3, about 2:40\n"
+
+
+def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
+    events = []
+
+    class Listener(SearchListener):
+        def waiting(self, what):
+            events.append(what)
+
+    class Runner:
+        confirms, takes_turns, slots = True, False, 1
+
+        def close(self):
+            events.append("closed")
+
+    search = Search(run_folder=SimpleNamespace(), sampler=None, runner=Runner(), budget=SimpleNamespace(seconds=None))
+    search.listener = Listener()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    search._confirmation = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        search.confirm()
+    assert events == ["interrupted: ending what runs", "closed"]
+
+
+def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):
+    request = SimpleNamespace(limit_mib=None, runner=None, concurrency=None, runs_on="local", out="runs/a")
+    task = SimpleNamespace(own=object(), simulated=False, devices=2, device=SimpleNamespace(type="cpu"))
+    monkeypatch.setattr(running, "available_memory_mib", lambda: 16000)
+    assert running.memory_of_rank(request, task) == 7200.0
+    assert running.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
+    monkeypatch.setattr(running, "available_memory_mib", lambda: 7388)
+    with pytest.raises(UsageError, match=r"'runs/a' had 7,799 MiB a rank, but this host has 3,694 MiB a rank left"):
+        running.memory_of_rank(request, task, earlier_mib=7799.0)
+    with RunFolder.open(tmp_path / "a", {"rank_memory_mib": 7799.0}, knobs={"a": [1]}):
+        pass
+    assert RunFolder.asked(tmp_path / "a")["rank_memory_mib"] == 7799.0
+    assert RunFolder.asked(tmp_path / "none") == {}
