@@ -12,7 +12,7 @@ import pytest
 import yaml
 from redline.base.errors import UsageError
 from redline.frameworks import export_targets, render
-from redline.frameworks.hosts import Hosts
+from redline.frameworks.setup import Hosts
 from redline.frameworks.launch import LAUNCHES
 from redline.results import Measurement, Status, Trial
 
