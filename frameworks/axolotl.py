@@ -45,7 +45,7 @@ WORDS = Words(
     ),
     Word(
         knob="offload",
-        ways=(
+        ways=tuple(
             {value: {f"fsdp_config.{name}": value == "optimizer"} for value in ("none", "optimizer")}
             for name in ("offload_params", "fsdp_offload_params")
         ),

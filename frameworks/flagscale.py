@@ -247,6 +247,7 @@ FRAMEWORK = Framework(
     name="flagscale",
     title="FlagScale",
     words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
     signs=(
         "*system.tensor_model_parallel_size",
         "*system.pipeline_model_parallel_size",

@@ -37,7 +37,7 @@ def read(stated: Stated) -> None:
         stated.conventions["precision"] = "bf16_pure"
     if (bits := stated.whole("quantization_bit")) is not None:
         stated.note(
-            f"quantization_bit = {bits}: the estimate has the frozen weights in 16 bits or more, and so asks for more memory"
+            f"quantization_bit = {bits}: the estimate has frozen weights of 16 bits or more, which take more memory"
         )
 
 
@@ -69,6 +69,7 @@ FRAMEWORK = Framework(
     name="llamafactory",
     title="LLaMA-Factory",
     words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *(
             "finetuning_type",

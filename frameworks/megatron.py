@@ -314,6 +314,7 @@ FRAMEWORK = Framework(
     name="megatron",
     title="Megatron-LM",
     words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *(
             "tensor_model_parallel_size",

@@ -5,6 +5,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -144,31 +145,22 @@ class TrainerConfig:
         new, old = Strategy.of(config), self.strategy()
         knobs = {each.name for each in fields(Strategy) if getattr(new, each.name) != getattr(old, each.name)}
         owners = {knob: self._owner(knob) for knob in knobs - {"dp"}}
-        out: list[Change] = []
-        changed: list[Source] = []
-        for number, source in enumerate(self.sources):
-            mine = {knob for knob, owner in owners.items() if owner == number}
-            try:
-                after = _written(source, new, mine)
-                before = _written(source, old, mine)
-            except LookupError:
-                return None
-            stated = Stated(source.settings, source.where, by_last=find_framework(source.framework).by_last)
-            keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-            out += [_change(source, stated, key, after.get(key)) for key in keys]
-            settings = {
-                name: value
-                for name, value in source.settings.items()
-                if plain(name) not in map(plain, map(stated.name, keys))
-            }
-            settings |= {stated.name(key): after[key] for key in keys if after.get(key) is not None}
-            changed.append(replace(source, settings=settings))
-        again = _combined(changed, self._beside())
-        try:
-            found = again.on(self.devices).strategy()
-        except UsageError:
-            return None
-        return tuple(out) if found == new else None
+        # A setting that the new value does not need is removed only where it would count.
+        for removing in (False, True):
+            out: list[Change] = []
+            changed: list[Source] = []
+            for number, source in enumerate(self.sources):
+                try:
+                    edited, lines = _edited(source, old, new, {k for k, at in owners.items() if at == number}, removing)
+                except LookupError:
+                    return None
+                changed.append(edited)
+                out += lines
+            with suppress(UsageError):
+                again = combined(changed, {"devices": self.devices, "per_host": self.per_host}).on(self.devices)
+                if again.strategy() == new:
+                    return tuple(out)
+        return None
 
     def _owner(self, knob: str) -> int | None:
         """The source that states a knob, or the first that could."""
@@ -179,14 +171,25 @@ class TrainerConfig:
         ]
         return next((number for number in can if knob in self.sources[number].stated), can[0] if can else None)
 
-    def _beside(self) -> dict[str, Any]:
-        return {"devices": self.devices, "per_host": self.per_host}
 
+def _edited(
+    source: Source, old: Strategy, new: Strategy, knobs: set[str], removing: bool
+) -> tuple[Source, list[Change]]:
+    """A source with the settings for these knobs of another strategy, and the lines that change.
 
-def _written(source: Source, strategy: Strategy, knobs: set[str]) -> dict[str, Any]:
+    Raises:
+        LookupError: the framework has no words for a value.
+    """
     framework = find_framework(source.framework)
     stated = Stated(source.settings, source.where, by_last=framework.by_last)
-    return framework.settings(strategy, stated, knobs & set(framework.words))
+    mine = knobs & set(framework.words)
+    before = framework.settings(old, stated, mine)
+    after = framework.settings(new, stated, mine)
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and (removing or key in after)]
+    replaced = {plain(stated.name(key)) for key in keys}
+    kept = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
+    added = {stated.name(key): after[key] for key in keys if after.get(key) is not None}
+    return replace(source, settings=kept | added), [_change(source, stated, key, after.get(key)) for key in keys]
 
 
 def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
@@ -235,7 +238,7 @@ def read(given: str | os.PathLike[str] | Sequence[str]) -> TrainerConfig:
         sources, beside = _of_words(words, COMMAND)
     if not sources:
         raise UsageError(_unrecognised(str(given) if isinstance(given, os.PathLike) else given))
-    return _combined(sources, beside)
+    return combined(sources, beside)
 
 
 def _is_file(text: str) -> bool:
@@ -248,7 +251,7 @@ def _unrecognised(given: str | Sequence[str]) -> str:
     return f"no framework is recognised in '{what[:100]}': none of its settings or programs is known to be one of these: {known}"
 
 
-def _combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerConfig:
+def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerConfig:
     """One training of several sources; a later one counts before an earlier one."""
     knobs: dict[str, Any] = {}
     stated: set[str] = set()
@@ -367,7 +370,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
     own = dict(settings)
     for name, value in settings.items():
         kind = _FILES.get(plain(name))
-        if kind is None or not isinstance(value, str) or not value.endswith((".json", ".yaml", ".yml", ".toml")):
+        if kind is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
             continue
         file = next((each for each in (Path(value), folder / value) if each.is_file()), None)
         if file is None:
@@ -506,7 +509,7 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     framework = _of_command(own, settings)
     for key in ("config", "config_file"):
         value = settings.get(key)
-        if isinstance(value, str) and value.endswith((".yaml", ".yml", ".toml", ".json")):
+        if isinstance(value, str) and value.endswith(SUFFIXES[:4]):
             files.append(value)
             settings.pop(key)
     for file in files:
@@ -555,16 +558,21 @@ def _of_command(own: Sequence[str], settings: Settings) -> Framework | None:
     if not own:
         return None
     name, line = Path(own[0]).name, " ".join(own[:3])
-    found = []
+    found: dict[str, int] = {}
     for each in FRAMEWORKS:
-        framework = find_framework(each)
-        if any(fnmatchcase(text, program) for program in framework.programs for text in (own[0], name, line)):
-            found.append(framework)
+        matched = [
+            p for p in find_framework(each).programs if any(fnmatchcase(text, p) for text in (own[0], name, line))
+        ]
+        if matched:
+            found[each] = max(map(len, matched))
     best = _recognised(settings)
-    if best is not None and found and best not in found:
-        signs = max(each.recognised(settings) for each in found)
-        return best if best.recognised(settings) > signs + 1 else found[0]
-    return best if best in found else found[0] if found else best
+    if not found:
+        return best
+    signs = {each: find_framework(each).recognised(settings) for each in found}
+    # Of several the one with most signs, then the one whose program is named most exactly.
+    chosen = find_framework(max(found, key=lambda each: (signs[each], found[each])))
+    clearly = best is not None and best.name not in found and best.recognised(settings) > signs[chosen.name] + 1
+    return best if clearly else chosen
 
 
 def _processes(launched: Settings, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:

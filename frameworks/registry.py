@@ -1,28 +1,41 @@
-"""The frameworks by name. The module of one is imported when it is asked for."""
+"""The frameworks by name. Their modules are imported when the first of them is asked for."""
 
-from collections.abc import Mapping
-from importlib import import_module
+import functools
+from types import ModuleType
 
 from ..base.errors import UsageError, unknown
 from .launcher import Launcher
 from .words import Framework
 
-LAUNCHERS = {
-    "trainer": "trainer",
-    "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
-    "lightning": "lightning",
-    "llamafactory": "llamafactory",
-    "axolotl": "axolotl",
-    "litgpt": "litgpt",
-    "torchtitan": "torchtitan",
-    "megatron": "megatron",
-    "megatron-bridge": "megatron_bridge",
-    "nemo": "nemo",
-}
-"""What `--launcher` takes, to the module."""
-FRAMEWORKS: Mapping[str, str] = {**LAUNCHERS, "flagscale": "flagscale", "paddle": "paddle"}
-"""Those whose files and commands are read, to the module."""
+LAUNCHERS = (
+    *("trainer", "accelerate", "deepspeed", "lightning", "llamafactory", "axolotl", "litgpt", "torchtitan", "megatron"),
+    *("megatron-bridge", "nemo"),
+)
+"""What `--launcher` takes."""
+FRAMEWORKS = (*LAUNCHERS, "flagscale", "paddle")
+"""Those whose files and commands are read."""
+
+
+@functools.cache
+def _modules() -> dict[str, ModuleType]:
+    from . import (
+        accelerate,
+        axolotl,
+        deepspeed,
+        flagscale,
+        lightning,
+        litgpt,
+        llamafactory,
+        megatron,
+        megatron_bridge,
+        nemo,
+        paddle,
+        torchtitan,
+        trainer,
+    )
+
+    found = (accelerate, axolotl, deepspeed, flagscale, lightning, litgpt, llamafactory, megatron, megatron_bridge)
+    return {each.FRAMEWORK.name: each for each in (*found, nemo, paddle, torchtitan, trainer)}
 
 
 def find_launcher(name: str) -> Launcher:
@@ -33,7 +46,7 @@ def find_launcher(name: str) -> Launcher:
     """
     if name not in LAUNCHERS:
         raise UsageError(unknown("launcher", name, LAUNCHERS))
-    launcher: Launcher = import_module(f".{LAUNCHERS[name]}", __package__).LAUNCHER
+    launcher: Launcher = _modules()[name].LAUNCHER
     return launcher
 
 
@@ -45,5 +58,5 @@ def find_framework(name: str) -> Framework:
     """
     if name not in FRAMEWORKS:
         raise UsageError(unknown("framework", name, FRAMEWORKS))
-    framework: Framework = import_module(f".{FRAMEWORKS[name]}", __package__).FRAMEWORK
+    framework: Framework = _modules()[name].FRAMEWORK
     return framework

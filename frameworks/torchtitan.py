@@ -372,6 +372,11 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
     groups = (strategy.hsdp if strategy.zero else strategy.dp) or 1
     if strategy.zero == 1:
         raise LookupError("zero=1")
+    if 0 < strategy.checkpoint_ratio < 1:
+        every = round(1 / strategy.checkpoint_ratio)
+        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9:
+            raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
+        out |= {_MODE: "selective", "activation_checkpoint.selective_ac_option": str(every)}
     shard = stated.name(_SHARD, "training.data_parallel_shard_degree")
     out[stated.name(_REPLICATE)] = groups
     given = stated.get(shard)
@@ -387,6 +392,7 @@ FRAMEWORK = Framework(
     name="torchtitan",
     title="torchtitan",
     words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *("parallelism.*", "activation_checkpoint.*", "job.dump_folder", "job.config_file", "model.flavor"),
         *(

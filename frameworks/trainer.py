@@ -302,8 +302,10 @@ def read_optimizer(stated: Stated, name: object) -> None:
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
     """Writes a share of checkpointed blocks, which only every n-th can be."""
     ratio = strategy.checkpoint_ratio
-    if ratio in (0, 1) or not stated.has(_EVERY):
+    if ratio in (0, 1):
         return {}
+    if not stated.has(_EVERY):
+        raise LookupError(f"checkpoint_ratio={ratio}")
     every = round(1 / ratio)
     if abs(1 / ratio - every) > 1e-9:
         raise LookupError(f"checkpoint_ratio={ratio}")
@@ -327,6 +329,7 @@ FRAMEWORK = Framework(
     name="trainer",
     title="transformers.Trainer",
     words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
     signs=(
         "per_device_*_batch_size",
         "gradient_checkpointing",

@@ -237,6 +237,8 @@ class Framework:
     """Reads what is not a word: what follows from several settings."""
     write: Callable[[Strategy, Stated], dict[str, Any]] = lambda strategy, stated: {}
     """Settings of a strategy that are not words. The stated is the file that is to be changed."""
+    partly: frozenset[str] = frozenset()
+    """Knobs of which `write` has the values that are not in the table."""
     option: str = "--{key} {value}"
     """How a command states a setting."""
     prints: str = ""
@@ -277,7 +279,7 @@ class Framework:
         wanted = set(knobs)
         out: dict[str, Any] = {}
         for word in self.words.values():
-            if word.knob in wanted:
+            if word.knob in wanted and (word.knob not in self.partly or getattr(strategy, word.knob) in word.values):
                 out |= word.settings(getattr(strategy, word.knob), stated)
         return out | self.write(strategy, stated)
 

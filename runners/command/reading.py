@@ -30,7 +30,9 @@ _SPLIT = re.compile(rb"[\r\n]")
 _OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """What regular expressions have and names, such as `throughput(tps)`, have not."""
 
-NANOTRON = r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?"
+NANOTRON = (
+    r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?"
+)
 """How src/nanotron/trainer.py prints a step, of which nothing else is known; earlier versions wrote 8.66E+05."""
 
 
