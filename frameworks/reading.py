@@ -89,7 +89,7 @@ class TrainerConfig:
         count = devices or self.devices
         if count is None:
             raise UsageError(f"{self.framework}: the file does not state how many devices it is for: give --devices")
-        config = dict(self.config)
+        config: dict[str, Any] = dict(self.config)
         given = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
         split = prod(given.values())
         words = " * ".join(f"{name} {value}" for name, value in given.items())
@@ -508,9 +508,9 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     files = [word for word in files if word not in settings.values()]
     framework = _of_command(own, settings)
     for key in ("config", "config_file"):
-        value = settings.get(key)
-        if isinstance(value, str) and value.endswith(SUFFIXES[:4]):
-            files.append(value)
+        stated = settings.get(key)
+        if isinstance(stated, str) and stated.endswith(SUFFIXES[:4]):
+            files.append(stated)
             settings.pop(key)
     for file in files:
         found, more = _of_file(Path(file))

@@ -195,7 +195,8 @@ def _precision(setup: Setup, say: Give) -> None:
             "model_registry(..., converters=[Float8LinearConverter.Config(filter_fqns=['lm_head'], "
             f"model_compile_enabled={bool(setup.knob('fusion'))})]) gives it{only}"
         )
-    say("precision", {"tf32": "fp32"}.get(precision, precision if precision in WORDS["precision"].values else "bf16"))
+    narrow = "bf16_pure" if setup.formats.weights == "bf16" else "bf16"
+    say("precision", "fp32" if setup.formats.compute_bytes == 4 else narrow)
     note_reduction(setup, "torchtitan reduces in float32 only")
 
 
