@@ -70,7 +70,8 @@ def tune(
         return 0
     if given["resume"] and given["out"] is None:
         raise UsageError("--resume needs --out, the folder of the run to go on with")
-    from ..tuner.tuning import tune as search
+    from ..tuner.request import Request
+    from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
 
@@ -78,7 +79,7 @@ def tune(
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
-        result = search(**given, listener=listener)
+        result = run_search(Request(**given, listener=listener))
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:

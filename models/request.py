@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..base.device import Device
-from ..base.errors import UsageError, unknown
+from ..base.errors import SpaceError, UsageError, unknown
 from ..frameworks.autotuners import FORMATS, Source, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
+from ..knobs.strategy import BLOCK_KNOBS, STANDARD
 from ..space import Space
 from .architecture import Architecture
 from .global_batch import free_accumulation, shared
@@ -189,6 +190,18 @@ class SpaceRequest:
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest(SpaceRequest, ModelRequest):
     """What is trained, on how many devices, and what of it may vary."""
+
+    def check_knobs(self) -> None:
+        """Raises SpaceError where a knob is given that no default space has, before a model is built and traced."""
+        named = isinstance(self.target, ServerModel) or (
+            isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
+        )
+        if not named or self.space is not None or self.taken_from is not None:
+            return
+        known = (*STANDARD, *BLOCK_KNOBS)
+        for name in (*(self.override or ()), *(self.fix or ())):
+            if name not in known:
+                raise SpaceError(unknown("knob", name, known))
 
 
 @dataclass(frozen=True, kw_only=True)
