@@ -69,20 +69,20 @@ class ModelRequest:
     ] = None
     seq_len: Annotated[
         int | None,
-        Asked("Sequence length, tokens.  [default: the model's]", type=int, metavar="S"),
+        Asked("Sequence length, tokens.  [default: the model's]", type=int, metavar="N"),
     ] = None
     global_batch: Annotated[
         int | None,
         Asked(
             "Samples per optimizer step.  [default: the model's usual, or what the devices can share]",
             type=int,
-            metavar="B",
+            metavar="N",
         ),
     ] = None
     data: Annotated[str | Path | None, Asked("Text to train on, instead of random tokens.", metavar="FILE")] = None
     lora: Annotated[
         str | None,
-        Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]"),
+        Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,..."),
     ] = None
 
     def check_numbers(self) -> None:
@@ -121,11 +121,11 @@ class SpaceRequest:
     ] = None
     allow: Annotated[
         str | Sequence[str],
-        Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="WHAT", many=True),
+        Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="NAME", many=True),
     ] = ()
     override: Annotated[
         Mapping[str, Sequence[Any]] | None,
-        Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,C", many=True),
+        Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,...", many=True),
     ] = None
     fix: Annotated[Mapping[str, Any] | None, Asked("A fixed knob.", metavar="KNOB=V", many=True)] = None
 

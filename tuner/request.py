@@ -60,7 +60,7 @@ class SearchRequest:
         str | float | None,
         Asked("Wall time to the winner, such as 90s, 30m or 1h30m.", metavar="TIME"),
     ] = None
-    device_hours: Annotated[float | None, Asked("Device time of all trials, hours.", type=float, metavar="H")] = None
+    device_hours: Annotated[float | None, Asked("Device time of all trials, hours.", type=float, metavar="N")] = None
     patience: Annotated[
         int | None,
         Asked(
@@ -186,7 +186,7 @@ class OutputRequest:
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked(f"Log each trial to {either(logger_names())}; repeatable.", metavar="TRACKER", many=True),
+        Asked(f"Log each trial to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
     ] = ()
     listener: SearchListener | None = None
 
