@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of two devices each")
     parser.add_argument("--at-once", type=int, default=4, help="searches at once")
     parser.add_argument("--every", type=float, default=1.0, help="seconds from a recovery to the next kill, on average")
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="what is killed; by default all there is")
+    parser.add_argument("--kinds", nargs="+", metavar="NAME", help="what is killed; by default all there is")
     parser.add_argument("--ray", action="store_true", help="run dry runs on a local Ray cluster")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", help="URL of a database; by default SQLite in a temporary folder")

@@ -41,8 +41,10 @@ _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
     short_help="Check versions, devices and memory, and what is missing.",
 )
 @click.option("--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]")
-@click.option("--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
+@click.option(
+    "--ranks", metavar="N", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]"
+)
+@click.option("-o", "--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> None:
     """Check what redline finds on this machine: versions, devices, memory, what is missing and what that disables.

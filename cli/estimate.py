@@ -49,8 +49,8 @@ def _shape_options(command: Any) -> Any:
 @_shape_options
 @click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
 @click.option("--tied", is_flag=True, help="With shape numbers: the head is the embedding's matrix.")
-@click.option("--config", "config", metavar="K=V,...", help="Predict this configuration only.")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many to show.")
+@click.option("--config", "config", metavar="KNOB=V,...", help="Predict this configuration only.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", default=5, show_default=True, help="How many to show.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
 @click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
 @click.option("--layerwise", is_flag=True, help="Refine the winner: checkpointing chosen block by block.")

@@ -27,13 +27,13 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 
 @click.command(epilog=EXAMPLES, short_help="Write the winner for the framework you train with.")
 @click.argument("run")
-@click.option("--to", "target", required=True, metavar="TARGET", help="The framework; --list names them.")
-@click.option("-o", "--output", metavar="FILE", help="Where to write.  [default: standard output]")
+@click.option("--to", "target", required=True, metavar="NAME", help="The framework; --list names them.")
+@click.option("-o", "--out", "output", metavar="FILE", help="Where to write.  [default: standard output]")
 @click.option("--trial", type=click.IntRange(min=0), metavar="N", help="A single trial.  [default: the winner]")
 @click.option("--force", is_flag=True, help="With --trial: even if it did not finish.")
 @click.option(
     "--launch",
-    metavar="HOW",
+    metavar="NAME",
     help=f"Write a launch file instead, which starts a training with the target's file: {either(LAUNCHES)}.",
 )
 @click.option("--storage", metavar="URL", help="Storage of the trials, if not in RUN (tune --storage).")

@@ -1,6 +1,6 @@
 """Options that several commands share, and how their values are read."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
@@ -22,6 +22,32 @@ def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
     return options_for(*sections, before=named, without=without)
+
+
+METAVARS = {int: "N", float: "X"}
+"""What stands for the value of an option that names nothing better; text is a NAME."""
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists options by group; those of no group come last, as advanced ones.
+
+    Args:
+        groups: titles, each with the names of its parameters.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Collection[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*self.groups, "Advanced")}
+        for each in self.get_params(ctx):
+            title = next((title for title, names in self.groups.items() if each.name in names), "Advanced")
+            if (row := each.get_help_record(ctx)) is not None:
+                rows[title].append(row)
+        for title, listed in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(listed)
 
 
 def options_for(*sections: type, before: Sequence[Decorator] = (), without: Collection[str] = ()) -> Decorator:
@@ -46,7 +72,9 @@ def _option(field: Field[Any], told: Asked) -> Decorator:
         return click.option(flag, field.name, is_flag=True, help=told.help)
     if field.default is True:
         return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=told.help)
-    shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
+    number = int if isinstance(told.type, range) else told.type
+    shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar or METAVARS.get(number, "NAME")}
+    flags = ("-o", flag) if flag == "--out" else (flag,)
     if told.many:
         return click.option(flag, field.name, multiple=True, **shared)
     if field.default not in (None, MISSING):
@@ -54,7 +82,7 @@ def _option(field: Field[Any], told: Asked) -> Decorator:
     if isinstance(field.default, tuple):
         return click.option(flag, field.name, nargs=len(field.default), type=float, **shared)
     kind = click.IntRange(min=told.type.start) if isinstance(told.type, range) else told.type
-    return click.option(flag, field.name, type=kind, **shared)
+    return click.option(*flags, field.name, type=kind, **shared)
 
 
 def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ Examples:
     "--show-to",
     type=(str, click.Choice(["own", "team", "all"])),
     multiple=True,
-    metavar="ID WHO",
+    metavar="ID NAME",
     help="Change who sees a search: own, team or all.",
 )
 @reached

@@ -13,7 +13,7 @@ Examples:
     short_help="Make one HTML page of a run.",
 )
 @click.argument("run")
-@click.option("-o", "--output", metavar="FILE", help="The page to write.  [default: RUN/report.html]")
+@click.option("-o", "--out", "output", metavar="FILE", help="The page to write.  [default: RUN/report.html]")
 def report(run: str, output: str | None) -> None:
     """Make one self-contained HTML page of the run in folder RUN, also while it runs, or of a table of trials (CSV).
 

@@ -26,7 +26,7 @@ Examples:
 @click.option(
     "--csv", "table", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write trials.csv."
 )
-@click.option("--to", "target", metavar="TARGET", help="Print the winner for a framework, as `redline export` does.")
+@click.option("--to", "target", metavar="NAME", help="Print the winner for a framework, as `redline export` does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @reached
 def results(

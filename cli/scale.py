@@ -32,7 +32,7 @@ Examples:
 @click.command(epilog=EXAMPLES, short_help="Tune a model for more and more devices.")
 @options_of(*SECTIONS, without=("devices", "global_batch"))
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
-@click.option("--global-batch", metavar="B", help="Samples of a step, also as an expression such as 8*n.")
+@click.option("--global-batch", metavar="N", help="Samples of a step, also as an expression such as 8*n.")
 @click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it stays]")
 @click.option("--strong", is_flag=True, help="The global batch stays the same, as by default.")
 @click.option("--predict-to", type=click.IntRange(min=1), metavar="N", help="Predict up to N devices.  [default: 1024]")

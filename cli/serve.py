@@ -86,13 +86,13 @@ Examples:
     type=click.FloatRange(min=0),
     default=30,
     show_default=True,
-    metavar="DAYS",
+    metavar="X",
     help="Events of a search that ended are kept so long.",
 )
 @click.option(
     "--keep-searches",
     type=click.FloatRange(min=0),
-    metavar="DAYS",
+    metavar="X",
     help="Searches that ended are deleted after so long, with their folders.  [default: never]",
 )
 @click.option(

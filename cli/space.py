@@ -23,7 +23,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES, short_help="Show what may vary for a model on the devices at hand.")
 @options_of(ModelRequest, SpaceRequest)
-@click.option("-o", "--output", metavar="FILE", help="Write the space as YAML, for --space.")
+@click.option("-o", "--out", "output", metavar="FILE", help="Write the space as YAML, for --space.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def space(output: str | None, as_json: bool, **options: Any) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""

@@ -40,7 +40,7 @@ Examples:
     metavar="N",
     help="Higher goes first: low, normal, high, urgent, or from -100 to 100.",
 )
-@click.option("--device", default="", metavar="KIND", help="Kind of device, such as h100 or cpu.  [default: any]")
+@click.option("--device", default="", metavar="NAME", help="Kind of device, such as h100 or cpu.  [default: any]")
 @click.option("--reuse", is_flag=True, help="Answer what was measured before on the same hardware from the store.")
 @click.option(
     "--visibility",

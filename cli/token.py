@@ -58,7 +58,7 @@ def token() -> None:
 )
 @click.option("--for", "name", default="", metavar="TEXT", help="What the token is for.")
 @click.option("--expires", metavar="TIME", help="From when it is not taken any more, such as 30d or 12h.")
-@click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="H", help="Quota of a new user.")
+@click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Quota of a new user.")
 @click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
 @click.option(
     "--priority", type=PRIORITY, default="normal", metavar="N", help="Highest priority that a new user may give."

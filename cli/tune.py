@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import click
 
 from ..base.errors import UsageError
+from ..models.request import SpaceRequest
 from ..runners.command.command import Command
 from ..tuner.request import SECTIONS
 from . import exit_codes
-from .options import command_of, options_of, request_of
+from .options import GroupedCommand, command_of, options_of, request_of
 
 EXAMPLES = """\b
 Examples:
@@ -37,7 +39,20 @@ DRY_COMMANDS = 3
 """How many commands `--dry` prints."""
 
 
-@click.command(epilog=EXAMPLES, short_help="Find the fastest configuration of a model.")
+GROUPS = {
+    "What is tuned": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
+    "What may vary": tuple(each.name for each in fields(SpaceRequest)),
+    "Budget": ("trials", "time", "device_hours", "patience"),
+    "Where": ("runner", "hardware", "memory_limit", "ray_address", "server", "token"),
+    "Results": ("out", "resume", "as_json", "log_to"),
+    "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
+}
+"""Options in the order of help, by the name of the parameter; all others are advanced."""
+
+
+@click.command(
+    epilog=EXAMPLES, short_help="Find the fastest configuration of a model.", cls=GroupedCommand, groups=GROUPS
+)
 @options_of(*SECTIONS, Command)
 @click.option("--command-file", metavar="FILE", help="A YAML file with --command and its options.")
 @click.option("--dry", is_flag=True, help="Print the commands of the first trials without starting them.")
@@ -70,7 +85,8 @@ def tune(
         return 0
     if given["resume"] and given["out"] is None:
         raise UsageError("--resume needs --out, the folder of the run to go on with")
-    from ..tuner.tuning import tune as search
+    from ..tuner.request import Request
+    from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
 
@@ -78,7 +94,7 @@ def tune(
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
-        result = search(**given, listener=listener)
+        result = run_search(Request(**given, listener=listener))
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:

@@ -66,6 +66,7 @@ def estimate_request(
     """
     request = TrainingRequest(target, **asked)
     request.check_numbers()
+    request.check_knobs()
     machine, count = machine_of(hardware, request.devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     length: int | None

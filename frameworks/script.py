@@ -5,7 +5,7 @@ import pprint
 from ..base.errors import UsageError
 from ..base.writing import as_data
 from .common import ADAMW
-from .setup import Setup
+from .setup import MEASURED_WITH, Setup
 from .target import Target, hashed
 
 # What the configuration needs is done by redline.accelerate; the script is the loop around it, for its reader to change.
@@ -16,6 +16,8 @@ import gc
 import os
 import time
 
+# As in the trials. OpenMP reads it once, when torch is imported.
+<environment>
 import torch
 import torch.distributed as dist
 
@@ -114,6 +116,9 @@ def _python(setup: Setup, comment: str) -> str:
         "seq_len": repr(setup.seq_len),
         "global_batch": repr(setup.global_batch),
         "devices": repr(setup.devices),
+        "environment": "".join(
+            f"os.environ.setdefault({name!r}, {value!r})\n" for name, value in MEASURED_WITH.items()
+        ),
         "start": repr(setup.torchrun()),
         "seed": repr(int(setup.seed)),
         "config": config,

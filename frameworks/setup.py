@@ -54,6 +54,11 @@ class Hosts:
         )
 
 
+MEASURED_WITH: Mapping[str, str] = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment of every trial that the speed on a CPU depends on. OpenMP threads that spin while they wait make a step
+several times slower as soon as anything else runs on the machine; asleep they cost nothing that can be measured."""
+
+
 class Setup:
     """A configuration to be written in the words of another framework.
 
@@ -160,11 +165,15 @@ class Setup:
         return ".py:" in self.spec
 
     def torchrun(self) -> str:
-        """torchrun with its options, for a shell; a rank on a CPU has the threads it was measured with."""
+        """torchrun with its options, for a shell; a rank on a CPU has the threads and the environment it was measured
+        with."""
         threads = self._cores // self.hosts.each
         # torchrun itself gives each of several ranks a single thread, and a rank alone all that there are.
         several = self.device_type == "cpu" and self.hosts.each > 1 and threads > 1
-        return f"{f'OMP_NUM_THREADS={threads} ' if several else ''}{self.hosts.torchrun()}"
+        variables = dict(MEASURED_WITH) if self.device_type == "cpu" else {}
+        if several:
+            variables["OMP_NUM_THREADS"] = str(threads)
+        return " ".join([*(f"{name}={value}" for name, value in variables.items()), self.hosts.torchrun()])
 
     @property
     def found(self) -> str:

@@ -178,6 +178,11 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
                  head_dim=128, tie_word_embeddings=True),
     ),
     (
+        "qwen3-8b", "qwen3", "causal", 8_190_735_360, 4096, 16,
+        _decoder(36, 4096, 32, 151936, kv_heads=8, intermediate=12288, positions=40960, rope_theta=1e6,
+                 head_dim=128, tie_word_embeddings=False),
+    ),
+    (
         "qwen2-7b", "qwen2", "causal", 7_615_616_512, 4096, 16,
         _decoder(28, 3584, 28, 152064, kv_heads=4, intermediate=18944, positions=131072, rope_theta=1e6,
                  tie_word_embeddings=False),
@@ -215,8 +220,21 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
         _decoder(32, 4096, 32, 32000, kv_heads=32, intermediate=11008, positions=4096, rms_norm_eps=1e-5),
     ),
     (
+        "llama2-13b", "llama", "causal", 13_015_864_320, 4096, 16,
+        _decoder(40, 5120, 40, 32000, kv_heads=40, intermediate=13824, positions=4096, rms_norm_eps=1e-5),
+    ),
+    (
+        "llama2-70b", "llama", "causal", 68_976_648_192, 4096, 16,
+        _decoder(80, 8192, 64, 32000, kv_heads=8, intermediate=28672, positions=4096, rms_norm_eps=1e-5),
+    ),
+    (
         "llama3-8b", "llama", "causal", 8_030_261_248, 8192, 8,
         _decoder(32, 4096, 32, 128256, kv_heads=8, intermediate=14336, positions=8192, rope_theta=5e5,
+                 rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
+    ),
+    (
+        "llama3-70b", "llama", "causal", 70_553_706_496, 8192, 8,
+        _decoder(80, 8192, 64, 128256, kv_heads=8, intermediate=28672, positions=8192, rope_theta=5e5,
                  rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
     ),
 )  # fmt: skip

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..base.device import Device
-from ..base.errors import UsageError, unknown
+from ..base.errors import SpaceError, UsageError, unknown
 from ..frameworks.autotuners import FORMATS, Source, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
+from ..knobs.strategy import BLOCK_KNOBS, STANDARD
 from ..space import Space
 from .architecture import Architecture
 from .global_batch import free_accumulation, shared
@@ -68,20 +69,20 @@ class ModelRequest:
     ] = None
     seq_len: Annotated[
         int | None,
-        Asked("Sequence length, tokens.  [default: the model's]", type=int, metavar="S"),
+        Asked("Sequence length, tokens.  [default: the model's]", type=int, metavar="N"),
     ] = None
     global_batch: Annotated[
         int | None,
         Asked(
             "Samples per optimizer step.  [default: the model's usual, or what the devices can share]",
             type=int,
-            metavar="B",
+            metavar="N",
         ),
     ] = None
     data: Annotated[str | Path | None, Asked("Text to train on, instead of random tokens.", metavar="FILE")] = None
     lora: Annotated[
         str | None,
-        Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]"),
+        Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,..."),
     ] = None
 
     def check_numbers(self) -> None:
@@ -122,7 +123,7 @@ class SpaceRequest:
     ] = None
     allow: Annotated[
         str | Sequence[str],
-        Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="WHAT", many=True),
+        Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="NAME", many=True),
     ] = ()
     baseline: Annotated[
         str | None,
@@ -134,7 +135,7 @@ class SpaceRequest:
     ] = None
     override: Annotated[
         Mapping[str, Sequence[Any]] | None,
-        Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,C", many=True),
+        Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,...", many=True),
     ] = None
     fix: Annotated[Mapping[str, Any] | None, Asked("A fixed knob.", metavar="KNOB=V", many=True)] = None
 
@@ -217,6 +218,18 @@ def _begin_with(space: Space, baseline: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest(SpaceRequest, ModelRequest):
     """What is trained, on how many devices, and what of it may vary."""
+
+    def check_knobs(self) -> None:
+        """Raises SpaceError where a knob is given that no default space has, before a model is built and traced."""
+        named = isinstance(self.target, ServerModel) or (
+            isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
+        )
+        if not named or self.space is not None or self.taken_from is not None:
+            return
+        known = (*STANDARD, *BLOCK_KNOBS)
+        for name in (*(self.override or ()), *(self.fix or ())):
+            if name not in known:
+                raise SpaceError(unknown("knob", name, known))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,9 +85,11 @@ def workload(
         )
     if _HUB_ID.fullmatch(text):
         return _hub(text, given)
+    # A family's name means a model of full size.
+    full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
     raise WorkloadError(
-        f"{unknown('model', text, PRESETS)} A folder or config.json, a hub id (owner/name) or --workload "
-        "FILE:NAME works too."
+        f"{unknown('model', text, PRESETS, like=full[0] if full else None)} "
+        "A folder or config.json, a hub id (owner/name) or --workload FILE:NAME works too."
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..base.reading import tail_inside
 from ..base.scratch import Scratch
+from ..frameworks.setup import MEASURED_WITH
 from .process import kill_tree
 from .unix_user import UnixUser
 
@@ -38,9 +39,7 @@ class HelperProcess:
         self.connection: Connection
         """This end of the connection."""
         self.connection, theirs = Pipe()
-        # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
-        # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
+        quiet = MEASURED_WITH
         whose = {"env": {**quiet, **os.environ}} if user is None else user.popen(self.folder, **quiet)
         with theirs, open(self.folder / "log", "wb") as log:
             if user is not None:

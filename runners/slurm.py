@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from ..base.device import usable_cores
 from ..base.errors import MissingDependency, RunnerError, UsageError
 from ..base.scratch import Scratch
+from ..frameworks.setup import MEASURED_WITH
 from ..models import Workload
 from .dispatch import DryRunner
 from .job import Job, Outcome
@@ -223,7 +224,7 @@ class _Allocation:
                 stderr=log,
                 # Limits a task that is one of several on a node, as which redline was perhaps started.
                 env={
-                    "OMP_WAIT_POLICY": "PASSIVE",
+                    **MEASURED_WITH,
                     **{name: value for name, value in os.environ.items() if name not in _OF_A_TASK},
                     KEY: self._key.hex(),
                 },

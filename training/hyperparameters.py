@@ -49,7 +49,7 @@ class Hyperparameters:
     weight_decay: Annotated[float, Asked("AdamW's weight decay, for weight matrices.", type=float)] = 0.01
     """AdamW's, of what has two dimensions or more; biases and norms have none."""
     betas: Annotated[
-        tuple[float, float], Asked("AdamW's decay rates of gradients and squared gradients.", metavar="B1 B2")
+        tuple[float, float], Asked("AdamW's decay rates of gradients and squared gradients.", metavar="X X")
     ] = (
         0.9,
         0.999,

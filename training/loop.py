@@ -50,7 +50,7 @@ class LoopPlan:
     save_every: Annotated[int, Asked("Steps between two checkpoints; 0 for none by steps.", type=int, metavar="N")] = 0
     """Steps between two checkpoints; 0 for none by steps."""
     save_minutes: Annotated[
-        float, Asked("Minutes between two checkpoints; 0 for none by time.", type=float, metavar="M")
+        float, Asked("Minutes between two checkpoints; 0 for none by time.", type=float, metavar="N")
     ] = 10.0
     """Minutes between two checkpoints; 0 for none by time."""
     keep: Annotated[int, Asked("Number of checkpoints to keep.", type=int, metavar="N")] = 3

@@ -1,6 +1,7 @@
 """What is asked of a search: the one form that `redline.tune` and the command line fill in, and the search reads."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
@@ -8,7 +9,7 @@ from inspect import Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
-from ..base.errors import UsageError, unknown
+from ..base.errors import RedlineError, UsageError, nearest, unknown
 from ..models import Workload
 from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest, either
 from ..runners import Runner
@@ -59,7 +60,7 @@ class SearchRequest:
         str | float | None,
         Asked("Wall time to the winner, such as 90s, 30m or 1h30m.", metavar="TIME"),
     ] = None
-    device_hours: Annotated[float | None, Asked("Device time of all trials, hours.", type=float, metavar="H")] = None
+    device_hours: Annotated[float | None, Asked("Device time of all trials, hours.", type=float, metavar="N")] = None
     patience: Annotated[
         int | None,
         Asked(
@@ -185,7 +186,7 @@ class OutputRequest:
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked(f"Log each trial to {either(logger_names())}; repeatable.", metavar="TRACKER", many=True),
+        Asked(f"Log each trial to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
     ] = ()
     listener: SearchListener | None = None
 
@@ -232,6 +233,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     def check_values(self) -> None:
         """Raises UsageError where a value can be seen to be none before anything is looked at."""
+        self.check_knobs()
         for each in ("given_space", "source", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
             getattr(self, each)
 
@@ -248,13 +250,45 @@ Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
+_PYTHON = {"set": "override", "from": "taken_from"}
+"""Arguments of `redline.tune` whose options have another name."""
+_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+
+
+def in_python(message: str) -> str:
+    """A message with arguments of `redline.tune` in place of the command line's options.
+
+    >>> in_python("continue it with --resume, or give another --out")
+    'continue it with resume=True, or give another out'
+    """
+    defaults = {each.name: each.default for each in fields(Request)}
+
+    def argument(match: re.Match[str]) -> str:
+        name = _PYTHON.get(match[1], match[1].replace("-", "_"))
+        if name not in defaults:
+            return match[0]
+        return f"{name}=True" if defaults[name] is False else name
+
+    return _OPTION.sub(argument, message)
+
+
 def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
     """Has a function that takes a request take what makes one, with the signature and the documentation of that."""
 
     def decorate(function: Callable[[Request], Answer]) -> Callable[Given, Answer]:
         @wraps(function)
         def called(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-            return function(made(*args, **kwargs))
+            names = {each.name for each in fields(Request)}
+            for name in kwargs:
+                if name not in names:
+                    raise TypeError(
+                        f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"
+                    )
+            try:
+                return function(made(*args, **kwargs))
+            except RedlineError as error:
+                error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
+                raise
 
         begin, _, rest = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
         told = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)

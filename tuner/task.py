@@ -276,8 +276,9 @@ def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
         try:
             space.copy().require(when)
         except SpaceError:
+            shown = str(value).lower() if isinstance(value, bool) else value
             raise UsageError(
-                f"{name}={value} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
+                f"{name}={shown} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
                 "left has that"
             ) from None
 

@@ -46,6 +46,11 @@ def tune(request: Request) -> Result:
         UsageError: something asked for is invalid; nothing was written.
         RunnerError: the machinery that runs trials failed. What was found before is in `out`.
     """
+    return run_search(request)
+
+
+def run_search(request: Request) -> Result:
+    """What `tune` does, with errors in the words of the command line."""
     request.check_values()
     watch = Stopwatch(request.budget.seconds)
     told = _Told(request.listener or SearchListener())
@@ -223,7 +228,7 @@ def _conclude(
         note = f"\nWhat was found before is in '{folder.path}'; resuming goes on from there." if kept else ""
         raise RunnerError(f"{cause}{note}") from cause
     if result.best is None and request.listener is None:
-        warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=5)
     return result
 
 

@@ -70,11 +70,9 @@ class Command:
         ),
     ] = ()
     metric_file: Annotated[
-        str | None, Asked("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="PATH")
+        str | None, Asked("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="FILE")
     ] = None
-    direction: Annotated[str | None, Asked("max or min, for a metric that is not a throughput.", metavar="WHICH")] = (
-        None
-    )
+    direction: Annotated[str | None, Asked("max or min, for a metric that is not a throughput.", metavar="NAME")] = None
     samples: Annotated[str | None, Asked("Samples of a step, such as '{micro_batch * 2}'.", metavar="N")] = None
     require: Annotated[
         Sequence[str], Asked("A bound on a metric, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True)

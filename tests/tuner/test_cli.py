@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
 
+import click
 import pytest
 import redline as rl
 from redline.cli import main
@@ -304,3 +306,43 @@ main(["tune", "gpt2-tiny"])
     )
     assert done.returncode == 130, done.stderr
     assert "interrupted" in done.stderr
+
+
+METAVARS = {
+    "N", "X", "X X", "NAME", "FILE", "DIR", "SIZE", "TIME", "URL", "ADDRESS", "TEXT", "RUN", "MODEL", "COMMAND", "RULE",
+    "ID", "ID N", "ID NAME", "N,...", "A,B,...", "KNOB=V", "KNOB=V,...", "KNOB=A,B,...", "NAME=VALUE", "FILE:NAME",
+    "NAME|FILE", "NAME|RE", "FILE[:PATH=VALUE]",
+}  # fmt: skip
+
+
+def every_option():
+    context = click.Context(redline)
+    for name in redline.list_commands(context):
+        command = redline.get_command(context, name)
+        for each in [command, *(command.commands.values() if isinstance(command, click.Group) else ())]:
+            for option in each.params:
+                if isinstance(option, click.Option):
+                    yield name, each, option
+
+
+def test_options_of_all_commands_have_one_set_of_metavars_one_out_and_one_json():
+    for name, command, option in every_option():
+        if not option.is_flag and not isinstance(option.type, click.Choice):
+            assert option.make_metavar(click.Context(command)) in METAVARS, (name, option.opts)
+        assert "--output" not in option.opts
+        if "--out" in option.opts:
+            assert "-o" in option.opts, name
+        if "--json" in option.opts:
+            assert option.is_flag and option.name == "as_json"
+
+
+def test_the_help_of_tune_has_groups_and_every_option_once():
+    tune = redline.get_command(click.Context(redline), "tune")
+    text = tune.get_help(click.Context(tune, max_content_width=100))
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [*tune.groups, "Advanced"]
+    named = [name for names in tune.groups.values() for name in names]
+    assert len(named) == len(set(named)) and set(named) <= {each.name for each in tune.params}
+    for option in tune.params:
+        if isinstance(option, click.Option):
+            assert len(re.findall(rf"^  (?:-o, )?{option.opts[-1]}\b(?!-)", text, re.MULTILINE)) == 1, option.name

@@ -6,8 +6,8 @@ from inspect import signature
 
 import pytest
 import redline as rl
-from redline.base.errors import UsageError
-from redline.cli.main import redline
+from redline.base.errors import SpaceError, StudyError, UsageError, WorkloadError
+from redline.cli.main import main, redline
 from redline.frameworks.autotuners import FORMATS
 from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.registry import LAUNCHERS
@@ -92,3 +92,52 @@ def test_what_is_given_is_what_is_not_the_default():
 def test_what_can_be_seen_to_be_wrong_is_refused_before_anything_is_looked_at(options, words):
     with pytest.raises(UsageError, match=words):
         Request("no model of this name", **options).check_values()
+
+
+def test_a_knob_that_no_model_has_is_refused_before_a_model_is_built(monkeypatch):
+    import redline.models.request as asked
+
+    monkeypatch.setattr(asked, "resolve_workload", lambda *args, **sizes: pytest.fail("a model was built"))
+    for more in ({"fix": {"bananas": 3}}, {"override": {"micro_bach": [1, 2]}}):
+        with pytest.raises(SpaceError, match="unknown knob '(bananas'|micro_bach'; did you mean 'micro_batch')"):
+            rl.tune("gpt2", **more)
+    from redline.estimator.request import estimate_request
+
+    with pytest.raises(SpaceError, match="unknown knob 'bananas'"):
+        estimate_request("gpt2", "h100-80gb", fix={"bananas": 3})
+
+
+def test_every_knob_of_a_default_space_is_known_beforehand():
+    from redline.estimator.request import estimate_request
+    from redline.knobs.strategy import BLOCK_KNOBS, STANDARD
+
+    space = estimate_request("mixtral-tiny", "h100-80gb", devices=16, allow="lossy").space
+    assert {knob.name for knob in space.knobs} <= {*STANDARD, *BLOCK_KNOBS}
+
+
+def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_options(tmp_path, capsys):
+    with pytest.raises(TypeError, match=r"tune\(\) got an unknown argument 'trails'; did you mean 'trials'\?"):
+        rl.tune("gpt2", trails=3)
+    rl.tune(lambda config: 1.0, _one_knob(), trials=1, out=tmp_path / "a")
+    with pytest.raises(StudyError, match="continue it with resume=True, or give another out for a new one"):
+        rl.tune(lambda config: 1.0, _one_knob(), trials=1, out=tmp_path / "a")
+    with pytest.raises(UsageError, match=r"^space and taken_from both say what may vary"):
+        rl.tune("gpt2", _one_knob(), taken_from="ds_config.json")
+    _one_knob().to_yaml(tmp_path / "a.yaml")
+    with pytest.raises(SystemExit):
+        main(["tune", "gpt2", "--space", str(tmp_path / "a.yaml"), "--from", "b.json"])
+    assert "--space and --from both say what may vary" in capsys.readouterr().err
+
+
+def _one_knob():
+    space = rl.Space()
+    space.choice("a", [1])
+    return space
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("mixtral", "mixtral-8x7b"), ("qwen3", "qwen3-0.6b"), ("lama2-7b", "llama2-7b")]
+)
+def test_the_name_of_a_family_means_a_model_of_full_size(given, meant):
+    with pytest.raises(WorkloadError, match=f"unknown model '{given}'; did you mean '{meant}'"):
+        rl.tune(given)

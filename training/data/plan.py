@@ -27,7 +27,7 @@ class DataPlan:
         Asked(
             "Text, JSON lines, Parquet, datasets folders or token files; repeatable.",
             flag="data",
-            metavar="PATH",
+            metavar="FILE",
             many=True,
         ),
     ] = ()
@@ -47,14 +47,14 @@ class DataPlan:
         Packing | None,
         Asked(
             "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
-            metavar="HOW",
+            metavar="NAME",
         ),
     ] = None
     """`packed`: samples are cut from all documents in a row. `documents`: the same, but no token sees or is predicted
     from another document. `padded`: a document a sample, cut and padded. None: `padded` for conversations, else `packed`."""
     train_on: Annotated[
         TrainOn | None,
-        Asked("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="WHAT"),
+        Asked("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="NAME"),
     ] = None
     """`assistant`: of conversations only what the assistant says is predicted. None: `assistant` for conversations, else
     `all`."""

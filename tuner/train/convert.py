@@ -34,7 +34,7 @@ class ConvertRequest:
         UsageError: a value is none that is known, or means nothing for the layout.
     """
 
-    to: Annotated[str, Asked(f"Whose checkpoint: {either(LAYOUTS)}.", metavar="LAYOUT")] = "hf"
+    to: Annotated[str, Asked(f"Whose checkpoint: {either(LAYOUTS)}.", metavar="NAME")] = "hf"
     """Whose checkpoint it becomes."""
     step: Annotated[int | None, Asked("Of which step.  [default: the latest]", type=int, metavar="N")] = None
     """Of which step; None for the latest."""

@@ -54,7 +54,7 @@ class LaunchRequest:
         Asked("Memory of a device, such as 8GiB; another limit is planned anew.", metavar="SIZE"),
     ] = None
     tune_trials: Annotated[
-        int, Asked("Dry runs for planning anew; 0 relies on the estimate.", type=int, metavar="K")
+        int, Asked("Dry runs for planning anew; 0 relies on the estimate.", type=int, metavar="N")
     ] = 0
     runner: Annotated[str, Asked(f"Where ranks run: {either(RUNNERS)}.", metavar="NAME")] = "local"
     ray_address: Annotated[
@@ -64,21 +64,21 @@ class LaunchRequest:
         str | Path | None,
         Asked("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
     ] = None
-    lora: Annotated[str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]")] = (
+    lora: Annotated[str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,...")] = (
         None
     )
-    seq_len: Annotated[int | None, Asked("Sequence length, tokens.  [default: the run's]", type=int, metavar="S")] = (
+    seq_len: Annotated[int | None, Asked("Sequence length, tokens.  [default: the run's]", type=int, metavar="N")] = (
         None
     )
     global_batch: Annotated[
-        int | None, Asked("Samples per optimizer step.  [default: the run's]", type=int, metavar="B")
+        int | None, Asked("Samples per optimizer step.  [default: the run's]", type=int, metavar="N")
     ] = None
     fix: Annotated[
         Mapping[str, Any] | None, Asked("A knob, in place of the winner's.", metavar="KNOB=V", many=True)
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked(f"Log the training to {either(logger_names())}; repeatable.", metavar="TRACKER", many=True),
+        Asked(f"Log the training to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
     ] = ()
 
     @cached_property
