@@ -282,6 +282,9 @@ def resume(setting: Setting) -> Iterator[Row]:
     from redline.training.hyperparameters import Hyperparameters
     from redline.training.loop import Loop, LoopPlan
 
+    if setting.cuda:  # attention's backward pass adds up in any order otherwise
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     workload = preset("gpt2-tiny", global_batch=8, seq_len=16 if setting.tiny else 64)
     hyper = Hyperparameters(steps=6 if setting.tiny else 20, lr=1e-3, warmup=2)
     workload = workload.with_optimizer(hyper.optimizer)
