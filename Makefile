@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint=,$(CONSTRAINTS))
 
-.PHONY: tune test test-gpu test-slow test-exhaustive test-portable bench docs setup clean
+.PHONY: tune types test test-gpu test-slow test-exhaustive test-portable bench docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
@@ -52,7 +52,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PIP) "torch>=2.11,<2.14"
 	$(PIP) --editable ".[dashboard,service,hebo]"
 	$(PIP) --no-deps HEBO==0.3.6
+	@$(MAKE) --no-print-directory types
 	touch $(STAMP)
+
+# Type checkers do not run the import hook of an editable install, and the root is not named as the package. As a package of
+# stubs they find it, and Python does not: https://peps.python.org/pep-0561/#stub-only-packages
+types:
+	@ln -sfn "$(CURDIR)" "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/redline-stubs"
 
 # What the tests need besides: frameworks that exports are held against, loggers, a browser's driver, the site's builder.
 $(TEST_STAMP): $(STAMP)

@@ -3,6 +3,8 @@
 import configparser
 import importlib
 import pkgutil
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +65,41 @@ def test_every_public_name_is_there_and_documented(name):
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="tunes"):
         redline.tunes
+
+
+USER = """\
+import redline as rl
+
+space = rl.Space()
+space.choice("tp", [1, 2])
+result = rl.tune(lambda config: 1.0, space, trials=1)
+ratio: str = result.gain
+rl.tune("gpt2", trials="three")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+def test_type_checkers_find_redline_in_an_editable_install(tmp_path, checker):
+    """In a fresh environment with what the Makefile links, a script's two mistakes are found, and nothing else."""
+    program = shutil.which(checker, path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip(f"{checker} is not installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')  # pyright's own
+    python = tmp_path / "venv" / "bin" / "python"
+    more = (
+        ["--python-executable", str(python)] if checker == "mypy" else ["--pythonpath", str(python), "--level", "error"]
+    )
+
+    def found():
+        done = subprocess.run([program, *more, "user.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return re.findall(r"user\.py:(\d+)[^\n]*error", done.stdout)
+
+    assert found() != ["6", "7"]
+    subprocess.run(["make", "-C", ROOT, "types", f"VENV={tmp_path / 'venv'}"], check=True, timeout=60)
+    assert found() == ["6", "7"]
+    code = "import importlib.util as u; print(u.find_spec('redline') and u.find_spec('redline').origin)"
+    shown = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.strip() == "None", "the link is for type checkers alone"
