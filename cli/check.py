@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..knobs.strategy import STANDARD
 from . import exit_codes
 from .options import fixes_of
 
@@ -73,10 +74,10 @@ def check(
 def render(found: "Check") -> str:
     """A check as text."""
     estimate, trainer = found.estimate, found.trainer
-    quiet = {name: value for name, value in trainer.config.items() if value not in (None, False, "none") and value != 1}
-    config = " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in quiet.items()
-    )
+    shown = {
+        knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
+    }
+    config = " ".join(f"{knob}={str(each).lower() if isinstance(each, bool) else each}" for knob, each in shown.items())
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
     verdict = "fits" if found.fits else "does not fit"
     lines = [

@@ -219,6 +219,8 @@ def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) ->
     target: Any = name
     if model is None and trainer.architecture is not None:
         target = ServerModel.of(trainer.architecture)
+        sizes = [trainer.architecture.get(each) for each in ("num_hidden_layers", "n_layer", "hidden_size", "n_embd")]
+        name = "{} of {} x {}".format(target.name, *(each for each in sizes if each is not None))
     elif name is None:
         raise UsageError(f"{trainer.framework}: the file does not name a model that is known: give --model")
     elif not Path(name).exists():
@@ -226,7 +228,9 @@ def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) ->
     made = resolve_workload(target, seq_len=length, global_batch=trainer.global_batch, lora=trainer.lora)
     if not isinstance(made, Workload):  # pragma: no cover - a name is always one
         raise UsageError(f"{name} is not a model")
-    return made
+    return (
+        replace(made, name=name) if target is not name and trainer.architecture is not None and model is None else made
+    )
 
 
 def _estimated(config: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:

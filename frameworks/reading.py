@@ -1,5 +1,6 @@
 """A file or a command of somebody else's trainer, read back into a configuration."""
 
+import json
 import os
 import re
 import shlex
@@ -193,21 +194,24 @@ def _edited(
 
 
 def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
+    """The line of a setting that changes."""
     name = stated.name(key)
     old = stated.get(key)
+    framework = find_framework(source.framework)
     if source.form in ("options", "assignments", "shell"):
         name = name.lstrip("-")
         value = str(new).lower() if isinstance(new, bool) else new
         flag = source.framework == "megatron" and isinstance(new, bool)
         option = find_framework(source.framework).option if source.form != "assignments" else "{key}={value}"
         text = f"--{name}" if flag else option.format(key=name, value=value)
+        if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument that takes JSON
+            argument, _, field = name.partition(".")
+            text = f"--{argument} '{json.dumps({field: new})}'"
         off = new is None or (flag and not new)
         text = f"without --{name}" if off else text
     elif new is None:
         text = f"without {name}"
     elif source.form == "json":
-        import json
-
         text = f"{json.dumps(name)}: {json.dumps(new)}"
     else:
         value = (
@@ -369,6 +373,8 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
     beside: dict[str, Any] = {"notes": []}
     own = dict(settings)
     for name, value in settings.items():
+        if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
+            own |= {f"fsdp_config.{key}": each for key, each in _inline(name, value).items()}
         kind = _FILES.get(plain(name))
         if kind is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
             continue
@@ -389,6 +395,19 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
         out.append(_source(kind, found, shown, "json" if shown.endswith(".json") else Path(shown).suffix.lstrip(".")))
     out.append(_source(framework.name, own, where, form))
     return out, beside
+
+
+def _inline(name: str, text: str) -> dict[str, Any]:
+    """The settings of an argument that is a JSON object.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    try:
+        found = parse_json(text.encode())
+    except Malformed as error:
+        raise UsageError(f"{name} is not valid JSON: {error}") from error
+    return flattened(found) if isinstance(found, dict) else {}
 
 
 def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) -> Source:

@@ -406,3 +406,13 @@ def test_naming_a_framework_imports_no_other_and_no_torch():
     names = ["redline.frameworks.megatron", "torch"]
     code = f"import sys, redline.frameworks as f; f.LAUNCHES; print([name for name in {names} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_changed_argument_that_takes_json_is_read_back():
+    command = "torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --per_device_train_batch_size 4 --bf16"
+    made = read(command).on()
+    changes = made.changes({**made.config, "zero": 3})
+    assert [each.text for each in changes] == ["--fsdp true", """--fsdp_config '{"reshard_after_forward": true}'"""]
+    again = read(f"{command} {' '.join(each.text for each in changes)}").on()
+    assert again.config["zero"] == 3 and again.config == {**made.config, "zero": 3}
+    assert made.changes({**made.config, "pp": 2, "dp": 4}) is None, "the Trainer has no pipelines"
