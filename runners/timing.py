@@ -230,7 +230,7 @@ class _Timed:
         self._step, self._clock, self._agree, self._mean, self._compiled = step, clock, agree, mean, compiled
         self._compiling = _Compiling(compile_max_steps)
         self._begin = time.perf_counter()
-        self.restart()
+        self._own = self._means = 0.0
         self.seconds = 0.0
         """From the beginning to the last of them, without those in which some rank compiled."""
 
