@@ -1,6 +1,7 @@
 """`redline estimate`: the best configurations, predicted without a device."""
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,6 +75,8 @@ def estimate(
     Nothing is run: the model is traced without memory or arithmetic, and memory and time follow from what it does and
     from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
+    from rich.console import Console
+
     from ..estimator.document import estimate_document
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
@@ -82,18 +85,23 @@ def estimate(
     sizes = {name: options.pop(name) for name in SHAPE}
     shape = _shape(options, sizes, gated, tied)
     given = request_of(options, shape)
-    request = estimate_request(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
-    document = estimate_document(
-        request,
-        config=config_of(config) if config else None,
-        top=top,
-        trials=None if trials_from is None else _trials_of(trials_from),
-        layerwise=layerwise,
-    )
+    asked = config_of(config) if config else None
+    # On standard error, and only where somebody looks; what is printed is the same elsewhere.
+    with Console(stderr=True).status("reading the model") as status:
+        request = estimate_request(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
+        status.update(f"tracing {request.name} and predicting its configurations on {request.devices} devices")
+        document = estimate_document(
+            request,
+            config=asked,
+            top=top,
+            trials=None if trials_from is None else _trials_of(trials_from),
+            layerwise=layerwise,
+        )
     if as_json:
         click.echo(json.dumps(document.to_dict(), allow_nan=False))
     else:
-        click.echo(estimate_text.render(document, explain=explain))
+        width = max(60, shutil.get_terminal_size((100, 30)).columns)
+        click.echo(estimate_text.render(document, explain=explain, width=width))
     return 0 if document.ranked else NOTHING_FITS
 
 

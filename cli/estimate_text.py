@@ -1,17 +1,19 @@
 """What `redline estimate` says, as text."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..knobs.lossy import exactness
+from ..knobs.strategy import STANDARD
 
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
     from ..estimator.survey import Ranked
 
 
-def render(document: "EstimateDocument", *, explain: bool = False) -> str:
-    """An estimate as text; with `explain` every configuration's memory and time by the term."""
+def render(document: "EstimateDocument", *, explain: bool = False, width: int = 100) -> str:
+    """An estimate as text in lines of that width; with `explain` every configuration's memory and time by the term."""
     lines = _head(document)
     ranked = document.ranked
     if not ranked:
@@ -23,7 +25,9 @@ def render(document: "EstimateDocument", *, explain: bool = False) -> str:
             lines.append(f"  {_config(document.reference)}")
             ranked = (document.reference,)
     else:
-        lines += ["", *_table(document)]
+        lines += ["", *_table(document, width)]
+        if document.survey is not None:
+            lines += _next(document)
         if ranked[0].lossy and document.survey is not None:
             lines += ["", _exact(document.survey.best_exact, ranked[0])]
     if explain:
@@ -51,53 +55,66 @@ def _head(document: "EstimateDocument") -> list[str]:
         f"{request.name} on {request.devices} x {machine.name}: {', '.join(sizes)}",
     ]
     if document.survey is not None:
-        lines.append(
-            f"{document.survey.fitting:,} of {document.survey.valid:,} valid configurations are predicted to fit"
-        )
+        found = document.survey
+        drawn = f", drawn from {found.valid:,} valid ones," if found.predicted < found.valid else ""
+        lines.append(f"{found.fitting:,} of {found.predicted:,} configurations{drawn} are predicted to fit")
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     return lines
 
 
-def _table(document: "EstimateDocument") -> list[str]:
-    rows = [
-        (
-            "",
-            document.ranked[0].estimate.unit,
-            "+-",
-            "step",
-            "MFU",
-            "memory",
-            "fits",
-            "bound by",
-            "configuration",
-        )
-    ]
-    for number, each in enumerate(document.ranked, 1):
+def _table(document: "EstimateDocument", width: int) -> list[str]:
+    """A row of figures for each configuration, and the configuration below it, in lines of that width."""
+    devices = document.request.devices
+    unit = document.ranked[0].estimate.unit
+    rows = [("", unit, "a device", "+-", "step", "MFU", "memory", "fits", "bound by")]
+    shown = [(str(number), each) for number, each in enumerate(document.ranked, 1)]
+    if document.baseline is not None:
+        shown.append(("default", document.baseline))
+    for name, each in shown:
         estimate = each.estimate
         spread = 100 * (estimate.step_ms_high / estimate.step_ms - 1)
         rows.append(
             (
-                str(number),
+                name,
                 f"{estimate.throughput:,.0f}",
+                f"{estimate.throughput / devices:,.0f}",
                 f"{spread:.0f} %",
                 _time(estimate.step_ms),
                 f"{100 * estimate.mfu:.1f} %",
                 f"{estimate.peak_memory_mib / 1024:.1f} GiB",
                 f"{100 * estimate.probability_fits:.0f} %" if estimate.fits is not None else "",
                 estimate.binds,
-                _config(each),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = {1, 2, 3, 4, 5, 6}
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    last = len(widths) - 1
+    lines = []
+    for row, each in zip(rows, (None, *(each for _, each in shown))):
+        cells = (
+            cell.rjust(size) if 0 < at < last else cell.ljust(size) for at, (cell, size) in enumerate(zip(row, widths))
+        )
+        lines.append("  ".join(cells).rstrip())
+        if each is not None:
+            indent = " " * (widths[0] + 2)
+            lines += textwrap.wrap(
+                _config(each), width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+                break_on_hyphens=False,
+            )  # fmt: skip
+    return lines
+
+
+def _next(document: "EstimateDocument") -> list[str]:
+    """What the figures mean, and the command that measures the first."""
+    best, base = document.ranked[0], document.baseline
+    lines = ["", "plans differ in how they share the model; the first has the highest throughput times chance to fit;"]
+    lines.append("+- covers 80 % of outcomes, fits is the chance that memory suffices")
+    if base is not None and base.estimate.fits:
+        ratio = best.estimate.throughput / base.estimate.throughput
+        lines.append(f"the first is predicted to be {ratio:.2f}x as fast as the default configuration")
+    elif base is not None:
+        lines.append("the default configuration is not predicted to fit")
+    return lines
 
 
 def _exact(exact: "Ranked | None", best: "Ranked") -> str:
@@ -114,13 +131,8 @@ def _exact(exact: "Ranked | None", best: "Ranked") -> str:
 
 
 def _config(ranked: "Ranked") -> str:
-    quiet = {
-        "sequence_parallel": False,
-        "offload": "none",
-        "fused_optimizer": True,
-        "fusion": False,
-        "zero": 0,
-    }
+    # What stands in every table says the least.
+    quiet = {name: each.neutral for name, each in STANDARD.items() if name not in ("micro_batch", "grad_accum", "dp")}
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}{' (lossy)' if name in ranked.lossy else ''}"
         for name, value in ranked.config.items()

@@ -14,7 +14,7 @@ from .facts.traced import TracedFacts
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, refine, relatives
 from .request import EstimateRequest
-from .survey import Ranked, Survey, checked_config, survey
+from .survey import Ranked, Survey, checked_config, hopeful, survey
 
 if TYPE_CHECKING:
     from ..results import Trial
@@ -27,7 +27,7 @@ class EstimateDocument:
     request: EstimateRequest
     """What was asked."""
     ranked: tuple[Ranked, ...]
-    """The configurations to show, the fastest first; empty where none fits."""
+    """The configurations to show, the best plans first; empty where none fits."""
     survey: Survey | None
     """All of the space; None where one configuration was asked for."""
     facts: ModelFacts
@@ -36,6 +36,8 @@ class EstimateDocument:
     """Trials that corrected the predictions."""
     layerwise: Layerwise | None = None
     """The winner refined block by block, where asked for."""
+    baseline: Ranked | None = None
+    """The space's default configuration, what a person runs untuned; None where one configuration was asked for."""
     reference: Ranked | None = None
     """Where nothing fits, the configuration that needs the least memory."""
 
@@ -50,7 +52,7 @@ class EstimateDocument:
             "global_batch": self.request.global_batch,
             "memory_limit_mib": finite(self.request.estimator.memory_limit_mib),
             "learned_from": self.learned_from,
-            "best": [entry(each) for each in self.ranked],
+            "best": [entry(each, self.request.devices) for each in self.ranked],
             "notes": [*self.request.notes, *self.facts.notes],
         }
         if self.survey is not None:
@@ -61,16 +63,18 @@ class EstimateDocument:
                 "ruled_out": dict(self.survey.out),
             }
         if self.survey is not None and self.survey.best_exact is not None:
-            out["best_exact"] = entry(self.survey.best_exact)
+            out["best_exact"] = entry(self.survey.best_exact, self.request.devices)
+        if self.baseline is not None:
+            out["default"] = entry(self.baseline, self.request.devices)
         if self.reference is not None:
-            out["least_memory"] = entry(self.reference)
+            out["least_memory"] = entry(self.reference, self.request.devices)
         if self.layerwise is not None:
             out["layerwise"] = self.layerwise.to_dict()
         return out
 
 
-def entry(ranked: Ranked) -> dict[str, Any]:
-    """A configuration with its estimate, as plain data."""
+def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
+    """A configuration with its estimate on so many devices, as plain data."""
     estimate = ranked.estimate
     return {
         "config": ranked.config.to_dict(),
@@ -85,6 +89,7 @@ def entry(ranked: Ranked) -> dict[str, Any]:
         "memory_high": finite(estimate.memory_high),
         "fits": estimate.fits,
         "probability_fits": finite(estimate.probability_fits),
+        "throughput_per_device": finite(estimate.throughput / devices),
         "mfu": finite(estimate.mfu),
         "binds": estimate.binds,
         "breakdown": {name: finite(value) for name, value in estimate.breakdown.items()},
@@ -122,7 +127,7 @@ def estimate_document(
     if trials is not None:
         estimator = estimator.calibrate(trials)
         learned = estimator.calibrated
-    whole, reference = None, None
+    whole, reference, baseline = None, None, None
     if config is not None:
         chosen = checked_config(request.space, config)
         lossy = lossy_in(chosen, lossy_of_space(request.space))
@@ -130,9 +135,13 @@ def estimate_document(
     else:
         if isinstance(estimator.source, TracedFacts):
             trace_concurrently(estimator.source, variants_of(request.space, estimator.training))
-        whole = survey(estimator, request.space, top=top)
+        whole = survey(estimator, request.space, top=top, order=hopeful, plans=True)
         ranked = whole.best
         reference = whole.smallest if not ranked else None
+        untuned = request.space.default()
+        baseline = Ranked(
+            config=untuned, estimate=estimator(untuned), lossy=lossy_in(untuned, lossy_of_space(request.space))
+        )
     first = ranked[0] if ranked else reference
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")
@@ -146,4 +155,5 @@ def estimate_document(
         learned_from=learned,
         layerwise=refined,
         reference=reference,
+        baseline=baseline,
     )

@@ -18,8 +18,10 @@ from .estimator import Estimator
 from .facts.model_facts import Shape
 from .hardware import Hardware
 
-MAX_CONFIGS = 1_000_000
+MAX_CONFIGS = 200_000
 """Configurations that are predicted at once; of a larger space as many are drawn."""
+MOST_LOOKED_AT = 20_000
+"""Configurations among which different plans are looked for."""
 
 
 def device_of(hardware: Hardware) -> Device:
@@ -132,6 +134,7 @@ def survey(
     top: int = 5,
     seed: int = 0,
     order: Callable[[EstimateTable], np.ndarray] | None = None,
+    plans: bool = False,
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
@@ -139,28 +142,40 @@ def survey(
 
     Args:
         order: which of them are ranked, and how, in the place of `ranking`.
+        plans: whether the best are of different plans (`plan_of`), the best of each.
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
     configs: list[Config] | None = None
     valid = len(space) if space.enumerable else space.combinations
-    if not space.enumerable or valid > MAX_CONFIGS:
-        configs = space.sample(MAX_CONFIGS, seed=seed)
-        table = estimator.table(configs)
-    elif _by_columns(space):
-        table = estimator.table(columns_of(space, estimator))
+    drawn: np.ndarray | None = None
+    if space.enumerable and _by_columns(space):
+        columns = columns_of(space, estimator)
+        if valid > MAX_CONFIGS:
+            drawn = np.sort(np.random.default_rng(seed).choice(valid, MAX_CONFIGS, replace=False))
+            columns = {name: values[drawn] for name, values in columns.items()}
+        table = estimator.table(columns)
     else:
-        table = estimator.table(list(space))
+        configs = space.sample(MAX_CONFIGS, seed=seed) if not space.enumerable or valid > MAX_CONFIGS else list(space)
+        table = estimator.table(configs)
     ranked_ones = (order or ranking)(table)
-    take = configs.__getitem__ if configs is not None else space.at
+
+    def take(index: int) -> Config:
+        if configs is not None:
+            return configs[index]
+        return space.at(index if drawn is None else int(drawn[index]))
+
     lossy = lossy_of_space(space)
 
     def ranked(index: int) -> Ranked:
         config = take(int(index))
         return Ranked(config=config, estimate=table.row(int(index)), lossy=lossy_in(config, lossy))
 
-    best = tuple(ranked(index) for index in ranked_ones[:top])
-    exact = ranked_ones[~_lossy(space, lossy, configs)[ranked_ones]] if lossy else ranked_ones[:0]
+    best = tuple(ranked(index) for index in (distinct(ranked_ones, take, top) if plans else ranked_ones[:top]))
+    exact = ranked_ones[:0]
+    if lossy:
+        marked = _lossy(space, lossy, configs)
+        exact = ranked_ones[~(marked if drawn is None else marked[drawn])[ranked_ones]]
     return Survey(
         best=best,
         valid=valid,
@@ -209,6 +224,30 @@ def ranking(table: EstimateTable) -> np.ndarray:
     """Indices of the configurations that fit, the fastest first; of equally fast ones the smaller first."""
     fits = np.flatnonzero(table.fits & np.isfinite(table.step_ms))
     return fits[np.lexsort((table.peak_memory_mib[fits], -table.throughput[fits]))]
+
+
+def hopeful(table: EstimateTable) -> np.ndarray:
+    """Indices of the configurations that fit, by throughput times the chance to fit, the highest first."""
+    fits = ranking(table)
+    expected = table.throughput[fits] * table.probability_fits[fits]
+    return fits[np.argsort(-expected, kind="stable")]
+
+
+def plan_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """How a configuration shares the model and saves memory, whatever the degrees: configurations alike in this are variants
+    of one plan."""
+    shared = (config.get(name, 1) > 1 for name in ("tp", "sp", "cp", "pp"))
+    return (*shared, config.get("zero", 0), config.get("offload", "none"), bool(config.get("checkpoint_ratio", 0)))
+
+
+def distinct(order: np.ndarray, take: Callable[[int], Config], top: int) -> list[int]:
+    """The first of each plan, in this order; fewer than `top` where the first `MOST_LOOKED_AT` have no more plans."""
+    found: dict[tuple[Any, ...], int] = {}
+    for index in order[:MOST_LOOKED_AT]:
+        if len(found) == top:
+            break
+        found.setdefault(plan_of(take(int(index))), int(index))
+    return list(found.values())
 
 
 def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """`redline estimate`: the best predicted configurations, why the others were ruled out, and what it cannot know."""
 
 import json
+import re
 
 import pytest
 from redline.base.errors import UsageError
@@ -8,6 +9,7 @@ from redline.cli import main
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.request import estimate_request
+from redline.estimator.survey import plan_of, survey
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
 
@@ -25,13 +27,16 @@ def question():
     return estimate_request(shape, "a100-40gb", devices=8, seq_len=1024, global_batch=64, fix={"precision": "bf16"})
 
 
-def test_the_best_are_ranked_by_predicted_throughput_and_fit(question):
+def test_the_best_are_different_plans_ranked_by_throughput_times_the_chance_to_fit(question):
     found = estimate_document(question, top=4)
-    speeds = [each.estimate.throughput for each in found.ranked]
-    assert speeds == sorted(speeds, reverse=True) and len(speeds) == 4
+    hopes = [each.estimate.throughput * each.estimate.probability_fits for each in found.ranked]
+    assert hopes == sorted(hopes, reverse=True) and len(hopes) == 4
     assert all(each.estimate.fits for each in found.ranked)
+    assert len({plan_of(each.config) for each in found.ranked}) == 4
     table = question.estimator.table(list(question.space))
-    assert speeds[0] == pytest.approx(table.throughput[table.fits].max())
+    assert hopes[0] == pytest.approx((table.throughput * table.probability_fits)[table.fits].max())
+    assert found.baseline.config == question.space.default()
+    assert found.to_dict()["best"][0]["throughput_per_device"] == pytest.approx(found.ranked[0].estimate.throughput / 8)
     assert found.survey.fitting == table.fits.sum()
     unfit = sum(count for reason, count in found.survey.out.items() if reason.startswith("does not fit"))
     assert unfit == (~table.fits).sum()
@@ -42,8 +47,11 @@ def test_each_is_shown_with_memory_time_throughput_mfu_and_what_binds_it(capsys)
     assert code == 0
     header = next(line for line in out.splitlines() if "MFU" in line)
     assert all(word in header for word in ("tokens/s", "step", "memory", "bound by"))
-    rows = [line for line in out.splitlines() if line[:2].strip().isdigit() and "tp=" in line]
-    assert len(rows) == 5 and all("tp=2" in row and "GiB" in row and "%" in row for row in rows)
+    lines = out[out.index(header) :].splitlines()[1:]
+    rows = [at for at, line in enumerate(lines) if re.match(r"\d  |default  ", line)]
+    assert len(rows) == 6 and all("GiB" in lines[at] and "%" in lines[at] and "tp=2" in lines[at + 1] for at in rows)
+    assert all(len(line) <= 100 for line in lines[: rows[-1] + 2]), "a terminal of 100 columns would wrap it"
+    assert "a device" in header and "predicted to be" in out
     assert "ruled out, of" in out
 
 
@@ -162,3 +170,15 @@ def test_blocks_by_name_may_hold_commas_within_a_configuration():
     }  # fmt: skip
     with pytest.raises(UsageError, match="must look like"):
         config_of("micro_batch=8,7")
+
+
+def test_of_a_space_that_is_too_large_the_drawn_ones_are_counted(question, monkeypatch, capsys):
+    whole = survey(question.estimator, question.space)
+    monkeypatch.setattr("redline.estimator.survey.MAX_CONFIGS", 300)
+    drawn = survey(question.estimator, question.space)
+    assert drawn.predicted == 300 < drawn.valid == whole.valid and 0 < drawn.fitting <= 300
+    for each in drawn.best:
+        assert each.config in question.space
+        assert each.estimate.throughput == pytest.approx(question.estimator(each.config).throughput)
+    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
+    assert code == 0 and "of 300 configurations, drawn from " in out
