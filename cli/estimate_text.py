@@ -90,15 +90,15 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     last = len(widths) - 1
     lines = []
-    for row, each in zip(rows, (None, *(each for _, each in shown))):
+    for row, below in zip(rows, (None, *(each for _, each in shown))):
         cells = (
             cell.rjust(size) if 0 < at < last else cell.ljust(size) for at, (cell, size) in enumerate(zip(row, widths))
         )
         lines.append("  ".join(cells).rstrip())
-        if each is not None:
+        if below is not None:
             indent = " " * (widths[0] + 2)
             lines += textwrap.wrap(
-                _config(each), width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+                _config(below), width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
                 break_on_hyphens=False,
             )  # fmt: skip
     return lines
