@@ -44,7 +44,7 @@ def values_unread() -> Iterator[None]:
     masking: Any = sys.modules.get("transformers.masking_utils")
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     model = getattr(modeling, "PreTrainedModel", None)
-    patched = {
+    patched: dict[tuple[Any, str], Callable[..., Any]] = {
         (masking, "find_packed_sequence_indices"): lambda position_ids: None,
         (model, "warn_if_padding_and_no_attention_mask"): lambda self, *args, **kwargs: None,
     }

@@ -95,6 +95,47 @@ def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
         return []
 
 
+class GpuGauge:
+    """Clock and power of one of the GPUs that CUDA shows to this process. NVML stays open as long as the process.
+
+    Args:
+        index: which of them.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._handle: Any = None
+        self._nvml: Any = None
+        if importlib.util.find_spec("pynvml") is None:
+            return
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            present = _present(pynvml, pynvml.nvmlDeviceGetCount())
+            chosen = _chosen(pynvml, present, os.environ.get(VARIABLE))
+        except pynvml.NVMLError:
+            return
+        if index < len(chosen):
+            # An instance of a divided GPU has its clock and power.
+            self._nvml, self._handle = pynvml, chosen[index][2] or chosen[index][1]
+
+    def read(self) -> tuple[float | None, float | None]:
+        """MHz of the multiprocessors and W that the device draws; None for what NVML does not tell."""
+        if self._nvml is None:
+            return None, None
+        nvml = self._nvml
+        out: list[float | None] = []
+        for ask in (
+            lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
+            lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
+        ):
+            try:
+                out.append(float(ask()))
+            except nvml.NVMLError:
+                out.append(None)
+        return out[0], out[1]
+
+
 def _use(nvml: Any, name: str, handle: Any) -> GpuUse:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

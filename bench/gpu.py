@@ -10,6 +10,7 @@ not hold. Needs torch, transformers, psutil and cloudpickle; neither Ray nor Opt
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -37,14 +38,21 @@ def main() -> int:
     parser.add_argument("--only", help="names of checks, with commas between")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
         _importable(Path(place))
+        from redline.runners.host import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
+
+        # One for the trials of all checks; it imports beside this process.
+        agent = HostAgent(PLAIN_IMPORTS if options.tiny else COMMON_IMPORTS)
+        held.callback(agent.close)
+        _import_once()
+        agent.wait_ready()
         from gpu_checks import CHECKS, Setting
 
         names = options.only.split(",") if options.only else list(CHECKS)
         if unknown := sorted(set(names) - set(CHECKS)):
             parser.error(f"unknown check {', '.join(unknown)}; there are {', '.join(CHECKS)}")
-        setting = Setting(device=options.device, tiny=options.tiny, folder=options.out.resolve())
+        setting = Setting(device=options.device, tiny=options.tiny, folder=options.out.resolve(), agent=agent)
         end = time.monotonic() + options.minutes * 60
         results = []
         with open(options.out / "gpu.jsonl", "w", encoding="utf-8") as lines:
@@ -63,9 +71,12 @@ def _importable(place: Path) -> None:
     (place / "redline").symlink_to(Path(__file__).resolve().parents[1])
     sys.path.insert(0, str(place))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
-    # What the checks have in common is imported once. It must not initialise CUDA, which no fork could use then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _import_once() -> None:
+    """Imports what the checks have in common. It must not initialise CUDA, which no fork could use then."""
     import torch
     import transformers.models.auto.modeling_auto  # noqa: F401
 

@@ -19,6 +19,7 @@ _COMMANDS = {
     "models": "List the models that have a name.",
     "space": "Show what may vary for a model on the devices at hand.",
     "estimate": "Predict the best configurations of a model on any hardware.",
+    "check": "Predict whether another trainer's file or command fits, and how fast it is.",
     "show": "Show a run: its winner and its trials.",
     "compare": "Compare the winners of runs of one space.",
     "export": "Write a run's winner for the framework you train with.",

@@ -12,7 +12,7 @@ Command = Callable[..., Any]
 NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one"
 
 
-class _Priority(click.ParamType):
+class _Priority(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """A priority by its name or its number."""
 
     name = "priority"

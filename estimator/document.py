@@ -52,7 +52,7 @@ class EstimateDocument:
             "devices": self.request.devices,
             "seq_len": self.request.estimator.training.seq_len,
             "global_batch": self.request.global_batch,
-            "memory_limit_mib": _finite(self.request.estimator.memory_limit_mib),
+            "memory_limit_mib": finite(self.request.estimator.memory_limit_mib),
             "learned_from": self.learned_from,
             "best": [entry(each, self.request.devices) for each in self.ranked],
             "notes": [*self.request.notes, *self.facts.notes],
@@ -81,24 +81,25 @@ def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
     return {
         "config": ranked.config.to_dict(),
         "lossy": lossy_values(ranked.config, ranked.lossy),
-        "throughput": _finite(estimate.throughput),
+        "throughput": finite(estimate.throughput),
         "unit": estimate.unit,
-        "step_ms": _finite(estimate.step_ms),
-        "step_ms_low": _finite(estimate.step_ms_low),
-        "step_ms_high": _finite(estimate.step_ms_high),
-        "peak_memory_mib": _finite(estimate.peak_memory_mib),
-        "memory_low": _finite(estimate.memory_low),
-        "memory_high": _finite(estimate.memory_high),
+        "step_ms": finite(estimate.step_ms),
+        "step_ms_low": finite(estimate.step_ms_low),
+        "step_ms_high": finite(estimate.step_ms_high),
+        "peak_memory_mib": finite(estimate.peak_memory_mib),
+        "memory_low": finite(estimate.memory_low),
+        "memory_high": finite(estimate.memory_high),
         "fits": estimate.fits,
-        "probability_fits": _finite(estimate.probability_fits),
-        "throughput_per_device": _finite(estimate.throughput / devices),
-        "mfu": _finite(estimate.mfu),
+        "probability_fits": finite(estimate.probability_fits),
+        "throughput_per_device": finite(estimate.throughput / devices),
+        "mfu": finite(estimate.mfu),
         "binds": estimate.binds,
-        "breakdown": {name: _finite(value) for name, value in estimate.breakdown.items()},
+        "breakdown": {name: finite(value) for name, value in estimate.breakdown.items()},
     }
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """A number for JSON; None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -104,6 +104,7 @@ class Hardware:
         """
         order = {
             "fp32": ("fp32",),
+            "tf32": ("tf32", "fp32"),
             "bf16": ("bf16", "fp32"),
             "bf16_pure": ("bf16", "fp32"),
             "fp16": ("fp16", "bf16", "fp32"),

@@ -39,7 +39,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
     parameter = BYTES[setup.parameter_dtype or own.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
     kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
-    compute = parameter if own.compute == own.weights else 2
+    compute = 2 if own.autocast else parameter
     # torch's optimizers keep their states in the dtype of what they update.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     return Formats(

@@ -6,7 +6,7 @@ K, D, T and P: heads of keys and their features, tokens of a sample, ranks of a 
 import numpy as np
 
 from .collectives import Group
-from .facts.model_facts import Part
+from .facts.model_facts import Part, bytes_of
 from .rank import Rank
 
 
@@ -26,7 +26,7 @@ def all_to_alls(rank: Rank, part: Part, ranks: Group, fixed: float) -> np.ndarra
     if kind is None or (sp == 1).all():
         return rank.none
     keys = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp) * rank.tp
-    width = kind.head_dim * (4 if rank.facts.precision == "fp32" else 2) * rank.tokens / rank.tp
+    width = kind.head_dim * bytes_of(rank.facts.precision) * rank.tokens / rank.tp
     return 2 * (ranks.gather(width * kind.heads, fixed) + ranks.gather(width * keys, fixed))
 
 
@@ -56,7 +56,7 @@ def ring_waits(
     heads = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp)
     numbers = 2.0 * heads * kind.head_dim * rank.tokens * cp
     behind = (cp - 1) / cp
-    there = ranks.gather(numbers * (4 if rank.facts.precision == "fp32" else 2), fixed)
+    there = ranks.gather(numbers * bytes_of(rank.facts.precision), fixed)
     home = ranks.gather(numbers * 4, fixed)
     forward = np.maximum(there - behind * attention, 0.0)
     backward = np.maximum(there + home - behind * attention_back, 0.0) + home / np.maximum(cp - 1, 1)

@@ -14,7 +14,7 @@ import numpy as np
 from ..knobs.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
-from .facts.model_facts import Matmul, ModelFacts, Part
+from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
 from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
@@ -93,7 +93,7 @@ def _part_work(
     seq = setup.seq_len or 1
     tokens = cols.micro_batch * float(seq) / cols.sharers
     sequence = np.where(cols.sequence_parallel, tp, 1.0)
-    width = 4 if facts.precision == "fp32" else 2
+    width = bytes_of(facts.precision)
     zero = np.zeros(len(tp))
     matmul, back = zero, zero
     for item in part.matmuls:
@@ -317,7 +317,7 @@ def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
     sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
     tensor = group(rank.cols.tp, np.ones(len(rank.tp), int), rank.devices, rank.hardware, rank.constants)
-    moved = rank.tokens * _hidden(rank.facts) * (4 if rank.facts.precision == "fp32" else 2)
+    moved = rank.tokens * _hidden(rank.facts) * bytes_of(rank.facts.precision)
     pair = np.where(
         rank.cols.sequence_parallel, 2 * tensor.gather(moved, rank.collective), tensor.reduce(moved, rank.collective)
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..knobs.strategy import Strategy
 from .common import (
     no_fsdp_on_a_cpu,
     note_adamw,
@@ -12,13 +13,72 @@ from .common import (
     note_pipeline,
     note_pure_bf16,
     note_reduction,
+    note_tf32,
 )
-from .hosts import PORT
 from .launcher import Launcher
-from .setup import Setup
+from .setup import PORT, Setup
 from .target import Target, hashed
+from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("accelerate", "1.15")
+_FSDP2 = {"distributed_type": "FSDP", "fsdp_config.fsdp_version": 2}
+_RESHARD = "fsdp_config.fsdp_reshard_after_forward"
+_STRATEGY = "fsdp_config.fsdp_sharding_strategy"
+_DYNAMO = "dynamo_config.dynamo_backend"
+_SIZE = "parallelism_config.parallelism_config_{}_size"
+_DEEPSPEED = "deepspeed_config.zero_stage"
+WORDS = Words(
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "fp32": {"mixed_precision": "no"},
+                **{each: {"mixed_precision": each} for each in ("bf16", "fp16", "fp8")},
+            },
+        ),
+    ),
+    Word(
+        knob="zero",
+        ways=(
+            {
+                0: {"distributed_type": "MULTI_GPU"},
+                2: {**_FSDP2, _RESHARD: False},
+                3: {**_FSDP2, _RESHARD: True},
+            },
+            # FSDP 1, by names and by numbers.
+            {0: {_STRATEGY: "NO_SHARD"}, 2: {_STRATEGY: "SHARD_GRAD_OP"}, 3: {_STRATEGY: "FULL_SHARD"}},
+            {0: {_STRATEGY: 3}, 2: {_STRATEGY: 2}, 3: {_STRATEGY: 1}},
+            {stage: {_RESHARD: name} for stage, name in ((0, "NO_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"))},
+            {stage: {"distributed_type": "DEEPSPEED", _DEEPSPEED: stage} for stage in range(4)},
+        ),
+    ),
+    Word(
+        knob="offload",
+        ways=(
+            {
+                "none": {"fsdp_config.fsdp_offload_params": False},
+                "optimizer": {"fsdp_config.fsdp_offload_params": True},
+            },
+            {
+                "none": {"deepspeed_config.offload_optimizer_device": "none"},
+                "optimizer": {"deepspeed_config.offload_optimizer_device": "cpu"},
+            },
+        ),
+    ),
+    Word(
+        knob="checkpoint_ratio",
+        ways=({value: {"fsdp_config.fsdp_activation_checkpointing": bool(value)} for value in (0, 1)},),
+    ),
+    Word(
+        knob="fusion",
+        ways=({True: {_DYNAMO: "INDUCTOR"}, False: {_DYNAMO: "NO"}},),
+        option={True: {"dynamo_backend": "inductor"}, False: {"dynamo_backend": "no"}},
+    ),
+    Word(knob="tp", keys=(_SIZE.format("tp"),)),
+    Word(knob="cp", keys=(_SIZE.format("cp"),)),
+    Word(knob="grad_accum", keys=("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")),
+)
+"""How accelerate's file names the knobs; its options are the last parts of these names."""
 
 
 def config(setup: Setup) -> dict[str, Any]:
@@ -41,7 +101,7 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.formats.scaling:
         out["fp8_config"] = _fp8(setup)
     if sharded:
-        out["fsdp_config"] = _fsdp(setup)
+        out |= _fsdp(setup)
     else:
         if setup.knob("checkpoint_ratio") > 0:
             setup.note(
@@ -52,12 +112,7 @@ def config(setup: Setup) -> dict[str, Any]:
     note_partial_checkpointing(setup, "this checkpoints every block")
     groups = setup.knob("hsdp") if sharded else setup.dp
     if setup.tp > 1 or (sharded and groups > 1):
-        out["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": groups,
-            "parallelism_config_dp_shard_size": setup.dp // groups,
-            "parallelism_config_tp_size": setup.tp,
-            "parallelism_config_cp_size": 1,
-        }
+        out |= nested(_replicas(groups, setup.dp) | WORDS.write("tp", setup.tp) | WORDS.write("cp", 1))
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: the model must be loaded cut as well, by from_pretrained(..., tp_plan='auto', "
@@ -65,7 +120,7 @@ def config(setup: Setup) -> dict[str, Any]:
         )
     if setup.knob("fusion"):
         out["dynamo_config"] = {
-            "dynamo_backend": "INDUCTOR",
+            "dynamo_backend": WORDS.write("fusion", True)[_DYNAMO],
             "dynamo_mode": "default",
             "dynamo_use_dynamic": False,
             "dynamo_use_fullgraph": False,
@@ -123,7 +178,11 @@ def _mixed_precision(setup: Setup) -> str:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
-    return setup.formats.compute if precision not in ("fp32", "bf16_pure") else "no"
+    if precision == "tf32":
+        note_tf32(setup)
+    # A file of 8 bits has one scale a tensor, whichever was measured.
+    known = {"bf16_pure": "fp32", "tf32": "fp32", "fp8_rowwise": "fp8"}.get(precision, precision)
+    return str(WORDS.write("precision", known)["mixed_precision"])
 
 
 def _fp8(setup: Setup) -> dict[str, Any]:
@@ -143,15 +202,23 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
     offload = setup.knob("offload") == "optimizer"
     if offload:
         setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
-    return {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": setup.exchange.gathered not in ("update", "step"),
-        "fsdp_offload_params": offload,
-        "fsdp_activation_checkpointing": setup.knob("checkpoint_ratio") > 0,
-        "fsdp_cpu_ram_efficient_loading": False,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    }
+    stage = 2 if setup.exchange.gathered in ("update", "step") else 3
+    zero = {name: value for name, value in WORDS.write("zero", stage).items() if name != "distributed_type"}
+    return nested(
+        {"fsdp_config.fsdp_version": zero.pop("fsdp_config.fsdp_version")}
+        | {"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        | zero
+        | WORDS.write("offload", "optimizer" if offload else "none")
+        | WORDS.write("checkpoint_ratio", int(setup.knob("checkpoint_ratio") > 0))
+        | {
+            "fsdp_config.fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+    )
+
+
+def _replicas(groups: int, dp: int) -> dict[str, int]:
+    return {_SIZE.format("dp_replicate"): groups, _SIZE.format("dp_shard"): dp // groups}
 
 
 def _note_the_rest(setup: Setup) -> None:
@@ -204,9 +271,73 @@ LAUNCHER = Launcher(
     name="accelerate",
     after="launch",
     knobs={"precision": ("fp32", "bf16"), "fusion": (False, True)},
-    words={
-        "precision": "--mixed_precision {'no' if precision == 'fp32' else precision}",
-        "fusion": "--dynamo_backend {'inductor' if fusion else 'no'}",
-        "grad_accum": "--gradient_accumulation_steps {grad_accum}",
-    },
+    words=WORDS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "fusion": None, "grad_accum": None}),
+)
+
+
+def prepare(stated: Stated) -> None:
+    """Takes what accelerate does where options or FSDP's settings are left out."""
+    for option, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
+        if stated.flag(option):
+            stated.set("distributed_type", kind)
+    version = stated.whole("fsdp_config.fsdp_version")
+    if version is None and stated.get("distributed_type") == "FSDP":
+        version = 1 if stated.has(_STRATEGY) or isinstance(stated.get(_RESHARD), str) else 2
+        stated.set("fsdp_config.fsdp_version", version)
+    if version == 2:
+        stated.set(_RESHARD, True)
+    elif version == 1 and stated.get("distributed_type") == "FSDP":
+        stated.set(_STRATEGY, "FULL_SHARD")
+
+
+def read(stated: Stated) -> None:
+    """Reads groups of replicas, processes and what belongs to other engines."""
+    replicate, shard = stated.whole(_SIZE.format("dp_replicate")), stated.whole(_SIZE.format("dp_shard"))
+    if replicate is not None or shard is not None:
+        stated.knobs["dp"] = (replicate or 1) * (shard or 1)
+        if (replicate or 1) > 1 and stated.knobs.get("zero"):
+            stated.knobs["hsdp"] = replicate
+    if str(stated.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
+        stated.knobs["zero"] = 3 if str(stated.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4") else 2
+        stated.facts["hybrid"] = True
+    if stated.get("distributed_type") == "MEGATRON_LM":
+        for knob in ("tp", "pp"):
+            if (degree := stated.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
+                stated.knobs[knob] = degree
+    processes = stated.whole("num_processes")
+    if processes is not None:
+        stated.facts["devices"] = processes
+    if (machines := stated.whole("num_machines")) is not None and processes:
+        stated.facts["per_host"] = max(1, processes // machines)
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the sizes of the groups of replicas, where the file has them."""
+    groups = strategy.hsdp if strategy.zero else strategy.dp
+    if not stated.has(_SIZE.format("dp_shard")) and ((strategy.hsdp == 1 and strategy.tp == 1) or not strategy.zero):
+        return {}
+    return _replicas(groups, strategy.dp)
+
+
+FRAMEWORK = Framework(
+    name="accelerate",
+    title="Hugging Face Accelerate",
+    words=WORDS,
+    signs=(
+        *("compute_environment", "distributed_type", "mixed_precision", "num_machines", "main_training_function"),
+        *(
+            "fsdp_config.fsdp_*",
+            "parallelism_config.*",
+            "deepspeed_config.*",
+            "rdzv_backend",
+            "same_network",
+            "downcast_bf16",
+        ),
+    ),
+    programs=("accelerate",),
+    defaults={"precision": "fp32", "grad_accum": 1},
+    by_last=True,
+    prepare=prepare,
+    read=read,
+    write=write,
 )

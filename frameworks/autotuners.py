@@ -8,8 +8,7 @@ from typing import Any
 from ..base.errors import UsageError
 from ..base.reading import path_of
 from . import deepspeed_autotuning as deepspeed, flagscale, paddle
-from .documents import read_document
-from .stated_space import Draft, ForeignSpace, Format
+from .stated_space import Draft, ForeignSpace, Format, read_document
 
 FORMATS: tuple[Format, ...] = tuple(each.FORMAT for each in (flagscale, paddle, deepspeed))
 

@@ -1,18 +1,141 @@
 """axolotl: `axolotl train config.yml`; its options stand behind `train`, what is behind ` -- ` is its own launcher's."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from ..knobs.strategy import Strategy
 from .launcher import MICRO_BATCHES, Launcher
+from .llamafactory import read_lora
+from .trainer import prepare, read as read_trainer
+from .words import Framework, Stated, Word, Words
+
+_LIGER = "liger_fused_linear_cross_entropy"
+_RESHARD = "fsdp_config.reshard_after_forward"
+WORDS = Words(
+    Word(knob="micro_batch", keys=("micro_batch_size",)),
+    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    Word(
+        knob="precision",
+        ways=({"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},),
+    ),
+    Word(knob="checkpoint_ratio", ways=({0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},)),
+    Word(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
+    Word(knob="kernels", ways=({False: {_LIGER: False}, True: {_LIGER: True}}, {True: {"cut_cross_entropy": True}})),
+    Word(
+        knob="attention",
+        ways=(
+            {name: {"attn_implementation": name} for name in ("eager", "sdpa", "flash_attention_2")},
+            {"flash_attention_2": {"flash_attention": True}},
+            {"sdpa": {"sdp_attention": True}},
+        ),
+    ),
+    Word(
+        knob="fused_optimizer",
+        ways=({True: {"optimizer": "adamw_torch_fused"}, False: {"optimizer": "adamw_torch"}},),
+    ),
+    Word(
+        knob="zero",
+        ways=(
+            {2: {"fsdp_version": 2, _RESHARD: False}, 3: {"fsdp_version": 2, _RESHARD: True}},
+            {
+                2: {"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+                3: {"fsdp_config.fsdp_sharding_strategy": "FULL_SHARD"},
+            },
+        ),
+    ),
+    Word(
+        knob="offload",
+        ways=tuple(
+            {value: {f"fsdp_config.{name}": value == "optimizer"} for value in ("none", "optimizer")}
+            for name in ("offload_params", "fsdp_offload_params")
+        ),
+    ),
+    Word(knob="tp", keys=("tensor_parallel_size",)),
+    Word(knob="cp", keys=("context_parallel_size", "sequence_parallel_degree")),
+    Word(knob="hsdp", keys=("dp_replicate_size",)),
+)
+"""How axolotl names the knobs."""
+
+
+def _prepare(stated: Stated) -> None:
+    if stated.whole("fsdp_version") == 2 and stated.has("fsdp_config.reshard_after_forward") is False:
+        stated.set(_RESHARD, True)
+    if str(stated.settings.get("bf16", "")).lower() == "auto":  # which a device of compute capability 8 has
+        stated.override("bf16", True)
+    prepare(stated)
+
+
+def read(stated: Stated) -> None:
+    """Reads FSDP as the Trainer has it, the adapters, and the formats of the weights."""
+    read_trainer(stated)
+    if (shard := stated.whole("dp_shard_size")) is not None:
+        stated.knobs["dp"] = shard * stated.knobs.get("hsdp", 1)
+    if (adapter := stated.get("adapter")) is not None:
+        target = "all" if stated.flag("lora_target_linear") else stated.get("lora_target_modules")
+        read_lora(stated, stated.whole("lora_r") or 8, target, stated.whole("lora_alpha"))
+        if adapter == "qlora" or stated.flag("load_in_4bit", "load_in_8bit"):
+            stated.note(
+                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so asks for more memory"
+            )
+    if stated.flag("sample_packing"):
+        stated.note(
+            "sample_packing fills samples to sequence_len, of which the estimate is; without it they are padded or short"
+        )
+    elif stated.flag("pad_to_sequence_len") is not True:
+        stated.note(
+            "samples may be shorter than sequence_len (no sample_packing, no padding): the estimate is of full ones"
+        )
+
+
+def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights that are loaded in the format of the products, without a copy in float32."""
+    return {"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the replicas where the file has them."""
+    return {"dp_shard_size": strategy.dp // strategy.hsdp} if stated.has("dp_shard_size") else {}
+
 
 LAUNCHER = Launcher(
     name="axolotl",
     after="train",
     knobs={"micro_batch": MICRO_BATCHES, "precision": ("fp32", "bf16"), "checkpoint_ratio": (0, 1)},
-    words={
-        "micro_batch": "--micro-batch-size {micro_batch}",
-        "grad_accum": "--gradient-accumulation-steps {grad_accum}",
-        "precision": "--bf16 {precision == 'bf16'}",
-        "checkpoint_ratio": "--gradient-checkpointing {checkpoint_ratio == 1}",
-        "fusion": "--torch-compile {fusion}",
-    },
+    words=WORDS.options(
+        "--{} {}",
+        {
+            "micro_batch": None,
+            "grad_accum": None,
+            "precision": ("fp32", "bf16"),
+            "checkpoint_ratio": None,
+            "fusion": None,
+        },
+        hyphens=True,
+    ),
     sayable={"precision": ("fp32", "bf16")},
     short="--output-dir {trial_dir} --max-steps 1000 --val-set-size 0",
+)
+FRAMEWORK = Framework(
+    name="axolotl",
+    title="axolotl",
+    words=WORDS,
+    signs=(
+        *("base_model", "sequence_len", "sample_packing", "datasets", "micro_batch_size", "val_set_size", "adapter"),
+        *(
+            "dataset_prepared_path",
+            "pad_to_sequence_len",
+            "num_epochs",
+            "lora_target_linear",
+            "flash_attention",
+            "chat_template",
+        ),
+    ),
+    programs=("axolotl", "axolotl.cli.train"),
+    model=("base_model", "base_model_config"),
+    seq_len=("sequence_len",),
+    defaults={"micro_batch": 1, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 0, "fused_optimizer": True},
+    conventions=_conventions,
+    prepare=_prepare,
+    read=read,
+    write=write,
 )

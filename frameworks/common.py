@@ -112,6 +112,11 @@ def note_lora(setup: Setup) -> None:
         )
 
 
+def note_tf32(setup: Setup) -> None:
+    """States how products of float32 become TensorFloat-32, where a framework's file cannot."""
+    setup.note("precision=tf32: call torch.set_float32_matmul_precision('high') before training")
+
+
 def note_pure_bf16(setup: Setup) -> None:
     """States that weights in bfloat16 are the model's own."""
     setup.note(

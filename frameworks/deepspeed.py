@@ -5,12 +5,52 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError
-from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order
+from ..knobs.strategy import Strategy
+from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32
 from .launcher import MICRO_BATCHES, Launcher
 from .setup import Setup, words
 from .target import Target
+from .trainer import read_optimizer
+from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("deepspeed", "0.19")
+_BF16, _FP16 = "bf16.enabled", "fp16.enabled"
+_DEVICE = "zero_optimization.offload_optimizer.device"
+WORDS = Words(
+    Word(knob="micro_batch", keys=("train_micro_batch_size_per_gpu",)),
+    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    Word(knob="zero", ways=({stage: {"zero_optimization.stage": stage} for stage in range(4)},)),
+    Word(
+        knob="offload",
+        ways=({"none": {_DEVICE: "none"}, "optimizer": {_DEVICE: "cpu"}}, {"optimizer": {_DEVICE: "nvme"}}),
+    ),
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "fp32": {_BF16: False, _FP16: False},
+                "bf16": {_BF16: True},
+                "fp16": {_FP16: True},
+                "bf16_pure": {
+                    _BF16: True,
+                    "bf16.bf16_master_weights_and_grads": True,
+                    "bf16.bf16_optimizer_states": True,
+                },
+            },
+            {"bf16": {"bfloat16.enabled": True}},
+        ),
+        option={"fp32": {_BF16: False}, "bf16": {_BF16: True}},
+    ),
+    Word(knob="reduce_dtype", ways=({each: {"communication_data_type": each} for each in ("fp32", "bf16")},)),
+    Word(knob="tp", keys=("tensor_parallel.autotp_size",)),
+    Word(knob="sp", keys=("sequence_parallel_size",)),
+    Word(knob="pp", keys=("pipeline.stages",)),
+    Word(
+        knob="fused_optimizer",
+        ways=({True: {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}},),
+    ),
+)
+"""How DeepSpeed's configuration names the knobs."""
 
 
 def config(setup: Setup) -> dict[str, Any]:
@@ -28,8 +68,7 @@ def config(setup: Setup) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if setup.micro_batch is not None:
         out["train_batch_size"] = setup.global_batch
-        out["train_micro_batch_size_per_gpu"] = setup.micro_batch
-        out["gradient_accumulation_steps"] = setup.grad_accum
+        out |= WORDS.write("micro_batch", setup.micro_batch) | WORDS.write("grad_accum", setup.grad_accum)
     else:
         setup.note("the batch is not known: set train_micro_batch_size_per_gpu")
     zero = _zero(setup)
@@ -37,19 +76,19 @@ def config(setup: Setup) -> dict[str, Any]:
     out |= _precision(setup, zero["stage"])
     setup.knob("reduce_dtype")
     if setup.replicas > 1:
-        out["communication_data_type"] = setup.formats.reduced
+        out |= WORDS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
     out |= _optimizer(setup, zero)
     # By default it clips at 1, which was not measured.
     out["gradient_clipping"] = 0.0
     # Its timer would wait for the device twice in every micro-batch.
     out["timers"] = {"throughput": {"enabled": False}}
     if setup.tp > 1:
-        out["tensor_parallel"] = {"autotp_size": setup.tp}
+        out |= nested(WORDS.write("tp", setup.tp))
         setup.note(
             f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows this one"
         )
     if setup.sp > 1:
-        out["sequence_parallel_size"] = setup.sp
+        out |= WORDS.write("sp", setup.sp)
         setup.note(
             f"sp={setup.sp}: give deepspeed.initialize(mpu=...) what UlyssesSPAttentionHF.register_with_transformers("
             f"..., sequence_parallel_size={setup.sp}, micro_batch_size={setup.micro_batch}) returns, and take batches "
@@ -57,7 +96,7 @@ def config(setup: Setup) -> dict[str, Any]:
             "weighed by its labels in your loop"
         )
     if setup.pp > 1:
-        out["pipeline"] = {"stages": setup.pp}
+        out |= nested(WORDS.write("pp", setup.pp))
         setup.note(
             f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
             "gradient_accumulation_steps are its micro-batches"
@@ -91,21 +130,19 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
             "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside "
             "an fp32 master copy"
         )
-        return {"bf16": {"enabled": True}}
-    if precision == "bf16_pure":
-        if stage == 0:
-            setup.note("precision=bf16_pure: at stage 0 DeepSpeed keeps fp32 master weights: more memory")
-            return {"bf16": {"enabled": True}}
-        return {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-    if precision == "fp16":
-        return {"fp16": {"enabled": True}}
+    if precision == "tf32":
+        note_tf32(setup)
+        precision = "fp32"
+    if precision == "bf16_pure" and stage == 0:
+        setup.note("precision=bf16_pure: at stage 0 DeepSpeed keeps fp32 master weights: more memory")
+        precision = "bf16"
     if setup.formats.scaling:
         setup.note(
             f"precision={precision} has no counterpart here: bf16 is set; before deepspeed.initialize "
             "torchao.float8.convert_to_float8_training converts your model"
         )
-        return {"bf16": {"enabled": True}}
-    return {}
+        precision = "bf16"
+    return nested(WORDS.write("precision", precision)) if precision != "fp32" else {}
 
 
 def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,9 +159,8 @@ def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
         setup.note("offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use")
     else:
         # PyTorch's own, as it was measured: DeepSpeed's fused one has to be compiled.
-        params["torch_adam"] = True
-        if fused:
-            params["fused"] = True
+        given = nested(WORDS.write("fused_optimizer", True))["optimizer"]["params"]
+        params |= given if fused else {name: value for name, value in given.items() if name != "fused"}
     return {"optimizer": {"type": "AdamW", "params": params}}
 
 
@@ -180,13 +216,68 @@ TARGET = Target(
 LAUNCHER = Launcher(
     name="deepspeed",
     knobs={"micro_batch": MICRO_BATCHES, "zero": (0, 1, 2, 3), "precision": ("fp32", "bf16")},
-    paths={
-        "micro_batch": "train_micro_batch_size_per_gpu={micro_batch}",
-        "grad_accum": "gradient_accumulation_steps={grad_accum}",
-        "zero": "zero_optimization.stage={zero}",
-        "offload": "zero_optimization.offload_optimizer.device={'cpu' if offload == 'optimizer' else 'none'}",
-        "precision": "bf16.enabled={precision == 'bf16'}",
-    },
+    paths=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "grad_accum", "zero", "offload", "precision"))),
     sayable={"precision": ("fp32", "bf16")},
     several=("zero",),
+)
+
+
+def read(stated: Stated) -> None:
+    """Reads the batch, the optimizer and what DeepSpeed does by itself."""
+    if (total := stated.whole("train_batch_size")) is not None:
+        stated.facts["global_batch"] = total
+    if stated.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
+        stated.note(
+            "zero_optimization.offload_param keeps the parameters in host memory too, which the estimate leaves out"
+        )
+        stated.knobs["offload"] = "optimizer"
+    zero, offload = stated.knobs.get("zero"), stated.knobs.get("offload")
+    if offload == "optimizer" and zero == 0:
+        stated.note(f"{_DEVICE} has no effect at zero_optimization.stage 0: DeepSpeed offloads from stage 1 on")
+        stated.knobs["offload"] = "none"
+    if stated.flag(_BF16) and stated.flag(_FP16):
+        stated.note("bf16.enabled and fp16.enabled are both true, which DeepSpeed refuses")
+    if (
+        stated.get("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing")
+        is not None
+    ):
+        stated.note(
+            "activation_checkpointing configures deepspeed.checkpointing; it recomputes nothing unless the model calls "
+            "it, or gradient checkpointing is on in the trainer"
+        )
+    read_optimizer(stated, stated.get("optimizer.type"))
+
+
+def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights and gradients of 16 bits beside fp32 master weights, which autocast does not have."""
+    half = config.get("precision") in ("bf16", "fp16")
+    return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the global batch where the file has it."""
+    if not stated.has("train_batch_size"):
+        return {}
+    return {"train_batch_size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
+
+
+FRAMEWORK = Framework(
+    name="deepspeed",
+    title="DeepSpeed",
+    words=WORDS,
+    signs=(
+        *("zero_optimization.*", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled", "fp16.enabled"),
+        *(
+            "zero_allow_untested_optimizer",
+            "tensor_parallel.autotp_size",
+            "wall_clock_breakdown",
+            "communication_data_type",
+        ),
+    ),
+    defaults={"zero": 0, "grad_accum": 1},
+    conventions=_conventions,
+    read=read,
+    write=write,
+    # deepspeed/utils/timer.py
+    prints=r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
 )

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..base.errors import UsageError
-from .documents import section
-from .stated_space import Draft, Format, identifiers
+from .stated_space import Draft, Format, identifiers, section
 
 _MICRO_BATCH, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _STAGES = (0, 1, 2, 3)

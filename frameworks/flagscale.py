@@ -9,9 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError
-from .degrees import declare_degrees, declare_micro_batch, divisors, listed, share, whole_numbers
-from .documents import read_document, section
-from .stated_space import Draft, Format
+from . import megatron
+from .stated_space import (
+    Draft,
+    Format,
+    declare_degrees,
+    declare_micro_batch,
+    divisors,
+    listed,
+    read_document,
+    section,
+    share,
+    whole_numbers,
+)
+from .words import Framework, Settings, Word, Words
 
 _DIMENSIONS = (
     *("data_parallel_size", "use_distributed_optimizer", "tensor_model_parallel_size", "sequence_parallel"),
@@ -216,4 +227,44 @@ FORMAT = Format(
     holds="experiment.auto_tuner",
     recognises=_recognises,
     read=_read,
+)
+
+
+def _under(word: Word) -> Word:
+    """A word of Megatron's with underscores, as its YAML has it; sections are left out."""
+
+    def spell(settings: Settings) -> dict[str, Any]:
+        return {name.replace("-", "_"): value for name, value in settings.items()}
+
+    keys = tuple(key.replace("-", "_") for key in word.keys)
+    ways = tuple({value: spell(settings) for value, settings in way.items()} for way in word.ways)
+    return Word(knob=word.knob, keys=keys, ways=ways)
+
+
+WORDS = Words(*map(_under, megatron.WORDS.values()))
+"""Megatron-LM's names in the sections `system`, `model` and `data` of a YAML."""
+FRAMEWORK = Framework(
+    name="flagscale",
+    title="FlagScale",
+    words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
+    signs=(
+        "*system.tensor_model_parallel_size",
+        "*system.pipeline_model_parallel_size",
+        "*model.micro_batch_size",
+        "*system.use_distributed_optimizer",
+        "*model.num_attention_heads",
+        "*system.precision.bf16",
+        "experiment.*",
+    ),
+    programs=("flagscale", "run.py --config-path*"),
+    seq_len=("seq_length",),
+    defaults=megatron.DEFAULTS,
+    conventions=megatron.conventions,
+    by_last=True,
+    prepare=megatron.prepare,
+    read=megatron.read,
+    write=lambda strategy, stated: {
+        name.replace("-", "_"): value for name, value in megatron.write(strategy, stated).items()
+    },
 )

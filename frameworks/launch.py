@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .hosts import PORT
-from .setup import Setup
+from .setup import PORT, Setup
 from .target import Form, hashed
 
 _MOUNT = "/redline"

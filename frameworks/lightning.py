@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..knobs.strategy import Strategy
 from .common import (
     adamw,
     note_adamw,
@@ -11,14 +12,52 @@ from .common import (
     note_lora,
     note_pipeline,
     note_reduction,
+    note_tf32,
 )
 from .launcher import Launcher
 from .setup import Setup, words
 from .target import Target, hashed
+from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("lightning", "2.6")
 
-_PRECISION = {"bf16": "bf16-mixed", "bf16_pure": "bf16-true", "fp16": "16-mixed"}
+_FORMATS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "bf16_pure": "bf16-true"}
+_CLASS, _ARGUMENTS = "trainer.strategy.class_path", "trainer.strategy.init_args."
+_MESH = {_CLASS: "lightning.pytorch.strategies.ModelParallelStrategy"}
+WORDS = Words(
+    Word(
+        knob="precision",
+        ways=(
+            {value: {"trainer.precision": name} for value, name in _FORMATS.items()},
+            {
+                "bf16": {"trainer.precision": "bf16"},
+                "fp16": {"trainer.precision": 16},
+                "fp32": {"trainer.precision": 32},
+            },
+            {"fp32": {"trainer.precision": "32"}, "bf16_pure": {"trainer.precision": "bf16-true"}},
+        ),
+    ),
+    Word(knob="grad_accum", keys=("trainer.accumulate_grad_batches",)),
+    Word(knob="micro_batch", keys=("data.batch_size", "data.init_args.batch_size")),
+    Word(
+        knob="zero",
+        ways=(
+            {0: {"trainer.strategy": "ddp"}, 3: {"trainer.strategy": "fsdp"}},
+            {stage: {"trainer.strategy": f"deepspeed_stage_{stage}"} for stage in (1, 2, 3)},
+            {
+                stage: {f"{_ARGUMENTS}sharding_strategy": name}
+                for stage, name in ((0, "NO_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"))
+            },
+        ),
+    ),
+    Word(
+        knob="offload",
+        ways=({"none": {f"{_ARGUMENTS}cpu_offload": False}, "optimizer": {f"{_ARGUMENTS}cpu_offload": True}},),
+    ),
+    Word(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
+    Word(knob="fused_optimizer", ways=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)),
+)
+"""How LightningCLI names the knobs."""
 
 
 def config(setup: Setup) -> dict[str, Any]:
@@ -32,7 +71,7 @@ def config(setup: Setup) -> dict[str, Any]:
         "precision": _precision(setup),
     }
     if setup.micro_batch is not None:
-        trainer["accumulate_grad_batches"] = setup.grad_accum
+        trainer |= nested(WORDS.write("grad_accum", setup.grad_accum))["trainer"]
         setup.note(f"micro_batch={setup.micro_batch} is your DataLoader's batch_size")
     else:
         setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
@@ -58,8 +97,11 @@ def _precision(setup: Setup) -> str:
             "in configure_model(), torchao.float8.convert_to_float8_training(each, "
             f"config=Float8LinearConfig.from_recipe_name({scaling!r})) of each block"
         )
-        return "bf16-mixed"
-    return _PRECISION.get(setup.knob("precision"), "32-true")
+        return _FORMATS["bf16"]
+    if setup.knob("precision") == "tf32":
+        note_tf32(setup)
+        return _FORMATS["fp32"]
+    return _FORMATS[setup.knob("precision")]
 
 
 def _strategy(setup: Setup) -> Any:
@@ -67,7 +109,7 @@ def _strategy(setup: Setup) -> Any:
         return "auto"
     zero = setup.knob("zero") if setup.dp > 1 else 0
     if zero == 0 and setup.tp == 1:
-        return "ddp"
+        return WORDS.write("zero", 0)["trainer.strategy"]
     if zero == 0 and setup.dp > 1:
         setup.note("zero=0 beside tp: Lightning has no DDP with tp, so shard the replicas by fully_shard too")
     if setup.tp > 1:
@@ -83,10 +125,8 @@ def _strategy(setup: Setup) -> Any:
             "mesh=self.device_mesh['data_parallel'], reshard_after_forward="
             f"{setup.exchange.gathered == 'pass'}) of each block, then of the model"
         )
-    return {
-        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
-        "init_args": {"data_parallel_size": setup.dp, "tensor_parallel_size": setup.tp},
-    }
+    sizes = {f"{_ARGUMENTS}data_parallel_size": setup.dp} | WORDS.write("tp", setup.tp)
+    return nested(_MESH | sizes)["trainer"]["strategy"]
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:
@@ -139,12 +179,7 @@ LAUNCHER = Launcher(
         "precision": ("fp32", "bf16"),
         "zero": (0, 3),
     },
-    words={
-        "precision": "--trainer.precision {'32-true' if precision == 'fp32' else '16-mixed' if precision == 'fp16' else "
-        "'bf16-mixed'}",
-        "zero": "--trainer.strategy {'fsdp' if zero == 3 else 'ddp'}",
-        "grad_accum": "--trainer.accumulate_grad_batches {grad_accum}",
-    },
+    words=WORDS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "zero": None, "grad_accum": None}),
     short=(
         "--trainer.default_root_dir {trial_dir} --trainer.max_steps 1000 --trainer.logger false "
         # Its default bar is rich's where that is installed, which shows nothing but in a terminal.
@@ -153,4 +188,54 @@ LAUNCHER = Launcher(
     ),
     sayable={"zero": (0, 3)},
     several=("zero",),
+)
+
+
+def read(stated: Stated) -> None:
+    """Reads the devices and the strategy's sizes."""
+    name = str(stated.get("trainer.strategy", _CLASS) or "")
+    if "fsdp" in name.lower():
+        stated.knobs.setdefault("zero", 3)
+    if "offload" in name:
+        stated.knobs["offload"] = "optimizer"
+    if "ModelParallel" in name:
+        if (dp := stated.whole(f"{_ARGUMENTS}data_parallel_size")) is not None:
+            stated.knobs["dp"] = dp
+        stated.note(
+            "ModelParallelStrategy leaves sharding and checkpointing to configure_model() of your module: state them "
+            "by --set zero=3 and --set checkpoint_ratio=1"
+        )
+    if stated.get(f"{_ARGUMENTS}activation_checkpointing_policy") is not None:
+        stated.knobs["checkpoint_ratio"] = 1
+    devices, hosts = stated.whole("trainer.devices"), stated.whole("trainer.num_nodes") or 1
+    if devices is not None:
+        stated.facts |= {"devices": devices * hosts, "per_host": devices}
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the replicas where the file has them."""
+    key = f"{_ARGUMENTS}data_parallel_size"
+    return {key: strategy.dp} if stated.has(key) else {}
+
+
+FRAMEWORK = Framework(
+    name="lightning",
+    title="Lightning",
+    words=WORDS,
+    signs=(
+        "trainer.accelerator",
+        "trainer.devices",
+        "trainer.precision",
+        "trainer.accumulate_grad_batches",
+        "trainer.num_nodes",
+        "trainer.strategy",
+        "trainer.max_epochs",
+        "trainer.strategy.class_path",
+        "seed_everything",
+    ),
+    model=("model.init_args.model_name", "model.model_name", "model.init_args.model_name_or_path"),
+    seq_len=("data.init_args.max_length", "data.max_length", "data.init_args.block_size", "data.block_size"),
+    defaults={"precision": "fp32", "grad_accum": 1},
+    read=read,
+    write=write,
 )

@@ -1,19 +1,84 @@
-"""LitGPT: `litgpt pretrain MODEL ...` and `litgpt finetune_lora MODEL ...`."""
+"""LitGPT: `litgpt pretrain MODEL ...` and `litgpt finetune_lora MODEL ...`, and their YAML."""
 
+from typing import Any
+
+from ..knobs.strategy import Strategy
 from .launcher import MICRO_BATCHES, Launcher
+from .llamafactory import read_lora
+from .words import Framework, Stated, Word, Words
+
+_TOTAL = "train.global_batch_size"
+WORDS = Words(
+    Word(knob="micro_batch", keys=("train.micro_batch_size",)),
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "fp32": {"precision": "32-true"},
+                "bf16": {"precision": "bf16-mixed"},
+                "bf16_pure": {"precision": "bf16-true"},
+                "fp16": {"precision": "16-mixed"},
+            },
+        ),
+    ),
+)
+"""How LitGPT names the knobs; it shards by FSDP wherever there are several devices."""
+
+
+def read(stated: Stated) -> None:
+    """Reads the global batch, the devices and the adapters."""
+    if (total := stated.whole(_TOTAL)) is not None:
+        stated.facts["global_batch"] = total
+    devices, hosts = stated.whole("devices"), stated.whole("num_nodes") or 1
+    if devices is not None:
+        stated.facts |= {"devices": devices * hosts, "per_host": devices}
+    if (rank := stated.whole("lora_r")) is not None:
+        read_lora(stated, rank, None, stated.whole("lora_alpha"))
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the global batch."""
+    return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
+
 
 LAUNCHER = Launcher(
     name="litgpt",
     knobs={"micro_batch": MICRO_BATCHES, "precision": ("fp32", "bf16", "bf16_pure")},
-    words={
-        "micro_batch": "--train.micro_batch_size {micro_batch}",
-        "grad_accum": "--train.global_batch_size {global_batch}",
-        "precision": (
-            "--precision {'32-true' if precision == 'fp32' else 'bf16-mixed' if precision == 'bf16' else 'bf16-true'}"
-        ),
-    },
+    words=WORDS.options("--{} {}", {"micro_batch": None, "precision": ("fp32", "bf16", "bf16_pure")})
+    | {"grad_accum": f"--{_TOTAL} {{global_batch}}"},
     sayable={"precision": ("fp32", "bf16", "bf16_pure")},
-    total="--train.global_batch_size",
+    total=f"--{_TOTAL}",
     own_total=True,
     short="--out_dir {trial_dir} --train.log_interval 1 --train.save_interval 1000000 --eval.interval 1000000",
+)
+FRAMEWORK = Framework(
+    name="litgpt",
+    title="LitGPT",
+    words=WORDS,
+    signs=(
+        *(
+            "train.micro_batch_size",
+            "train.global_batch_size",
+            "train.max_seq_length",
+            "train.max_tokens",
+            "checkpoint_dir",
+        ),
+        *(
+            "train.lr_warmup_steps",
+            "tokenizer_dir",
+            "initial_checkpoint_dir",
+            "train.save_interval",
+            "lora_r",
+            "eval.interval",
+        ),
+        *("model_name", "out_dir", "precision", "num_nodes"),
+    ),
+    programs=("litgpt",),
+    model=("model_name", "checkpoint_dir"),
+    seq_len=("train.max_seq_length",),
+    defaults={"precision": "bf16_pure", "zero": 3, "micro_batch": 4, "checkpoint_ratio": 0},
+    read=read,
+    write=write,
+    # litgpt/pretrain.py, litgpt/finetune/lora.py; the time beside it is a micro-batch's
+    prints=r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
 )

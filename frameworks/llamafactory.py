@@ -1,7 +1,57 @@
-"""LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; what is set is the Trainer's."""
+"""LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; what is set is the Trainer's, and some of its own."""
 
 from .launcher import MICRO_BATCHES, Launcher
+from .trainer import WORDS as TRAINER, prepare, read as read_trainer, write as write_trainer
+from .words import Framework, Stated, Word, Words
 
+WORDS = Words(
+    *(
+        TRAINER[knob]
+        for knob in ("micro_batch", "grad_accum", "precision", "fusion", "fused_optimizer", "zero", "offload")
+    ),
+    Word(
+        knob="checkpoint_ratio",
+        ways=({1: {"disable_gradient_checkpointing": False}, 0: {"disable_gradient_checkpointing": True}},),
+    ),
+    Word(knob="kernels", ways=({False: {"enable_liger_kernel": False}, True: {"enable_liger_kernel": True}},)),
+    Word(
+        knob="attention",
+        ways=(
+            {
+                "eager": {"flash_attn": "disabled"},
+                "sdpa": {"flash_attn": "sdpa"},
+                "flash_attention_2": {"flash_attn": "fa2"},
+            },
+        ),
+    ),
+)
+"""How LLaMA-Factory names the knobs; it recomputes every block unless it is told not to."""
+
+
+def read(stated: Stated) -> None:
+    """Reads what the Trainer's arguments say, and the adapters."""
+    read_trainer(stated)
+    if stated.get("finetuning_type") == "lora" or (not stated.has("finetuning_type") and stated.has("lora_rank")):
+        read_lora(stated, stated.whole("lora_rank") or 8, stated.get("lora_target"), stated.whole("lora_alpha"))
+    elif stated.flag("pure_bf16"):
+        stated.conventions["precision"] = "bf16_pure"
+    if (bits := stated.whole("quantization_bit")) is not None:
+        stated.note(
+            f"quantization_bit = {bits}: the estimate has frozen weights of 16 bits or more, which take more memory"
+        )
+
+
+def read_lora(stated: Stated, rank: int, target: object, alpha: int | None) -> None:
+    """Reads adapters, as `--lora` takes them."""
+    names = [str(each) for each in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
+    chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
+    stated.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
+
+
+# Its values are read as YAML, where a bare `no` is false.
+_SHORT = (
+    "output_dir={trial_dir} max_steps=1000 save_strategy='\"no\"' eval_strategy='\"no\"' report_to=none plot_loss=false"
+)
 LAUNCHER = Launcher(
     name="llamafactory",
     knobs={
@@ -10,15 +60,41 @@ LAUNCHER = Launcher(
         "checkpoint_ratio": (1, 0),
         "kernels": (False, True),
     },
-    words={
-        "micro_batch": "per_device_train_batch_size={micro_batch}",
-        "grad_accum": "gradient_accumulation_steps={grad_accum}",
-        "precision": "bf16={precision == 'bf16'} fp16={precision == 'fp16'}",
-        "checkpoint_ratio": "disable_gradient_checkpointing={checkpoint_ratio == 0}",
-        "kernels": "enable_liger_kernel={kernels}",
-    },
-    # Its values are read as YAML, where a bare `no` is false.
-    short=(
-        "output_dir={trial_dir} max_steps=1000 save_strategy='\"no\"' eval_strategy='\"no\"' report_to=none plot_loss=false"
+    words=WORDS.options(
+        "{}={}", dict.fromkeys(("micro_batch", "grad_accum", "precision", "checkpoint_ratio", "kernels"))
     ),
+    short=_SHORT,
+)
+FRAMEWORK = Framework(
+    name="llamafactory",
+    title="LLaMA-Factory",
+    words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
+    signs=(
+        *(
+            "finetuning_type",
+            "cutoff_len",
+            "stage",
+            "template",
+            "dataset_dir",
+            "disable_gradient_checkpointing",
+            "plot_loss",
+        ),
+        *(
+            "per_device_train_batch_size",
+            "enable_liger_kernel",
+            "flash_attn",
+            "lora_rank",
+            "lora_target",
+            "overwrite_cache",
+        ),
+    ),
+    programs=("llamafactory-cli", "llamafactory", "train_bash.py", "lmf"),
+    model=("model_name_or_path",),
+    seq_len=("cutoff_len",),
+    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 1, "fused_optimizer": True},
+    prepare=prepare,
+    read=read,
+    write=write_trainer,
+    option="{key}={value}",
 )

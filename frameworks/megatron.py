@@ -1,15 +1,83 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..knobs.meaning import recomputed
-from .common import note_order
+from ..knobs.strategy import Strategy
+from .common import note_order, note_tf32
 from .launcher import Launcher
-from .megatron_model import model_flags
+from .megatron_model import architecture_of, model_flags
 from .setup import Setup, words
 from .target import Target, hashed, sourced
+from .trainer import read_optimizer
+from .words import Framework, Stated, Word, Words
 
 CHECKED = ("megatron-core", "0.19")
 
-_ATTENTION = {"eager": "unfused", "flash_attention_2": "flash", "flash_attention_3": "flash"}
+_BACKEND, _DISTRIBUTED, _CUT = "attention-backend", "use-distributed-optimizer", "data-parallel-sharding-strategy"
+_FULL = {"recompute-granularity": "full", "recompute-method": "uniform"}
+_CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
+WORDS = Words(
+    Word(knob="tp", keys=("tensor-model-parallel-size",)),
+    Word(knob="pp", keys=("pipeline-model-parallel-size",)),
+    Word(knob="cp", keys=("context-parallel-size",)),
+    Word(knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)),
+    Word(knob="micro_batch", keys=("micro-batch-size",)),
+    Word(
+        knob="zero",
+        ways=(
+            {
+                0: {_DISTRIBUTED: False},
+                1: {_DISTRIBUTED: True},
+                2: {_DISTRIBUTED: True, _CUT: "optim_grads"},
+                3: {_DISTRIBUTED: True, _CUT: "optim_grads_params"},
+            },
+            {3: {"use-torch-fsdp2": True}},
+        ),
+    ),
+    Word(knob="hsdp", keys=("num-distributed-optimizer-instances",)),
+    Word(
+        knob="offload",
+        ways=({"none": {"optimizer-cpu-offload": False}, "optimizer": {"optimizer-cpu-offload": True}},),
+    ),
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "fp32": {"bf16": False, "fp16": False},
+                "bf16": {"bf16": True},
+                "fp16": {"fp16": True},
+                "fp8": {"bf16": True, "fp8-format": "hybrid", "fp8-recipe": "tensorwise"},
+                "fp8_rowwise": {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "tensorwise"},
+            },
+            {"fp8": {"bf16": True, "fp8-format": "hybrid"}},
+            {"fp8": {"bf16": True, "fp8-format": "e4m3"}},
+            {"fp8": {"bf16": True, "fp8-hybrid": True}},
+        ),
+    ),
+    Word(
+        knob="reduce_dtype",
+        ways=({"fp32": {"grad-reduce-in-bf16": False}, "bf16": {"grad-reduce-in-bf16": True}},),
+    ),
+    Word(
+        knob="checkpoint_ratio",
+        ways=({0: {"recompute-granularity": None}, 1: {**_FULL, "recompute-num-layers": 1}}, {1: _FULL}),
+    ),
+    Word(
+        knob="attention",
+        ways=(
+            {
+                "eager": {_BACKEND: "unfused"},
+                "flash_attention_2": {_BACKEND: "flash"},
+                "flash_attention_3": {_BACKEND: "flash"},
+            },
+            {"flash_attention_2": {"use-flash-attn": True}},
+        ),
+    ),
+    Word(knob="virtual_stages", keys=(_CHUNKS,)),
+)
+"""How Megatron-LM names the knobs; the accumulation follows from its global batch."""
 _SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
 # What Megatron-FSDP needs beside its strategy (docs/user-guide/features/megatron_fsdp of Megatron-LM).
 _FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
@@ -17,16 +85,13 @@ _FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-for
 
 def flags(setup: Setup) -> list[str]:
     """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
-    out = [
-        f"--tensor-model-parallel-size {setup.tp}",
-        f"--pipeline-model-parallel-size {setup.pp}",
-    ]
+    out = _said("tp", setup.tp) + _said("pp", setup.pp)
     if setup.cp > 1:
-        out.append(f"--context-parallel-size {setup.cp}")
+        out += _said("cp", setup.cp)
     if setup.knob("sequence_parallel") and setup.tp > 1:
-        out.append("--sequence-parallel")
+        out += _said("sequence_parallel", True)
     if setup.micro_batch is not None:
-        out += [f"--micro-batch-size {setup.micro_batch}", f"--global-batch-size {setup.global_batch}"]
+        out += [*_said("micro_batch", setup.micro_batch), f"--global-batch-size {setup.global_batch}"]
     else:
         setup.note("the batch is not known: set --micro-batch-size and --global-batch-size")
     if setup.seq_len is not None:
@@ -34,8 +99,9 @@ def flags(setup: Setup) -> list[str]:
     out += _zero(setup) + _precision(setup) + _recomputation(setup)
     attention = setup.knob("attention")
     if attention is not None:
-        out.append(f"--attention-backend {_ATTENTION.get(attention, 'auto')}")
-        if attention not in _ATTENTION:
+        known = attention in WORDS["attention"].values
+        out += _said("attention", attention) if known else [f"--{_BACKEND} auto"]
+        if not known:
             setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
     out += _order(setup)
     if setup.lora:
@@ -48,6 +114,16 @@ def flags(setup: Setup) -> list[str]:
     return model_flags(setup) + out
 
 
+def _said(knob: str, value: object) -> list[str]:
+    """The flags for a value of a knob; those of settings that are on have no value."""
+    settings = WORDS.write(knob, value)
+    return [
+        f"--{name}" if each is True else f"--{name} {each}"
+        for name, each in settings.items()
+        if each not in (False, None)
+    ]
+
+
 def _chunks(setup: Setup) -> int:
     """Model chunks of a pipeline rank; Megatron knows no V."""
     return setup.knob("virtual_stages") if setup.order_of_stages() in ("interleaved", "zero_bubble") else 1
@@ -57,7 +133,7 @@ def _order(setup: Setup) -> list[str]:
     chunks = _chunks(setup)
     runs = "1F1B" if chunks == 1 else f"1F1B interleaved over {chunks} chunks a rank"
     note_order(setup, ["1f1b", "interleaved"], f"Megatron's pipelines run {runs}")
-    return [f"--num-virtual-stages-per-pipeline-rank {chunks}"] if chunks > 1 else []
+    return _said("virtual_stages", chunks) if chunks > 1 else []
 
 
 def _zero(setup: Setup) -> list[str]:
@@ -65,17 +141,15 @@ def _zero(setup: Setup) -> list[str]:
     offload = setup.knob("offload") == "optimizer"
     out: list[str] = []
     if zero == 1 or (zero == 0 and offload):
-        out.append("--use-distributed-optimizer")
+        out += _said("zero", 1)
         if zero == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}")
     elif zero >= 2:
-        strategy = "optim_grads_params" if "weights" in setup.exchange.cut else "optim_grads"
-        out += ["--use-distributed-optimizer", f"--data-parallel-sharding-strategy {strategy}"]
-        out += [_FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
+        out += [*_said("zero", zero), _FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
         if (groups := setup.knob("hsdp")) > 1:
-            out.append(f"--num-distributed-optimizer-instances {groups}")
+            out += _said("hsdp", groups)
     if offload:
-        out += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+        out += [*_said("offload", "optimizer"), "--use-precision-aware-optimizer"]
     return out
 
 
@@ -86,21 +160,17 @@ def _precision(setup: Setup) -> list[str]:
             "precision=bf16 was autocast over fp32 weights; Megatron holds bfloat16 weights and fp32 master "
             "weights in the optimizer"
         )
+    if precision == "tf32":
+        note_tf32(setup)
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":
         setup.note(f"precision={precision}: Megatron has no scale a row, so that each tensor has one")
-    out = {
-        "bf16": ["--bf16"],
-        "bf16_pure": ["--bf16"],
-        "fp16": ["--fp16"],
-        "fp8": ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"],
-        "fp8_rowwise": ["--bf16", "--fp8-format e4m3", "--fp8-recipe tensorwise"],
-    }.get(precision, [])
+    out = _said("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.replicas > 1 else None
     if reduced == "bf16" and "--bf16" in out:
-        out.append("--grad-reduce-in-bf16")
+        out += _said("reduce_dtype", "bf16")
     elif reduced == "bf16":
         setup.note(f"reduce_dtype=bf16 has no counterpart with precision={precision}: gradients travel in float32")
     return out
@@ -111,7 +181,7 @@ def _recomputation(setup: Setup) -> list[str]:
     if not ratio:
         return []
     if ratio == 1:
-        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+        return _said("checkpoint_ratio", 1)
     # `block` recomputes that many layers of each pipeline stage.
     stages = setup.pp * _chunks(setup)
     setup.note(
@@ -153,15 +223,131 @@ TARGET = Target(
 LAUNCHER = Launcher(
     name="megatron",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words={
-        "micro_batch": "--micro-batch-size {micro_batch}",
-        "grad_accum": "--global-batch-size {global_batch}",
-        "tp": "--tensor-model-parallel-size {tp}",
-        "pp": "--pipeline-model-parallel-size {pp}",
-        "cp": "--context-parallel-size {cp}",
-    },
+    words=WORDS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp")))
+    | {"grad_accum": "--global-batch-size {global_batch}"},
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
     instead={"--train-iters": "--train-samples"},
     total="--global-batch-size",
     several=("tp", "pp"),
+)
+
+
+def prepare(stated: Stated) -> None:
+    """Takes what a flag turns on besides itself."""
+    if stated.flag("use-megatron-fsdp", "use-custom-fsdp"):
+        stated.set(_DISTRIBUTED, True)
+        stated.set(_CUT, "optim_grads_params")
+
+
+def read(stated: Stated) -> None:
+    """Reads the model's sizes, the batch, recomputation and stages that are stated by their layers."""
+    knobs = stated.knobs
+    if (found := architecture_of(stated)) is not None:
+        stated.facts["architecture"] = found
+    if (total := stated.whole("global-batch-size")) is not None:
+        stated.facts["global_batch"] = total
+    else:
+        knobs["grad_accum"] = 1
+    layers, pp = stated.whole("num-layers") or stated.whole("encoder-num-layers"), knobs.get("pp", 1)
+    each = stated.whole(_OLD_CHUNKS)
+    if each is not None and layers is not None and pp > 1:
+        if layers % (pp * each):
+            stated.note(f"{stated.name(_OLD_CHUNKS)} = {each} does not divide the {layers // pp} layers of a stage")
+        knobs["virtual_stages"] = max(1, layers // pp // each)
+    if knobs.get("virtual_stages", 1) > 1:
+        knobs["pipeline_schedule"] = "interleaved"
+    _read_recomputation(stated, layers, pp * knobs.get("virtual_stages", 1))
+    if stated.flag("sequence-parallel") and knobs.get("tp", 1) == 1:
+        stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
+    if (experts := stated.whole("expert-model-parallel-size") or 1) > 1:
+        stated.note(
+            f"expert-model-parallel-size = {experts} has no knob here: the estimate holds all experts on every rank"
+        )
+    if stated.get("rampup-batch-size") is not None:
+        stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")
+    read_optimizer(stated, stated.get("optimizer"))
+
+
+def _read_recomputation(stated: Stated, layers: int | None, stages: int) -> None:
+    granularity = str(stated.get("recompute-granularity") or "")
+    if granularity == "selective" or stated.flag("recompute-activations"):
+        stated.knobs["checkpoint_ratio"] = 0
+        stated.conventions["recompute_attention"] = True
+    elif granularity == "full" and stated.get("recompute-method") == "block":
+        count = stated.whole("recompute-num-layers")
+        if count is None or layers is None:
+            stated.note("recompute-num-layers: the share of recomputed layers needs num-layers; all are taken to be")
+            stated.knobs["checkpoint_ratio"] = 1
+        else:
+            each = max(1, layers // stages)
+            if count > each:
+                stated.note(
+                    f"recompute-num-layers = {count} is more than the {each} layers of a stage: all are recomputed"
+                )
+            stated.knobs["checkpoint_ratio"] = min(1.0, count / each)
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the global batch, partial recomputation, and stages by their layers where the file has these."""
+    out: dict[str, Any] = {"global-batch-size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
+    layers = stated.whole("num-layers")
+    stages = strategy.pp * strategy.virtual_stages
+    if 0 < strategy.checkpoint_ratio < 1:
+        if layers is None:
+            raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
+        count = max(1, round(strategy.checkpoint_ratio * (layers // stages)))
+        out |= {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": count}
+    if stated.has(_OLD_CHUNKS) and layers is not None and strategy.virtual_stages > 1:
+        out[_OLD_CHUNKS] = layers // stages
+    return out
+
+
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients that add up in fp32 beside those of a
+    backward pass; and slices of activations between stages (arXiv:2104.04473, section 4.1)."""
+    half = config.get("precision") in ("bf16", "fp16")
+    formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True}
+    return {"scatter_transfers": True, **(formats if half else {})}
+
+
+DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}
+"""Values that Megatron has where no flag is given."""
+FRAMEWORK = Framework(
+    name="megatron",
+    title="Megatron-LM",
+    words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
+    signs=(
+        *(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "micro_batch_size",
+            "num_layers",
+            "hidden_size",
+        ),
+        *(
+            "num_attention_heads",
+            "use_distributed_optimizer",
+            "recompute_granularity",
+            "transformer_impl",
+            "use_mcore_models",
+        ),
+        *(
+            "max_position_embeddings",
+            "train_iters",
+            "train_samples",
+            "global_batch_size",
+            "use_flash_attn",
+            "lr_decay_iters",
+        ),
+    ),
+    programs=("pretrain_*.py", "finetune_*.py", "pretrain.py"),
+    seq_len=("seq-length", "encoder-seq-length"),
+    defaults=DEFAULTS,
+    conventions=conventions,
+    prepare=prepare,
+    read=read,
+    write=write,
+    # megatron/training/training.py
+    prints=r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
 )

@@ -1,20 +1,82 @@
 """Megatron-Bridge: a recipe's script with `section.field=value`, which is Megatron-LM's own configuration."""
 
+from typing import Any
+
+from ..knobs.strategy import Strategy
 from .launcher import Launcher
+from .megatron import DEFAULTS, WORDS as MEGATRON, conventions
+from .words import Framework, Stated, Word, Words
+
+_TOTAL = "train.global_batch_size"
+_FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
+WORDS = Words(
+    Word(knob="micro_batch", keys=("train.micro_batch_size",)),
+    *(Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",)) for knob in ("tp", "pp", "cp")),
+    Word(knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)),
+    Word(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "bf16": {"mixed_precision": "bf16_mixed"},
+                "fp16": {"mixed_precision": "fp16_mixed"},
+                "fp8": {"mixed_precision": "bf16_with_fp8_current_scaling_mixed"},
+            },
+            {"fp8": {"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}},
+        ),
+    ),
+    Word(
+        knob="checkpoint_ratio",
+        ways=({0: {"model.recompute_granularity": None}, 1: _FULL}, {1: dict(list(_FULL.items())[:2])}),
+    ),
+)
+"""How Megatron-Bridge names the knobs."""
+
+
+def read_batch(stated: Stated, total: str) -> None:
+    """Reads the global batch, and the policy of recomputation that recomputes attention alone."""
+    if (samples := stated.whole(total)) is not None:
+        stated.facts["global_batch"] = samples
+    if stated.get("model.recompute_granularity") == "selective":
+        stated.knobs["checkpoint_ratio"] = 0
+        stated.conventions["recompute_attention"] = True
+
+
+def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
+    """Writes the global batch."""
+    return {total: strategy.micro_batch * strategy.grad_accum * strategy.dp}
+
 
 LAUNCHER = Launcher(
     name="megatron-bridge",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words={
-        "micro_batch": "train.micro_batch_size={micro_batch}",
-        "grad_accum": "train.global_batch_size={global_batch}",
-        "tp": "model.tensor_model_parallel_size={tp}",
-        "pp": "model.pipeline_model_parallel_size={pp}",
-        "cp": "model.context_parallel_size={cp}",
-        "sequence_parallel": "model.sequence_parallel={sequence_parallel}",
-    },
+    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "sequence_parallel")))
+    | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
     short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
-    total="train.global_batch_size",
+    total=_TOTAL,
     own_total=True,
     several=("tp", "pp"),
+)
+FRAMEWORK = Framework(
+    name="megatron-bridge",
+    title="Megatron-Bridge",
+    words=WORDS,
+    signs=(
+        *("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "train.micro_batch_size", "ddp.*"),
+        *(
+            "train.global_batch_size",
+            "train.train_iters",
+            "model.seq_length",
+            "dataset.sequence_length",
+            "logger.log_interval",
+        ),
+    ),
+    programs=("*megatron_bridge*", "*megatron-bridge*", "run_recipe.py", "pretrain_*_8b.py"),
+    model=("recipe", "hf_path", "hf_model_id"),
+    seq_len=("model.seq_length", "dataset.sequence_length", "dataset.seq_length"),
+    defaults={**DEFAULTS, "precision": "bf16", "zero": 1},
+    conventions=conventions,
+    read=lambda stated: read_batch(stated, _TOTAL),
+    write=lambda strategy, stated: write_batch(strategy, _TOTAL),
+    option="{key}={value}",
 )

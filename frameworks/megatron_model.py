@@ -1,9 +1,10 @@
-"""A model's own flags in Megatron-LM: its sizes, and what else its family is made of."""
+"""A model's own flags in Megatron-LM, both ways: its sizes, and what else its family is made of."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from .setup import Setup, words
+from .words import Stated
 
 # The llama3 rule as Megatron has it, and the factor it stretches frequencies by: no flag reaches either.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -135,3 +136,53 @@ def _dropout(shape: Mapping[str, Any]) -> list[str]:
         f"--hidden-dropout {shape.get('dropout', 0.0):g}",
         f"--attention-dropout {shape.get('attention_dropout', 0.0):g}",
     ]
+
+
+VOCABULARY = 50_304
+"""Tokens that a model is taken to know where only its tokenizer says how many."""
+
+
+def architecture_of(stated: Stated) -> dict[str, Any] | None:
+    """The model that flags describe, as a Hugging Face config.json has it: Mixtral's, Llama's or GPT-2's kind of blocks.
+
+    None where its sizes are not among them.
+    """
+    layers = stated.whole("num-layers", "encoder-num-layers")
+    hidden, heads = stated.whole("hidden-size"), stated.whole("num-attention-heads")
+    if layers is None or hidden is None or heads is None:
+        return None
+    vocabulary = stated.whole("padded-vocab-size", "vocab-size") or VOCABULARY
+    positions = stated.whole("max-position-embeddings", "seq-length") or 2048
+    inner = stated.whole("ffn-hidden-size")
+    if not stated.flag("swiglu"):
+        return {
+            "model_type": "gpt2",
+            "n_layer": layers,
+            "n_embd": hidden,
+            "n_head": heads,
+            "vocab_size": vocabulary,
+            "n_positions": positions,
+            "n_inner": inner or 4 * hidden,
+        }
+    groups = stated.whole("num-query-groups") or 1 if stated.flag("group-query-attention") else heads
+    out = {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        # As Megatron-LM has it: as many parameters as without a gate, in multiples of 64.
+        "intermediate_size": inner or hidden * 8 // 3 // 64 * 64,
+        "head_dim": stated.whole("kv-channels") or hidden // heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": not stated.flag("untie-embeddings-and-output-weights"),
+    }
+    if experts := stated.whole("num-experts"):
+        out |= {
+            "model_type": "mixtral",
+            "intermediate_size": stated.whole("moe-ffn-hidden-size") or out["intermediate_size"],
+            "num_local_experts": experts,
+            "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
+        }
+    return out

@@ -1,21 +1,92 @@
-"""NeMo 2: `nemo llm pretrain --factory RECIPE field=value`."""
+"""NeMo 2: `nemo llm pretrain --factory RECIPE field=value`; and the YAML of NeMo 1's `model:`."""
 
 from .launcher import Launcher
+from .megatron import DEFAULTS, WORDS as MEGATRON, conventions
+from .megatron_bridge import read_batch, write_batch
+from .words import Framework, Stated, Word, Words
+
+_TOTAL, _OLD_TOTAL = "data.global_batch_size", "model.global_batch_size"
+
+
+def _degree(knob: str) -> Word:
+    name = MEGATRON[knob].keys[0].replace("-", "_")
+    return Word(knob=knob, keys=(f"trainer.strategy.{name}", f"model.{name}"))
+
+
+WORDS = Words(
+    Word(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
+    *map(_degree, ("tp", "pp", "cp")),
+    Word(
+        knob="sequence_parallel",
+        ways=tuple(
+            {value: {f"{section}.sequence_parallel": value} for value in (False, True)}
+            for section in ("trainer.strategy", "model")
+        ),
+    ),
+    Word(
+        knob="precision",
+        ways=(
+            {"bf16": {"trainer.plugins": "bf16_mixed"}, "fp16": {"trainer.plugins": "fp16_mixed"}},
+            {
+                "bf16": {"trainer.precision": "bf16"},
+                "fp16": {"trainer.precision": 16},
+                "fp32": {"trainer.precision": 32},
+            },
+            {"bf16": {"trainer.precision": "bf16-mixed"}, "fp16": {"trainer.precision": "16-mixed"}},
+        ),
+    ),
+    Word(
+        knob="checkpoint_ratio",
+        ways=(
+            {0: {"model.config.recompute_granularity": None}, 1: {"model.config.recompute_granularity": "full"}},
+            {
+                0: {"model.activations_checkpoint_granularity": None},
+                1: {"model.activations_checkpoint_granularity": "full"},
+            },
+        ),
+    ),
+)
+"""How NeMo names the knobs: NeMo 2 by its strategy and its data, NeMo 1 by its model."""
+
+
+def read(stated: Stated) -> None:
+    """Reads the batch and the devices."""
+    read_batch(stated, _TOTAL if stated.has(_TOTAL) else _OLD_TOTAL)
+    if stated.get("model.optim.name") in ("distributed_fused_adam", "mcore_distributed_optim"):
+        stated.knobs["zero"] = 1
+    devices, hosts = stated.whole("trainer.devices"), stated.whole("trainer.num_nodes") or 1
+    if devices is not None:
+        stated.facts |= {"devices": devices * hosts, "per_host": devices}
+
 
 LAUNCHER = Launcher(
     name="nemo",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words={
-        "micro_batch": "data.micro_batch_size={micro_batch}",
-        "grad_accum": "data.global_batch_size={global_batch}",
-        "tp": "trainer.strategy.tensor_model_parallel_size={tp}",
-        "pp": "trainer.strategy.pipeline_model_parallel_size={pp}",
-        "cp": "trainer.strategy.context_parallel_size={cp}",
-        "sequence_parallel": "trainer.strategy.sequence_parallel={sequence_parallel}",
-    },
+    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "sequence_parallel")))
+    | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
     # It asks whether to go on.
     short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
-    total="data.global_batch_size",
+    total=_TOTAL,
     own_total=True,
     several=("tp", "pp"),
+)
+FRAMEWORK = Framework(
+    name="nemo",
+    title="NeMo",
+    words=WORDS,
+    signs=(
+        *("trainer.strategy.*_parallel_size", "trainer.strategy.sequence_parallel", "data.micro_batch_size", "factory"),
+        *("data.global_batch_size", "model.micro_batch_size", "model.global_batch_size", "model.megatron_amp_o2"),
+        *("model.tensor_model_parallel_size", "model.encoder_seq_length", "exp_manager.*"),
+    ),
+    programs=("nemo", "megatron_gpt_*.py"),
+    model=("factory", "model.restore_from_path", "model.config.name"),
+    seq_len=("data.seq_length", "model.encoder_seq_length", "model.config.seq_length"),
+    defaults={**DEFAULTS, "precision": "bf16", "zero": 1},
+    conventions=conventions,
+    read=read,
+    write=lambda strategy, stated: write_batch(strategy, _OLD_TOTAL if stated.has(_OLD_TOTAL) else _TOTAL),
+    option="{key}={value}",
+    # Its progress on Lightning
+    prints=r"reduced_train_loss: (?P<loss>[\d.eE+-]+|nan) \| train_step_timing in s: (?P<step_s>[\d.]+)",
 )

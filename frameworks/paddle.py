@@ -9,9 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError
-from .degrees import declare_degrees, declare_micro_batch, divisors, listed, share, whole_numbers
-from .documents import section
-from .stated_space import Draft, Format, identifiers
+from .stated_space import (
+    Draft,
+    Format,
+    declare_degrees,
+    declare_micro_batch,
+    divisors,
+    identifiers,
+    listed,
+    section,
+    share,
+    whole_numbers,
+)
+from .words import Framework, Stated, Word, Words
 
 _DEGREES = {"mp_degree": "tp", "pp_degree": "pp", "sharding_degree": "sharding_degree"}
 _GRANULARITIES = ("full", "full_attn", "core_attn")
@@ -198,4 +208,65 @@ FORMAT = Format(
     holds="dp_degree, mp_degree, pp_degree or sharding_degree",
     recognises=_recognises,
     read=_read,
+)
+
+
+WORDS = Words(
+    Word(knob="tp", keys=("tensor_parallel_degree",)),
+    Word(knob="pp", keys=("pipeline_parallel_degree",)),
+    Word(knob="sp", keys=("sep_parallel_degree",)),
+    Word(knob="micro_batch", keys=("per_device_train_batch_size",)),
+    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    Word(knob="sequence_parallel", ways=({value: {"sequence_parallel": value} for value in (False, True)},)),
+    Word(knob="zero", ways=({stage: {"sharding": f"stage{stage}"} for stage in (1, 2, 3)},)),
+    Word(knob="checkpoint_ratio", ways=({0: {"recompute": False}, 1: {"recompute": True}},)),
+    Word(
+        knob="precision",
+        ways=({"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},),
+    ),
+    Word(
+        knob="attention",
+        ways=({"flash_attention_2": {"use_flash_attention": True}, "eager": {"use_flash_attention": False}},),
+    ),
+    Word(knob="virtual_stages", keys=("virtual_pp_degree",)),
+)
+"""How PaddleNLP's training arguments name the knobs."""
+
+
+def _replicas_of(stated: Stated) -> None:
+    """Reads what belongs to a pipeline, and the policy of recomputation that is not of whole blocks."""
+    if stated.knobs.get("virtual_stages", 1) > 1:
+        stated.knobs["pipeline_schedule"] = "interleaved"
+    if str(stated.get("recompute_granularity") or "full") in ("core_attn", "full_attn") and stated.flag("recompute"):
+        stated.knobs["checkpoint_ratio"] = 0
+        stated.conventions["recompute_attention"] = True
+
+
+def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights of 16 bits (level O2) beside fp32 master weights."""
+    half = config.get("precision") in ("bf16", "fp16")
+    return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
+
+
+FRAMEWORK = Framework(
+    name="paddle",
+    title="PaddleNLP",
+    words=WORDS,
+    signs=(
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        "sharding_parallel_degree",
+        "sep_parallel_degree",
+        "sharding",
+        "fp16_opt_level",
+        "virtual_pp_degree",
+        "recompute_granularity",
+        "use_flash_attention",
+    ),
+    programs=("paddle.distributed.launch", "run_pretrain.py", "run_finetune.py"),
+    model=("model_name_or_path",),
+    seq_len=("max_seq_length", "max_length"),
+    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 0},
+    read=_replicas_of,
+    conventions=_conventions,
 )

@@ -1,13 +1,16 @@
-"""torchtitan: the flags of its training command (it has no TOML any more)."""
+"""torchtitan: the flags of its training command, and the TOML of its versions before 0.3."""
 
 import shlex
 from collections.abc import Callable
+from typing import Any
 
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
-from .common import note_lora, note_partial_checkpointing, note_reduction
+from ..knobs.strategy import Strategy
+from .common import note_lora, note_partial_checkpointing, note_reduction, note_tf32
 from .launcher import Launcher
 from .setup import Setup, words
 from .target import Target, hashed
+from .words import Framework, Stated, Word, Words, plain
 
 CHECKED = ("torchtitan", "0.3")
 PRESETS = {
@@ -15,6 +18,66 @@ PRESETS = {
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
 }
 """Models that both have: torchtitan's module and configuration."""
+_PARAM, _DTYPE = "training.mixed_precision_param", "training.dtype"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_SEQUENCE = "parallelism.enable_sequence_parallel"
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
+_REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
+_PIECE = "parallelism.pipeline_parallel_microbatch_size"
+_MODE, _COMPILE, _OFFLOAD = "activation_checkpoint.mode", "compile.enable", "training.enable_cpu_offload"
+_BF16 = {_DTYPE: "float32", _PARAM: "bfloat16"}
+_NAMES = {name: each.made_by.removeprefix("Schedule") for name, each in PIPELINE_SCHEDULES.items()}
+WORDS = Words(
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "fp32": {_DTYPE: "float32", _PARAM: "float32"},
+                "bf16": _BF16,
+                "bf16_pure": {_DTYPE: "bfloat16", _PARAM: "bfloat16"},
+            },
+        ),
+    ),
+    Word(knob="cp", keys=("parallelism.context_parallel_degree", "experimental.context_parallel_degree")),
+    Word(knob="tp", keys=("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")),
+    Word(knob="sequence_parallel", ways=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
+    Word(knob="pp", keys=("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")),
+    Word(
+        knob="pipeline_schedule",
+        ways=tuple(
+            {name: {key: made} for name, made in _NAMES.items()}
+            for key in (_SCHEDULE, "experimental.pipeline_parallel_schedule")
+        ),
+    ),
+    Word(
+        knob="fused_optimizer",
+        ways=(
+            {True: {"optimizer.implementation": "fused"}, False: {"optimizer.implementation": "foreach"}},
+            {False: {"optimizer.implementation": "for-loop"}},
+            {True: {"optimizer.fused": True}, False: {"optimizer.fused": False}},
+        ),
+    ),
+    Word(
+        knob="fusion",
+        ways=(
+            {False: {_COMPILE: False}, True: {_COMPILE: True}},
+            {False: {"training.compile": False}, True: {"training.compile": True}},
+        ),
+    ),
+    Word(knob="checkpoint_ratio", ways=({0: {_MODE: "none"}, 1: {_MODE: "full"}},)),
+    Word(
+        knob="offload",
+        ways=(
+            {"none": {_OFFLOAD: False}, "optimizer": {_OFFLOAD: True}},
+            {
+                "none": {"experimental.enable_cpu_offload": False},
+                "optimizer": {"experimental.enable_cpu_offload": True},
+            },
+        ),
+    ),
+)
+"""How torchtitan names the knobs; its batch and its replicas follow from several knobs (`write`)."""
 
 
 Give = Callable[[str, object], None]
@@ -26,22 +89,30 @@ def flags(setup: Setup) -> list[str]:
     out: list[str] = []
 
     def give(name: str, value: object) -> None:
-        out.extend((f"--{name}", str(value)))
+        section, _, last = name.rpartition(".")
+        if isinstance(value, bool):
+            out.append(f"--{section}.{'' if value else 'no_'}{last}")
+        else:
+            out.extend((f"--{name}", str(value)))
+
+    def say(knob: str, value: object) -> None:
+        for name, each in WORDS.write(knob, value).items():
+            give(name, each)
 
     if setup.micro_batch is not None and setup.grad_accum is not None:
         # A pipeline splits the local batch into micro-batches itself.
         local = setup.micro_batch * (setup.grad_accum if setup.pp > 1 else 1)
-        give("training.local_batch_size", local)
-        give("training.global_batch_size", setup.global_batch)
+        give(_LOCAL, local)
+        give(_GLOBAL, setup.global_batch)
     else:
         setup.note("the batch is not known: set --training.local_batch_size")
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
-    _precision(setup, give)
+    _precision(setup, say)
     zero, exchange = setup.knob("zero") if setup.replicas > 1 else 0, setup.exchange
     groups = setup.knob("hsdp") if zero else setup.dp
     if setup.cp > 1:
-        give("parallelism.context_parallel_degree", setup.cp)
+        say("cp", setup.cp)
         if zero == 0:
             setup.note(
                 f"cp={setup.cp} beside zero=0: torchtitan shards over the ranks of a ring by FSDP2 (ZeRO stage 3)"
@@ -51,10 +122,10 @@ def flags(setup: Setup) -> list[str]:
                 f"hsdp={groups} is left out: torchtitan's groups are of whole rings, of which there are {setup.dp}"
             )
             groups = 1
-    give("parallelism.data_parallel_replicate_degree", groups)
-    give("parallelism.data_parallel_shard_degree", setup.dp // groups)
+    give(_REPLICATE, groups)
+    give(_SHARD, setup.dp // groups)
     if zero:
-        give("parallelism.fsdp_reshard_after_forward", "always" if exchange.gathered == "pass" else "never")
+        give(_RESHARD, "always" if exchange.gathered == "pass" else "never")
     if exchange.hsdp > 1 and exchange.summed == "step" and setup.grad_accum != 1:
         setup.note(
             f"hsdp={exchange.hsdp}: torchtitan sums gradients between hosts with every micro-batch, and what "
@@ -62,27 +133,26 @@ def flags(setup: Setup) -> list[str]:
         )
     if zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
-    give("parallelism.tensor_parallel_degree", setup.tp)
+    say("tp", setup.tp)
     if setup.tp > 1 and not setup.knob("sequence_parallel"):
-        out.append("--parallelism.no_enable_sequence_parallel")
-    give("parallelism.pipeline_parallel_degree", setup.pp)
+        say("sequence_parallel", False)
+    say("pp", setup.pp)
     if setup.pp > 1:
-        give("parallelism.pipeline_parallel_microbatch_size", setup.micro_batch or 1)
+        give(_PIECE, setup.micro_batch or 1)
         # Its names are those of torch.distributed.pipelining.
-        made_by = _order(setup).made_by
-        give("parallelism.pipeline_parallel_schedule", made_by.removeprefix("Schedule"))
+        give(_SCHEDULE, _order(setup).made_by.removeprefix("Schedule"))
         _chunks(setup, give)
     note_lora(setup)
     if setup.knob("offload") == "optimizer":
         if zero:
-            out.append("--training.enable_cpu_offload")
+            say("offload", "optimizer")
             setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients too")
         else:
             setup.note("offload=optimizer: torchtitan offloads with FSDP only")
     fused = setup.knob("fused_optimizer")
     if fused is not None:
-        give("optimizer.implementation", "fused" if fused else "foreach")
-    out.append("--compile.enable" if setup.knob("fusion") else "--compile.no_enable")
+        say("fused_optimizer", fused)
+    say("fusion", bool(setup.knob("fusion")))
     # By default torchtitan captures a step as a CUDA graph, and then refuses pipelines; redline does not.
     out.append("--training.disable_cuda_graphs")
     note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
@@ -112,8 +182,10 @@ def _chunks(setup: Setup, give: Give) -> None:
         setup.note(f"virtual_stages={chunks}: torchtitan makes two stages a rank of these layers")
 
 
-def _precision(setup: Setup, give: Give) -> None:
+def _precision(setup: Setup, say: Give) -> None:
     precision = setup.knob("precision")
+    if precision == "tf32":
+        note_tf32(setup)
     if precision == "fp16":
         setup.note("precision=fp16 has no flag in torchtitan: bfloat16 is set")
     if setup.formats.scaling:
@@ -123,8 +195,8 @@ def _precision(setup: Setup, give: Give) -> None:
             "model_registry(..., converters=[Float8LinearConverter.Config(filter_fqns=['lm_head'], "
             f"model_compile_enabled={bool(setup.knob('fusion'))})]) gives it{only}"
         )
-    give("training.dtype", {"fp32": "float32", "bf16": "bfloat16"}[setup.formats.weights])
-    give("training.mixed_precision_param", "float32" if precision == "fp32" else "bfloat16")
+    narrow = "bf16_pure" if setup.formats.weights == "bf16" else "bf16"
+    say("precision", "fp32" if setup.formats.compute_bytes == 4 else narrow)
     note_reduction(setup, "torchtitan reduces in float32 only")
 
 
@@ -152,7 +224,7 @@ def _shell(setup: Setup, comment: str) -> str:
 
 def _policy(setup: Setup) -> str:
     """The subcommand of torchtitan's parser that says what is recomputed."""
-    return f"activation_checkpoint:{'full' if setup.knob('checkpoint_ratio') > 0 else 'none'}"
+    return f"activation_checkpoint:{WORDS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
 
 
 def _lines(given: list[str]) -> list[str]:
@@ -184,14 +256,163 @@ LAUNCHER = Launcher(
         "tp": (1, 2, 4, 8),
         "pp": (1, 2, 4),
     },
-    words={
-        "micro_batch": "--training.local_batch_size {micro_batch}",
-        "grad_accum": "--training.global_batch_size {global_batch}",
-        "tp": "--parallelism.tensor_parallel_degree {tp}",
-        "pp": "--parallelism.pipeline_parallel_degree {pp}",
-        "cp": "--parallelism.context_parallel_degree {cp}",
-    },
+    words={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
+    | WORDS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp"))),
     short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
-    total="--training.global_batch_size",
+    total=f"--{_GLOBAL}",
     several=("tp", "pp"),
+)
+
+
+def prepare(stated: Stated) -> None:
+    """Takes what torchtitan's parser and its defaults make of settings: `--a.no_b` is `a.b=false`, and
+    `activation_checkpoint:full` is a mode."""
+    for name in list(stated.settings):
+        section, dot, last = plain(name).rpartition(".")
+        if last.startswith("no_"):
+            stated.set(f"{section}{dot}{last[3:]}", False)
+        if name.startswith("activation_checkpoint:"):
+            stated.set(_MODE, name.partition(":")[2])
+    if stated.has(_PARAM):
+        stated.set(_DTYPE, "float32")
+    elif stated.has(_DTYPE):
+        stated.set(_PARAM, "bfloat16")
+
+
+def read(stated: Stated) -> None:
+    """Reads the model, the batch, the replicas and the policy of recomputation."""
+    _read_model(stated)
+    knobs, pp = stated.knobs, stated.knobs.get("pp", 1)
+    local = stated.whole(_LOCAL, "training.batch_size") or 8
+    knobs["micro_batch"] = (stated.whole(_PIECE) or 1) if pp > 1 else local
+    if pp > 1:
+        if local % knobs["micro_batch"]:
+            stated.note(f"{stated.name(_LOCAL)} = {local} is not a multiple of {_PIECE} = {knobs['micro_batch']}")
+        knobs["grad_accum"] = max(1, local // knobs["micro_batch"])
+    if (total := stated.whole(_GLOBAL)) is not None:
+        knobs.pop("grad_accum", None)
+        stated.facts["global_batch"] = total
+    elif pp == 1:
+        knobs["grad_accum"] = 1
+    replicate = stated.whole(_REPLICATE, "training.data_parallel_replicate_degree") or 1
+    shard = stated.get(_SHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree")
+    shard = int(shard) if shard is not None else -1
+    # Its shards are cut over the ranks of a ring too, which share their samples.
+    if shard > 0:
+        knobs["dp"] = replicate * shard
+    if shard == 1 and knobs.get("cp", 1) == 1:
+        knobs["zero"] = 0
+    else:
+        kept = str(stated.get(_RESHARD) or "default").lower() == "never" or (
+            pp > 1 and str(stated.get(_RESHARD) or "default").lower() == "default"
+        )
+        knobs["zero"] = 2 if kept else 3
+        if replicate > 1:
+            knobs["hsdp"] = replicate
+    if knobs.get("tp", 1) > 1:
+        knobs.setdefault("sequence_parallel", stated.flag("parallelism.disable_sequence_parallel") is not True)
+    if pp > 1:
+        _read_chunks(stated)
+    _read_recomputation(stated)
+    _read_float8(stated)
+
+
+def _read_model(stated: Stated) -> None:
+    """The model of `[model] name, flavor`, or of `--module, --config`, by redline's name where it has one."""
+    configuration = str(stated.get("config") or "")
+    if configuration:
+        known = {config: name for name, (_, config) in PRESETS.items()}
+        stated.facts["model"] = known.get(configuration, configuration.replace("_", "-"))
+    elif (name := stated.get("model.name")) is not None:
+        flavor = str(stated.get("model.flavor") or "").lower()
+        stated.facts["model"] = f"{name}-{flavor}" if flavor else str(name)
+
+
+def _read_chunks(stated: Stated) -> None:
+    """The stages of a rank: two where the schedule takes several, unless the layers of each are given."""
+    order = PIPELINE_SCHEDULES[stated.knobs.setdefault("pipeline_schedule", "1f1b")]
+    if order.most == 1:
+        return
+    each = stated.whole("parallelism.pipeline_parallel_layers_per_stage")
+    if each is None:
+        stated.knobs["virtual_stages"] = 2
+    else:
+        stated.facts["layers_per_stage"] = each
+
+
+def _read_recomputation(stated: Stated) -> None:
+    if str(stated.get(_MODE) or "selective").lower() != "selective":
+        return
+    option = str(stated.get("activation_checkpoint.selective_ac_option") or "op")
+    if option.isdigit() and int(option) > 0:
+        stated.knobs["checkpoint_ratio"] = 1 / int(option)
+    else:
+        stated.knobs.setdefault("checkpoint_ratio", 0)
+        stated.conventions["recompute_attention"] = True
+        stated.note(
+            "activation_checkpoint.mode = selective (op) keeps every other product of a block and recomputes the rest; "
+            "the estimate recomputes nothing and so asks for more memory and less time"
+        )
+
+
+def _read_float8(stated: Stated) -> None:
+    converters = stated.get("model.converters")
+    if "float8" in str(converters or "") or stated.flag(
+        "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
+    ):
+        recipe = str(stated.get("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise")
+        stated.knobs["precision"] = "fp8_rowwise" if recipe == "rowwise" else "fp8"
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes the batch and the replicas, which a file states by several settings at once."""
+    local, piece = strategy.micro_batch, {}
+    if strategy.pp > 1:
+        local, piece = strategy.micro_batch * strategy.grad_accum, {_PIECE: strategy.micro_batch}
+    out: dict[str, Any] = {stated.name(_LOCAL, "training.batch_size"): local, **piece}
+    if stated.has(_GLOBAL) or (strategy.pp == 1 and strategy.grad_accum > 1):
+        out[_GLOBAL] = strategy.micro_batch * strategy.grad_accum * strategy.dp
+    groups = (strategy.hsdp if strategy.zero else strategy.dp) or 1
+    if strategy.zero == 1:
+        raise LookupError("zero=1")
+    if 0 < strategy.checkpoint_ratio < 1:
+        every = round(1 / strategy.checkpoint_ratio)
+        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9:
+            raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
+        out |= {_MODE: "selective", "activation_checkpoint.selective_ac_option": str(every)}
+    shard = stated.name(_SHARD, "training.data_parallel_shard_degree")
+    out[stated.name(_REPLICATE)] = groups
+    given = stated.get(shard)
+    out[shard] = -1 if given is not None and int(given) == -1 and strategy.zero else strategy.dp // groups
+    if strategy.zero:
+        default = 2 if strategy.pp > 1 else 3
+        if stated.has(_RESHARD) or strategy.zero != default:
+            out[_RESHARD] = "always" if strategy.zero == 3 else "never"
+    return out
+
+
+FRAMEWORK = Framework(
+    name="torchtitan",
+    title="torchtitan",
+    words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
+    signs=(
+        *("parallelism.*", "activation_checkpoint.*", "job.dump_folder", "job.config_file", "model.flavor"),
+        *(
+            "training.local_batch_size",
+            "training.seq_len",
+            "training.mixed_precision_param",
+            "compile.enable",
+            "metrics.log_freq",
+        ),
+        *("model.tokenizer_path", "model.hf_assets_path", "experimental.pipeline_parallel_degree"),
+    ),
+    programs=("torchtitan.train", "torchtitan/train.py", "run_train.sh", "train.py --job.config_file"),
+    seq_len=("training.seq_len",),
+    defaults={"precision": "bf16", "fused_optimizer": True, "fusion": False},
+    prepare=prepare,
+    read=read,
+    write=write,
+    # torchtitan/components/metrics.py: tps is a device's
+    prints=r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
 )

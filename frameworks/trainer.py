@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from ..knobs.meaning import recomputed
+from ..knobs.strategy import Strategy
 from .common import (
     adamw,
     no_fsdp_on_a_cpu,
@@ -17,31 +18,77 @@ from .common import (
 from .launcher import MICRO_BATCHES, Launcher
 from .setup import Setup, words
 from .target import Target, hashed
+from .words import Framework, Stated, Word, Words
 
 CHECKED = ("transformers", "5.23")
 
 AVERAGING = ("bert", "roberta", "albert", "t5")
 """Families whose models average their loss themselves, though their forward takes whatever it is given."""
 
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
+_EVERY = "activation_checkpointing_kwargs.every_n_layers"
+WORDS = Words(
+    Word(knob="micro_batch", keys=("per_device_train_batch_size", "per_gpu_train_batch_size")),
+    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    Word(
+        knob="precision",
+        ways=(
+            {
+                "fp32": {"bf16": False, "fp16": False},
+                "bf16": {"bf16": True, "fp16": False},
+                "fp16": {"bf16": False, "fp16": True},
+            },
+        ),
+    ),
+    Word(knob="checkpoint_ratio", ways=tuple({0: {name: False}, 1: {name: True}} for name in _CHECKPOINTING)),
+    Word(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
+    Word(knob="kernels", ways=({False: {"use_liger_kernel": False}, True: {"use_liger_kernel": True}},)),
+    Word(
+        knob="fused_optimizer",
+        ways=({True: {"optim": "adamw_torch_fused"}, False: {"optim": "adamw_torch"}},),
+    ),
+    Word(
+        knob="zero",
+        ways=(
+            {
+                0: {"fsdp": None},
+                2: {"fsdp": True, "fsdp_config.reshard_after_forward": False},
+                3: {"fsdp": True, "fsdp_config.reshard_after_forward": True},
+            },
+            {
+                2: {"fsdp": "shard_grad_op auto_wrap"},
+                3: {"fsdp": "full_shard auto_wrap"},
+            },
+        ),
+    ),
+    Word(
+        knob="offload",
+        ways=({"none": {"fsdp_config.cpu_offload": False}, "optimizer": {"fsdp_config.cpu_offload": True}},),
+    ),
+    Word(knob="attention", keys=("attn_implementation",)),
+)
+"""How TrainingArguments name the knobs. The older way of FSDP is one text, `full_shard auto_wrap offload`."""
+OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "lion": "lion"}
+"""Optimizers that are not AdamW, as the estimator names them."""
+
 
 def arguments(setup: Setup) -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments."""
     out: dict[str, Any] = {"output_dir": "out"}
     if setup.micro_batch is not None:
-        out["per_device_train_batch_size"] = setup.micro_batch
-        out["gradient_accumulation_steps"] = setup.grad_accum
+        out |= WORDS.write("micro_batch", setup.micro_batch) | WORDS.write("grad_accum", setup.grad_accum)
     else:
         setup.note("the batch is not known: set per_device_train_batch_size")
     out |= _precision(setup)
     sharded = _shards(setup)
     out |= _checkpointing(setup, sharded)
     if setup.knob("fusion"):
-        out["torch_compile"] = True
+        out |= WORDS.write("fusion", True)
         out["torch_compile_backend"] = "inductor"
         setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
     fused = setup.knob("fused_optimizer")
     if fused is not None:
-        out["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
+        out |= WORDS.write("fused_optimizer", fused)
     out |= _optimizer(setup)
     if sharded:
         out["fsdp"] = True
@@ -55,7 +102,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
     if setup.device_type == "cpu":
         note_kernels(setup)
     elif setup.knob("kernels"):
-        out["use_liger_kernel"] = True
+        out |= WORDS.write("kernels", True)
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
     # By default the Trainer waits for every micro-batch's loss, to see whether it is a number.
     out["logging_nan_inf_filter"] = False
@@ -72,8 +119,10 @@ def _precision(setup: Setup) -> dict[str, Any]:
         note_pure_bf16(setup)
     elif setup.formats.scaling:
         setup.note(f"precision={precision} is accelerate's: launch with the target accelerate's file; bf16 is set here")
+    if precision == "tf32":
+        return {"tf32": True}
     half = setup.formats.autocast
-    return {half: True} if half else {}
+    return {half: True} if half else {}  # what is off is the default, and not written
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:
@@ -205,14 +254,109 @@ LAUNCHER = Launcher(
         "fusion": (False, True),
         "optim": ("adamw_torch_fused", "adamw_torch"),
     },
-    words={
-        "micro_batch": "--per_device_train_batch_size {micro_batch}",
-        "grad_accum": "--gradient_accumulation_steps {grad_accum}",
-        "precision": "--bf16 {precision == 'bf16'} --fp16 {precision == 'fp16'}",
-        "checkpoint_ratio": "--gradient_checkpointing {checkpoint_ratio == 1}",
-        "fusion": "--torch_compile {fusion}",
-        "kernels": "--use_liger_kernel {kernels}",
-        "optim": "--optim {optim}",
-    },
+    words=WORDS.options(
+        "--{} {}",
+        dict.fromkeys(("micro_batch", "grad_accum", "precision", "checkpoint_ratio", "fusion", "kernels")),
+    )
+    | {"optim": "--optim {optim}"},
     short="--output_dir {trial_dir} --max_steps 1000 --save_strategy no --eval_strategy no --report_to none",
+)
+
+
+def prepare(stated: Stated) -> None:
+    """Takes what TrainingArguments do with FSDP where a setting is left out."""
+    text = stated.get("fsdp")
+    if text is not None and stated.flag("fsdp") is not False:
+        stated.set("fsdp_config.reshard_after_forward", True)
+
+
+def read(stated: Stated) -> None:
+    """Reads FSDP's text, checkpointing of every n-th layer, and the optimizer."""
+    given = stated.get("fsdp")
+    text = " ".join(map(str, given)) if isinstance(given, list) else str(given or "").lower()
+    for name, stage in (("shard_grad_op", 2), ("full_shard", 3), ("hybrid_shard", 3)):
+        if name in text:
+            stated.knobs["zero"] = stage
+    if "hybrid_shard" in text:
+        stated.facts["hybrid"] = True
+    if "offload" in text.split():
+        stated.knobs["offload"] = "optimizer"
+    every = stated.whole(_EVERY)
+    if every and stated.knobs.get("checkpoint_ratio"):
+        stated.knobs["checkpoint_ratio"] = 1 / every
+    if str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16"):
+        stated.conventions["precision"] = "bf16_pure"
+    read_optimizer(stated, stated.get("optim", "optimizer"))
+
+
+def read_optimizer(stated: Stated, name: object) -> None:
+    """Takes the optimizer's states into account, of which redline's own AdamW has two in float32."""
+    text = str(name or "").lower()
+    known = next((kind for part, kind in OPTIMIZERS.items() if part in text), None)
+    if known is not None:
+        stated.conventions["optimizer"] = known
+    elif any(part in text for part in ("8bit", "4bit", "galore", "apollo", "lomo", "muon")):
+        stated.note(
+            f"{stated.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
+        )
+
+
+def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+    """Writes a share of checkpointed blocks, which only every n-th can be."""
+    ratio = strategy.checkpoint_ratio
+    if ratio in (0, 1):
+        return {}
+    if not stated.has(_EVERY):
+        raise LookupError(f"checkpoint_ratio={ratio}")
+    every = round(1 / ratio)
+    if abs(1 / ratio - every) > 1e-9:
+        raise LookupError(f"checkpoint_ratio={ratio}")
+    return {_EVERY: every}
+
+
+MODEL = ("config_name", "model_name_or_path", "model_id", "model_name", "model")
+"""Arguments of Hugging Face's scripts that name the model; a configuration by itself counts first."""
+SEQ_LEN = (
+    "block_size",
+    "max_seq_length",
+    "max_seq_len",
+    "max_length",
+    "model_max_length",
+    "max_source_length",
+    "seq_length",
+)
+"""Arguments for the tokens of a sample."""
+
+FRAMEWORK = Framework(
+    name="trainer",
+    title="transformers.Trainer",
+    words=WORDS,
+    partly=frozenset({"checkpoint_ratio"}),
+    signs=(
+        "per_device_*_batch_size",
+        "gradient_checkpointing",
+        "fsdp_config.*",
+        "optim",
+        "eval_strategy",
+        "save_strategy",
+        "lr_scheduler_type",
+        "ddp_find_unused_parameters",
+        "gradient_accumulation_steps",
+        "logging_nan_inf_filter",
+    ),
+    programs=("run_*.py", "sft.py", "trl"),
+    model=MODEL,
+    seq_len=SEQ_LEN,
+    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
+    prepare=prepare,
+    read=read,
+    write=write,
+    # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
+    # of steps only where that says so: others are of files that are loaded, or of data.
+    prints=(
+        r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
+        r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"
+    ),
+    # It prints its losses as a dict, Megatron and others in their own lines.
+    spoken=r"\{'loss': '?(?P<loss>[\d.eE+-]+|nan)'?,",
 )

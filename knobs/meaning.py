@@ -15,7 +15,7 @@ BUCKET_MIB = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Number formats of a training step: `fp32`, `bf16`, `fp16` or `fp8`."""
+    """Number formats of a training step: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`."""
 
     weights: str = "fp32"
     """What the optimizer updates, and its state."""
@@ -35,18 +35,25 @@ class Formats:
         """What products are cast to; None where they are computed in the format of the weights. Beside those
         in 8 bits, which the linear layers of repeated blocks have, all others are in bf16."""
         compute = "bf16" if self.compute == "fp8" else self.compute
-        return compute if compute != self.weights else None
+        return compute if compute not in (self.weights, "tf32") else None
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of what a product reads."""
+        return 2 if self.autocast or self.weights == "bf16" else 4
 
 
 FORMATS: Mapping[str, Formats] = {
     "fp32": Formats(),
+    "tf32": Formats(compute="tf32"),
     "bf16": Formats(compute="bf16", gathered="bf16"),
     "fp16": Formats(compute="fp16"),
     "bf16_pure": Formats("bf16", "bf16", "bf16", "bf16", "bf16"),
     "fp8": Formats(compute="fp8", gathered="bf16", scaling="tensorwise"),
     "fp8_rowwise": Formats(compute="fp8", gathered="bf16", scaling="rowwise"),
 }
-"""By the knob `precision`. With fp16 the loss is scaled, and gradients are unscaled in float32."""
+"""By the knob `precision`. TensorFloat-32 (`tf32`) is a class of its own: weights, optimizer and sums as in `fp32`, and what
+products multiply is rounded to 10 bits. With fp16 the loss is scaled, and gradients are unscaled in float32."""
 
 FLOAT8 = tuple(name for name, formats in FORMATS.items() if formats.compute == "fp8")
 """Values of the knob `precision` that compute in 8 bits."""

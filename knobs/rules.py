@@ -334,7 +334,7 @@ RULES: Sequence[Rule] = (
     _rule(
         "format of flash attention",
         "attention precision",
-        lambda k, context: (k.attention == "flash_attention_2") & (k.precision == "fp32"),
+        lambda k, context: (k.attention == "flash_attention_2") & one_of(k.precision, ("fp32", "tf32")),
         "flash attention has no float32",
     ),
     _rule(

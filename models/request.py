@@ -103,6 +103,8 @@ class SpaceRequest:
             name what cannot be carried over.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
             fp32 master weights; the best without them stands beside the winner.
+        baseline: the number format of the default configuration, against which the gain is stated. By default it is the
+            space's: bf16 on a GPU that has it, otherwise fp32.
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
     """
@@ -123,6 +125,14 @@ class SpaceRequest:
         str | Sequence[str],
         Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="NAME", many=True),
     ] = ()
+    baseline: Annotated[
+        str | None,
+        Asked(
+            "Number format of the default configuration, which the gain is against.  [default: bf16 on GPUs that have it, "
+            "otherwise fp32]",
+            metavar="NAME",
+        ),
+    ] = None
     override: Annotated[
         Mapping[str, Sequence[Any]] | None,
         Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,...", many=True),
@@ -184,7 +194,25 @@ class SpaceRequest:
                 declare(space, knob, [value])
             else:
                 fix_knob(space, knob, value)
+        if self.baseline is not None:
+            _begin_with(space, self.baseline)
         return space, notes if foreign is None else notes + foreign.notes
+
+
+def _begin_with(space: Space, baseline: str) -> None:
+    """Has a space's default configuration compute in a number format.
+
+    Raises:
+        UsageError: the space has none, or not this one.
+    """
+    knob = space.by_name.get("precision")
+    values = () if knob is None or knob.derived else knob.values
+    if baseline not in values:
+        known = f"this space has {', '.join(map(str, values))}" if values else "this space has no knob 'precision'"
+        raise UsageError(
+            f"baseline must be a number format of the default configuration, but got {baseline!r}: {known}"
+        )
+    space.set_default("precision", baseline)
 
 
 @dataclass(frozen=True, kw_only=True)

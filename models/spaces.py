@@ -67,7 +67,8 @@ def default_space(
     """The standard knobs, each only where it can matter.
 
     Defaults are what `transformers.Trainer` would run: plain data parallelism, 8 samples a micro-batch,
-    float32, its choice of attention, fused AdamW, nothing checkpointed or compiled. Every configuration does
+    its choice of attention, fused AdamW, nothing checkpointed or compiled; with `bf16=True` on a GPU that has
+    bfloat16, and in float32 elsewhere. Every configuration does
     the same work per optimizer step, the workload's global batch, unless `grad_accum` is free; and every one
     is the same training, unless lossy values are allowed.
 
@@ -102,7 +103,7 @@ def default_space(
     if "checkpoint_ratio" in facts.followed and facts.blocks:
         _checkpointing(space, facts.blocks)
     float8 = not (float8_obstacle(device) or facts.parallel.float8(1))
-    _precision(space, *precisions(device, lossy="lossy" in allow, float8=float8))
+    _precision(space, device, *precisions(device, lossy="lossy" in allow, float8=float8))
     if isinstance(workload.model, Architecture):
         _attention(space, workload.model, device)
     if "fusion" in facts.followed and fusion_obstacle(device) is None:
@@ -227,13 +228,16 @@ def _checkpointing(space: Space, blocks: int) -> None:
     )
 
 
-def _precision(space: Space, tried: Sequence[str], possible: Sequence[str]) -> None:
+def _precision(space: Space, device: Device, tried: Sequence[str], possible: Sequence[str]) -> None:
     words = "number format of the arithmetic"
+    if "tf32" in tried:
+        words += "; tf32 rounds what products of float32 multiply to 10 bits"
     if "bf16_pure" in tried:
         words += "; bf16_pure is lossy, without fp32 master weights"
     if "fp8" in tried:
         words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
-    space.choice("precision", tried, default="fp32", others=possible, help=words)
+    usual = "bf16" if device.type == "cuda" and "bf16" in tried else "fp32"
+    space.choice("precision", tried, default=usual, others=possible, help=words)
 
 
 def _attention(space: Space, model: Architecture, device: Device) -> None:
@@ -314,7 +318,7 @@ def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> 
     """
     if device.type == "cuda":
         native = (device.capability or (0, 0)) >= (8, 0)
-        tried, possible = (["fp32", "bf16"], ["fp16"]) if native else (["fp32", "fp16"], ["bf16"])
+        tried, possible = (["fp32", "tf32", "bf16"], ["fp16"]) if native else (["fp32", "fp16"], ["bf16"])
     else:
         native = "bf16" in device.features
         tried, possible = (["fp32", "bf16"], []) if native else (["fp32"], ["bf16"])

@@ -49,6 +49,10 @@ class RankReport:
     """Peak memory until model and optimizer were built, which `peak_memory_mib` includes, MiB."""
     outside_mib: float | None = None
     """CUDA: what the rank takes of its device beside the allocator's memory (context, libraries, NCCL), MiB. None on a CPU."""
+    clock_mhz: float | None = None
+    """CUDA: median clock of the multiprocessors while it was measured, MHz."""
+    power_w: float | None = None
+    """CUDA: median power that the device drew meanwhile, W."""
     allocation_retries: int = 0
     """CUDA: how often the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 

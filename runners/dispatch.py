@@ -27,6 +27,8 @@ TURN_S, TURNS_OF_ALONE = 0.5, 5.0
 TURNS_A_SECOND, TURNS_SHARE = 4.0, 2.0
 """Of what a candidate may be measured alone: how many turns it has for a second of that, where this is more than a job's
 default, and how long they may take together, in times of it."""
+SETTLE_S = 20.0
+"""How long a GPU may take to settle at the clocks that it keeps, before a candidate is measured that may win, s."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
 """What a trial's compilations may take at least, however short its own deadline is, s."""
 
@@ -43,6 +45,7 @@ class DryRunner(Runner):
         self.work = what if isinstance(what, Work) else DryRuns(what)
         self.terms = terms
         self.confirms = self.work.confirms
+        self.settle_s = SETTLE_S if terms.device.type == "cuda" and isinstance(self.work, DryRuns) else 0.0
 
     @abstractmethod
     def dispatch(self, job: Job) -> Outcome:
@@ -126,7 +129,9 @@ class DryRuns(Work):
         program = DryRun(
             workload=self.workload,
             config=request.config,
-            plan=terms.plan,
+            plan=replace(terms.plan, settle_seconds=SETTLE_S)
+            if request.sustained and terms.device.type == "cuda"
+            else terms.plan,
             best_throughput=request.best_throughput,
             seed=terms.seed,
             soak=request.soak,
@@ -195,6 +200,8 @@ class DryRuns(Work):
             notes.append(f"soaked for {slowest.soak.words}")
         if request.reference is not None and not wrong:
             notes.append(truth.why_incomparable(probe, request.reference))
+        if slowest.seconds_settle and not wrong:
+            notes.append(_at_settled_clocks(slowest))
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
         seconds_build = slowest.seconds_build + slowest.seconds_compile
@@ -242,6 +249,12 @@ def _reports(outcome: Outcome) -> list[DryRunReport]:
     return [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
 
 
+def _at_settled_clocks(report: DryRunReport) -> str:
+    at = "" if report.clock_mhz is None else f" at {report.clock_mhz:,.0f} MHz"
+    drew = "" if report.power_w is None else f" and {report.power_w:,.0f} W"
+    return f"measured{at}{drew} after {report.seconds_settle:.0f} s in which clocks settled"
+
+
 def _utilisation(device: Device, tflops: float | None, precision: str) -> float | None:
     """MFU; None where the device's peak is not known, as for a CPU."""
     if tflops is None or device.type != "cuda":
@@ -261,5 +274,7 @@ def _rank_report(outcome: RankOutcome) -> RankReport:
         peak_allocated_mib=report.peak_allocated_mib if report else None,
         build_memory_mib=report.build_memory_mib if report else None,
         outside_mib=report.outside_mib if report else None,
+        clock_mhz=report.clock_mhz if report else None,
+        power_w=report.power_w if report else None,
         allocation_retries=report.allocation_retries if report else 0,
     )

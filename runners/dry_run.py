@@ -12,7 +12,7 @@ from ..training.first_step import StepPart, first_step
 from ..training.probe import ProbePart, take
 from .compiling import Compilation
 from .interleaved import Turn
-from .load import HostLoad, Watch
+from .load import GpuWatch, HostLoad, Watch
 from .rank import RankContext
 from .soak import SoakPlan, SoakReport, soak
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
@@ -60,6 +60,12 @@ class DryRunReport:
     """Its peak until model and optimizer were built, MiB."""
     outside_mib: float | None = None
     """CUDA: what it takes of its device beside the allocator's memory, MiB."""
+    seconds_settle: float = 0.0
+    """Until the device's clocks had settled, part of the warm-up, s."""
+    clock_mhz: float | None = None
+    """CUDA: the multiprocessors' clock while it was measured, MHz."""
+    power_w: float | None = None
+    """CUDA: what the device drew meanwhile, W."""
     load: HostLoad | None = None
     """What its host's processors did while it was warmed up and measured; None where that is not known."""
     note: str = ""
@@ -159,14 +165,18 @@ class DryRun:
             compilation.settled()
             watch.restart()  # compilers are processes of their own, but no load of others
 
+        gpu = GpuWatch(context.local_rank) if context.device_type == "cuda" else None
+        agree, mean = _agreement(context.world_size)
         timing = measure(
-            steps,
+            steps if gpu is None else gpu.beside(steps),
             clock,
             self.plan if self.soak is None else self.soak.measuring(self.plan),
             best_step_ms=self._best_step_ms(training),
-            agree=_agreement(context.world_size),
+            agree=agree,
+            mean=mean,
             compiled=lambda: compilation.seconds,
             settled=settled,
+            measuring=gpu.restart if gpu is not None else lambda: None,
             turns=turns,
         )
         soaked = self._soaked(training, context, compilation)
@@ -185,6 +195,9 @@ class DryRun:
             seconds_compile=compiled_in_probe + timing.seconds_compile,
             seconds_warmup=timing.seconds_warmup,
             seconds_measure=timing.seconds_measure,
+            seconds_settle=timing.seconds_settle,
+            clock_mhz=gpu.clock_mhz if gpu is not None else None,
+            power_w=gpu.power_w if gpu is not None else None,
             peak_memory_mib=context.memory.peak_mib(),
             build_memory_mib=build_memory_mib,
             peak_allocated_mib=context.memory.peak_allocated_mib(),
@@ -252,19 +265,22 @@ def join(context: RankContext) -> None:
     )
 
 
-def _agreement(world_size: int) -> Callable[[list[float]], list[float]]:
-    """Elementwise maximum of a list over all ranks."""
+def _agreement(world_size: int) -> tuple[Callable[[list[float]], list[float]], Callable[[list[float]], list[float]]]:
+    """Elementwise maximum and mean of a list over all ranks."""
     if world_size == 1:
-        return lambda values: values
+        return (lambda values: values), (lambda values: values)
     import torch
     import torch.distributed as dist
 
     # On NCCL a device tensor; the synchronisation comes with the reading of the clock anyway.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
 
-    def slowest(values: list[float]) -> list[float]:
+    def reduced(values: list[float], op: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op=op)
         return tensor.tolist()
 
-    return slowest
+    def mean(values: list[float]) -> list[float]:
+        return [each / world_size for each in reduced(values, dist.ReduceOp.SUM)]
+
+    return (lambda values: reduced(values, dist.ReduceOp.MAX)), mean

@@ -2,14 +2,16 @@
 
 import os
 import socket
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from ..base.gpus import GpuGauge
 from .process import family
 
 CHANGED_CORES = 0.25
@@ -94,3 +96,46 @@ def _busy_s() -> float | None:
     # cpu  user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user already.
     ticks = [int(each) for each in first.split()[1:9]]
     return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+
+
+class GpuWatch:
+    """Clock and power of a rank's GPU while its steps run, looked at between steps.
+
+    Args:
+        index: the GPU, of those that CUDA shows to this process.
+        every_s: how often it is looked, s.
+    """
+
+    def __init__(self, index: int, every_s: float = 0.25) -> None:
+        self._gauge, self._every_s = GpuGauge(index), every_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was seen; the next step is looked at."""
+        self._next, self._seen = time.monotonic(), list[tuple[float | None, float | None]]()
+
+    def beside(self, step: Callable[[], object]) -> Callable[[], object]:
+        """The step, with a look before it now and then."""
+
+        def watched() -> object:
+            if time.monotonic() >= self._next:
+                self._seen.append(self._gauge.read())
+                self._next = time.monotonic() + self._every_s
+            return step()
+
+        return watched
+
+    @property
+    def clock_mhz(self) -> float | None:
+        """Median clock of the multiprocessors, MHz; None where it is not known."""
+        return _median(clock for clock, _ in self._seen)
+
+    @property
+    def power_w(self) -> float | None:
+        """Median power, W; None where it is not known."""
+        return _median(power for _, power in self._seen)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return statistics.median(known) if known else None

@@ -45,6 +45,8 @@ class TrialRequest:
     """What is to be reproduced; None for the trial that sets it."""
     soak: SoakPlan | None = None
     """How a workload's candidate is soaked afterwards; None for not at all."""
+    sustained: bool = False
+    """Whether it may be what wins, so that a GPU is to be at the clocks that it keeps while training."""
 
     @property
     def log_name(self) -> str:
@@ -62,6 +64,7 @@ class TrialRequest:
             "best_throughput": None if self.best_throughput is None else float(self.best_throughput),
             "reference": reference and {"probe": reference.probe.to_dict(), "config_id": reference.config_id},
             "soak": soak and asdict(soak),
+            "sustained": self.sustained,
         }
 
     @classmethod
@@ -88,6 +91,7 @@ class TrialRequest:
                 reference=reference
                 and Reference(probe=Probe.from_dict(reference["probe"]), config_id=str(reference["config_id"])),
                 soak=soak and SoakPlan(**soak),
+                sustained=data.get("sustained") is True,
             )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
@@ -113,6 +117,8 @@ class Runner(ABC):
     """Whether this process outlives whatever a trial does."""
     confirms: bool = True
     """Whether leaders are measured again at the end."""
+    settle_s: float = 0.0
+    """What a trial takes longer that is `sustained`, at most, s."""
     per_host: int | None = None
     """Devices that a host gives a trial, where that is for the runner to find out; None where it is not."""
     device: Device | None = None

@@ -33,8 +33,15 @@ class TimingPlan:
     """Budget of the measurement (never fewer than `min_steps`)."""
     precision: float = 0.02
     """Relative half-width of the median's 95 % confidence interval at which measuring ends."""
+    settle_seconds: float = 0.0
+    """Steps run at most this long before those that are measured, s, until their time stays the same: a GPU lowers its clocks
+    as it gets warm and reaches its power limit."""
     slow_factor: float = 1.5
     """A candidate whose steady step takes this many times the best so far stops after the warm-up."""
+
+
+WINDOW_S, WINDOWS, SETTLED_WITHIN = 2.0, 3, 0.005
+"""Clocks have settled when the median steps of so many windows in a row, of so many seconds each, are this close (relative)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +60,8 @@ class Timing:
     """Wall time of the warm-up, s."""
     seconds_measure: float
     """Wall time of the measured steps, s."""
+    seconds_settle: float = 0.0
+    """Time of the steps before them until clocks had settled, part of the warm-up, s."""
     seconds_compile: float = 0.0
     """Wall time of the steps in which some rank compiled, which are part of neither, s."""
     stopped_early: str = ""
@@ -144,7 +153,9 @@ def measure(
     best_step_ms: float | None = None,
     agree: Callable[[list[float]], list[float]] = lambda values: values,
     compiled: Callable[[], float] = lambda: 0.0,
+    mean: Callable[[list[float]], list[float]] = lambda values: values,
     settled: Callable[[], None] = lambda: None,
+    measuring: Callable[[], None] = lambda: None,
     turns: Turns | None = None,
 ) -> Timing:
     """Runs `step` until its time is known, or in turns with other candidates until these are over.
@@ -158,11 +169,13 @@ def measure(
         best_step_ms: the time of the best candidate so far for the same work, ms.
         agree: elementwise maximum over all ranks, so that every rank counts the slowest and takes the
             same decisions (each rank must run the same number of steps).
+        mean: elementwise mean over all ranks.
         compiled: seconds that this rank has compiled so far.
         settled: called once, when every rank has made a step without compiling.
+        measuring: called when the steps begin that are measured.
         turns: when it may run; it warms up as it would alone.
     """
-    timed = _Timed(step, clock, agree, compiled, plan.compile_max_steps)
+    timed = _Timed(step, clock, agree, mean, compiled, plan.compile_max_steps)
     warm = _warm_up(timed, plan, best_step_ms, settled)
     seconds_warmup = timed.seconds
     tail = warm[1:] or warm
@@ -178,6 +191,11 @@ def measure(
             seconds_compile=timed.seconds_compile,
             stopped_early=f"stopped early: {min(tail) / best_step_ms:.1f} times the step time of the best so far",
         )
+    timed.restart()
+    seconds_settle = _settle(timed, plan, clock.chunk_seconds, warm[-1]) if turns is None else 0.0
+    seconds_warmup = timed.seconds
+    timed.restart()
+    measuring()
     in_turns: list[float] = []
     if turns is None:
         taken = _alone(timed, plan, clock.chunk_seconds, warm[-1])
@@ -191,6 +209,7 @@ def measure(
         warmup_steps=len(warm),
         seconds_warmup=seconds_warmup,
         seconds_measure=timed.seconds - seconds_warmup,
+        seconds_settle=seconds_settle,
         seconds_compile=timed.seconds_compile,
         turns_ms=tuple(in_turns),
     )
@@ -204,12 +223,14 @@ class _Timed:
         step: Callable[[], object],
         clock: Clock,
         agree: Callable[[list[float]], list[float]],
+        mean: Callable[[list[float]], list[float]],
         compiled: Callable[[], float],
         compile_max_steps: int,
     ) -> None:
-        self._step, self._clock, self._agree, self._compiled = step, clock, agree, compiled
+        self._step, self._clock, self._agree, self._mean, self._compiled = step, clock, agree, mean, compiled
         self._compiling = _Compiling(compile_max_steps)
         self._begin = time.perf_counter()
+        self._own, self._means = 0.0, 0.0
         self.seconds = 0.0
         """From the beginning to the last of them, without those in which some rank compiled."""
 
@@ -219,7 +240,12 @@ class _Timed:
         return self._compiling.seconds
 
     def __call__(self, count: int) -> list[float]:
-        """Runs so many steps; of each the milliseconds on the slowest rank."""
+        """Runs so many steps; the milliseconds of each, which add up to those of the slowest rank.
+
+        Each is the mean over ranks, scaled by what the steps since `restart` took the slowest rank against the mean. The
+        maximum over ranks of each step would count a delay that passes from rank to rank, as from stage to stage of a
+        pipeline, once for every rank.
+        """
         while True:
             before = self._compiled()
             marks = [self._clock.mark()]
@@ -228,10 +254,17 @@ class _Timed:
                 marks.append(self._clock.mark())
             times = self._clock.read(marks)  # waits for the device
             elapsed, within = time.perf_counter() - self._begin, self._compiled() - before
-            *times, elapsed, within = self._agree([*times, elapsed, within])
+            own, means = self._own + sum(times), self._mean(times)
+            longest, elapsed, within = self._agree([own, elapsed, within])
             if not self._compiling.left_out(count, elapsed, within):
                 self.seconds = elapsed - self._compiling.seconds
-                return times
+                self._own, self._means = own, self._means + sum(means)
+                scale = longest / max(self._means, 1e-12)
+                return [each * scale for each in means]
+
+    def restart(self) -> None:
+        """Steps from now on are compared over ranks by themselves."""
+        self._own = self._means = 0.0
 
 
 def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settled: Callable[[], None]) -> list[float]:
@@ -248,6 +281,21 @@ def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settle
             if best_step_ms is not None and min(warm[-2:]) > 3 * best_step_ms and len(warm) > plan.warmup_min_steps:
                 return warm
         warm += timed(1)
+
+
+def _settle(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> float:
+    """Steps until their time stays the same or `settle_seconds` are over; how long that took, s."""
+    total_ms, medians = 0.0, list[float]()
+    while total_ms < plan.settle_seconds * 1e3:
+        window: list[float] = []
+        while sum(window) < WINDOW_S * 1e3:
+            window += timed(max(1, min(50, int(chunk_seconds * 1e3 / max(expected_ms, 1e-6)))))
+        total_ms += sum(window)
+        expected_ms = statistics.median(window)
+        medians = [*medians, expected_ms][-WINDOWS:]
+        if len(medians) == WINDOWS and max(medians) - min(medians) <= SETTLED_WITHIN * expected_ms:
+            break
+    return total_ms / 1e3
 
 
 def _alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:

@@ -24,7 +24,19 @@ from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
 
 TRAVELLING = (
-    ("devices", "seq_len", "global_batch", "lora", "allow", "override", "fix", "trials", "time", "device_hours")
+    (
+        "devices",
+        "seq_len",
+        "global_batch",
+        "lora",
+        "allow",
+        "baseline",
+        "override",
+        "fix",
+        "trials",
+        "time",
+        "device_hours",
+    )
     + ("patience", "sampler", "headroom", "layerwise", "soak", "seed", "runner", "hardware", "memory_limit")
     + ("trial_timeout", "measure_time", "concurrency")
 )

@@ -176,6 +176,17 @@ class Space:
             knob.__dict__.update(before)
             raise
 
+    def set_default(self, name: str, value: Any) -> None:
+        """Has `default` begin with another of a knob's values.
+
+        Raises:
+            SpaceError: unknown or derived knob, or not one of its values.
+        """
+        knob = self[name]
+        if knob.derived:
+            raise SpaceError(f"knob '{name}' follows from others, so that it has no default of its own")
+        knob.default = knob.check(value)
+
     def copy(self) -> "Space":
         """A space that can be changed without changing this one."""
         out = Space()

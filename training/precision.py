@@ -39,7 +39,7 @@ class Precision:
     def __init__(self, name: str, device: "torch.device", ranks: int = 1) -> None:
         import torch
 
-        known = [each for each in FORMATS if each != "fp16" or device.type == "cuda"]
+        known = [each for each in FORMATS if each not in ("fp16", "tf32") or device.type == "cuda"]
         if name not in known:
             raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
         formats = FORMATS[name]
@@ -50,6 +50,7 @@ class Precision:
         self.pure = formats.weights == "bf16"
         self.scaled = formats.autocast == "fp16"
         """Whether the loss is scaled, as float16 needs it."""
+        self._tf32 = formats.compute == "tf32"
         self._name, self._device = name, device
         self._dtype = dtype_of(formats.autocast) if formats.autocast else None
         self._fixed: float | None = None
@@ -70,6 +71,24 @@ class Precision:
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._dtype)
+
+    @contextlib.contextmanager
+    def products(self) -> Iterator[None]:
+        """For the forward and backward passes: products of float32 are made of TensorFloat-32 where asked for.
+
+        Elsewhere they stay as the program has them. The switch is the process's own.
+        """
+        import torch
+
+        # A program that has set `fp32_precision` may not be asked for the older switch: it knows both ways of setting it.
+        if not self._tf32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
+            yield
+            return
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
     def convert(self, blocks: "Sequence[Schedule]") -> None:
         """Has linear layers of repeated blocks compute in 8 bits, where asked for; a CPU emulates it.
@@ -99,6 +118,8 @@ class Precision:
             return torch.finfo(torch.float8_e4m3fn).eps / 2
         if self._dtype is not None or self.pure:
             return torch.finfo(self._dtype or torch.bfloat16).eps / 2
+        if self._tf32:
+            return torch.finfo(torch.float16).eps / 2
         if self._device.type == "cuda":
             # Products of float32 may be made of TensorFloat-32, which has as many bits as float16.
             # `allow_tf32` raises where a program has set `fp32_precision`, which knows both ways of setting it.

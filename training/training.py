@@ -156,7 +156,8 @@ class Training:
             on_device = self._resident
             batches = self._data[self._step % len(self._data)]
             self._step += 1
-        total = self._passes(batches, None if on_device else self.device, watch, factors)
+        with self.precision.products():
+            total = self._passes(batches, None if on_device else self.device, watch, factors)
         return self.over_replicas(total) / self.world.replicas
 
     def over_replicas(self, value: "torch.Tensor") -> "torch.Tensor":

@@ -76,6 +76,8 @@ class Confirmation:
     """Hears of progress."""
     watch: Stopwatch
     """Time left of the search."""
+    settle_s: float = 0.0
+    """What measuring a trial again takes longer than its first measurement, s."""
     rounds: list[dict[int, Measurement]] = field(default_factory=list)
     """What each contender that ran measured, by its trial's number, a round an entry."""
     failed: dict[int, Measurement] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Confirmation:
     def seconds(self) -> float:
         """What the fewest rounds would take with the contenders so far, s."""
         contenders = self._contenders(())
-        return _fewest_s(contenders) if len(contenders) > 1 else 0.0
+        return self._fewest_s(contenders) if len(contenders) > 1 else 0.0
 
     def run(self) -> None:
         """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
@@ -146,20 +148,24 @@ class Confirmation:
             hoped = sorted(left, key=lambda trial: -_hoped(trial, left))[:UNSTEADY_LEADERS]
             floor = UNSTEADY_WITHIN * _at_first(left[0])
             more = [trial for at, trial in enumerate(hoped) if at < 2 or _hoped(trial, left) >= floor]
-            leaders = more if _fewest_s(more) < self.watch.left else leaders
+            leaders = more if self._fewest_s(more) < self.watch.left else leaders
         # Beside lossy leaders the best without lossy values is to be compared with what holds up.
         exact = next((trial for trial in left if not trial.lossy), None)
         beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
         return leaders + [trial for trial in beside if trial not in leaders]
 
+    def _fewest_s(self, contenders: Iterable[Trial]) -> float:
+        """What their fewest rounds take, s; turns take less."""
+        return FEWEST_ROUNDS * sum((trial.measured.seconds_total or 0.0) + self.settle_s for trial in contenders)
+
     def _stretch(self, active: Sequence[Trial], patience_s: float) -> bool:
         """Has all of them take turns, for so much longer where the load of others has to pass; False where they cannot,
         or in too little time for their fewest rounds."""
-        if self.take_turns is None or len(active) < 2 or self.watch.left < _fewest_s(active):
+        if self.take_turns is None or len(active) < 2 or self.watch.left < self._fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
         self.listener.remeasuring(list(active), self._done, total, _turns_s(active))
-        found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - _fewest_s(active))))
+        found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - self._fewest_s(active))))
         if found is None:
             self.take_turns = None
             return False
@@ -348,11 +354,6 @@ def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[T
     first may have been lucky once."""
     floor = within * _at_first(sorted_trials[0])
     return [trial for at, trial in enumerate(sorted_trials[:many]) if at < 2 or _at_first(trial) >= floor]
-
-
-def _fewest_s(contenders: Iterable[Trial]) -> float:
-    """What their fewest rounds take, s; turns take less."""
-    return FEWEST_ROUNDS * sum(trial.measured.seconds_total or 0.0 for trial in contenders)
 
 
 def _turns_s(contenders: Iterable[Trial]) -> float:

@@ -56,8 +56,8 @@ class History:
     def reference(self, number: int) -> Reference | None:
         """What trial `number` must reproduce: the first that ran in the finest number format, other than itself.
 
-        Trial 0 is the default configuration, which applies nothing and computes in float32, so it sets it
-        where it runs.
+        Trial 0 is the default configuration, which applies nothing, so it sets it where it runs until one in a finer
+        format has run: on a GPU the default computes in bf16.
         """
         others = {at: each for at, each in self._probed.items() if at != number}
         if not others:

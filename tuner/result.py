@@ -72,13 +72,13 @@ class Result:
     def gain(self) -> float | None:
         """The winner's throughput over the default configuration's; None if there is none to compare with."""
         found = summary.gain(self.all_trials)
-        return found and found.ratio
+        return None if found is None else found.ratio
 
     @property
     def gain_interval(self) -> tuple[float, float] | None:
         """95 % interval of `gain`; None where it is not known. If it includes 1, no gain is shown."""
         found = summary.gain(self.all_trials)
-        return found and found.interval
+        return None if found is None else found.interval
 
     @property
     def trials(self) -> "DataFrame":

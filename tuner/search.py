@@ -349,6 +349,7 @@ class Search:
             timeout_s=self.trial_timeout_s,
             best_throughput=None if best is None else best * self._conditions.speed,
             reference=history.reference(trial.number),
+            sustained=free,
         )
 
     def _attempt(self, trial: Trial, request: TrialRequest) -> Measurement:
@@ -389,6 +390,7 @@ class Search:
             self._take_turns if self.runner.takes_turns else None,
             self.listener,
             self._watch,
+            settle_s=self.runner.settle_s,
         )
 
     def _take_turns(self, trials: Sequence[Trial], patience_s: float) -> list[list[Measurement]] | None:

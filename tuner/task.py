@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import SpaceError, UsageError, WorkloadError
-from ..frameworks.launchers import find_launcher
+from ..frameworks.registry import find_launcher
 from ..frameworks.stated_space import declare
 from ..models import Workload
 from ..models.huggingface import hugging_face_workload

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.runners.host import HostAgent
+
 Row = dict[str, Any]
 
 
@@ -25,6 +27,8 @@ class Setting:
     """At tiny sizes, for the tests of the checks."""
     folder: Path
     """Of results and logs."""
+    agent: HostAgent | None = None
+    """Starts the ranks of trials; who made it closes it."""
 
     @property
     def cuda(self) -> bool:
@@ -51,7 +55,7 @@ def _checks() -> dict[str, Check]:
         "exhaustion": Check(faults.exhaustion, 90),
         "timing": Check(speed.timing, 30),
         "probe": Check(correct.probe, 120),
-        "models": Check(speed.models, 180),
+        "models": Check(speed.models, 240),
         "large": Check(speed.large, 100),
         "fsdp": Check(correct.fsdp, 40),
         "sdpa": Check(correct.sdpa, 30),

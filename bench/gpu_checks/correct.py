@@ -31,6 +31,7 @@ FAMILIES = ("gpt2", "bert", "t5", "llama", "mixtral")
 KNOBS = {
     "grad_accum": {"grad_accum": 4},
     "checkpoint_ratio": {"checkpoint_ratio": 0.5},
+    "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
     "bf16_pure": {"precision": "bf16_pure"},
     "fp16": {"precision": "fp16"},
@@ -183,6 +184,8 @@ def probe(setting: Setting) -> Iterator[Row]:
         for name, knobs in KNOBS.items():
             if setting.tiny and (model != "gpt2-tiny" or name not in ("bf16", "checkpoint_ratio", "offload")):
                 continue
+            if name in ("tf32", "fp16") and not setting.cuda:
+                continue
             if name == "fusion" and shutil.which(os.environ.get("CC", "gcc")) is None:
                 continue
             try:
@@ -279,6 +282,9 @@ def resume(setting: Setting) -> Iterator[Row]:
     from redline.training.hyperparameters import Hyperparameters
     from redline.training.loop import Loop, LoopPlan
 
+    if setting.cuda:  # attention's backward pass adds up in any order otherwise
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     workload = preset("gpt2-tiny", global_batch=8, seq_len=16 if setting.tiny else 64)
     hyper = Hyperparameters(steps=6 if setting.tiny else 20, lr=1e-3, warmup=2)
     workload = workload.with_optimizer(hyper.optimizer)

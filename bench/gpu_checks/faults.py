@@ -52,34 +52,30 @@ def trials(setting: Setting) -> Iterator[Row]:
         ("a step without end", "timeout", _endless),
         ("a dry run afterwards", "ok", None),
     ]
-    runner = LocalRunner(DryRuns(small, compiles=False), terms)
-    try:
-        runner.wait_ready()
-        before = [each.used_mib for each in gpu_use()]
-        for number, (what, expected, program) in enumerate(faults):
-            if program is None:
-                measured = runner.run(TrialRequest(config=Config({"micro_batch": 8}), number=number))
-                status, reason = measured.status.value, measured.reason
-            else:
-                job = Job(
-                    program=cloudpickle.dumps(program),
-                    device_type=setting.device,
-                    threads=1,
-                    memory_limit_mib=terms.memory_limit_mib,
-                    timeout_s=1.0 if expected == "timeout" else 60.0,
-                )
-                ended = runner.dispatch(job)
-                status, reason = ended.status.value, ended.reason
-            seconds = _until_back(before)
-            yield {
-                "what": what,
-                "status": status,
-                "reason": reason[:150],
-                "memory_back_s": seconds,
-                "holds": status == expected and seconds < BACK_S,
-            }
-    finally:
-        runner.close()
+    runner = LocalRunner(DryRuns(small, compiles=False), terms, agent=setting.agent)
+    before = [each.used_mib for each in gpu_use()]
+    for number, (what, expected, program) in enumerate(faults):
+        if program is None:
+            measured = runner.run(TrialRequest(config=Config({"micro_batch": 8}), number=number))
+            status, reason = measured.status.value, measured.reason
+        else:
+            job = Job(
+                program=cloudpickle.dumps(program),
+                device_type=setting.device,
+                threads=1,
+                memory_limit_mib=terms.memory_limit_mib,
+                timeout_s=1.0 if expected == "timeout" else 60.0,
+            )
+            ended = runner.dispatch(job)
+            status, reason = ended.status.value, ended.reason
+        seconds = _until_back(before)
+        yield {
+            "what": what,
+            "status": status,
+            "reason": reason[:150],
+            "memory_back_s": seconds,
+            "holds": status == expected and seconds < BACK_S,
+        }
 
 
 def _until_back(before: list[float]) -> float:
@@ -143,28 +139,27 @@ def exhaustion(setting: Setting) -> Iterator[Row]:
             "a convolution (cuDNN)": _convolution,
         }
     terms = TrialTerms(device=detect(), memory_limit_mib=None if setting.cuda else LIMIT_MIB, threads=1)
-    runner = LocalRunner(DryRuns(preset("gpt2-tiny", global_batch=8), compiles=setting.cuda), terms)
-    try:
-        for what, call in calls.items():
-            for leave in (4,) if setting.tiny else (2, 16, 64):
-                job = Job(
-                    program=cloudpickle.dumps(_on_a_full_device(call, leave)),
-                    device_type=setting.device,
-                    threads=1,
-                    memory_limit_mib=terms.memory_limit_mib,
-                    timeout_s=30.0,
-                )
-                ended = runner.dispatch(job)
-                # What fits in the rest is as good.
-                holds = ended.status.value in ("oom", "ok")
-                yield {
-                    "what": f"{what} with {leave} MiB left",
-                    "status": ended.status.value,
-                    "reason": ended.reason[:200],
-                    "holds": holds,
-                }
-    finally:
-        runner.close()
+    runner = LocalRunner(
+        DryRuns(preset("gpt2-tiny", global_batch=8), compiles=setting.cuda), terms, agent=setting.agent
+    )
+    for what, call in calls.items():
+        for leave in (4,) if setting.tiny else (2, 16, 64):
+            job = Job(
+                program=cloudpickle.dumps(_on_a_full_device(call, leave)),
+                device_type=setting.device,
+                threads=1,
+                memory_limit_mib=terms.memory_limit_mib,
+                timeout_s=30.0,
+            )
+            ended = runner.dispatch(job)
+            # What fits in the rest is as good.
+            holds = ended.status.value in ("oom", "ok")
+            yield {
+                "what": f"{what} with {leave} MiB left",
+                "status": ended.status.value,
+                "reason": ended.reason[:200],
+                "holds": holds,
+            }
 
 
 def _on_a_full_device(call: Callable[[Any], object], leave_mib: int) -> Callable[[Any], None]:

@@ -30,6 +30,7 @@ PARITY = 0.97
 """Of a hand-written loop's speed that redline's must have."""
 ONE_B: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"precision": "fp32"},
+    "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
     "bf16 + kernels": {"precision": "bf16", "kernels": True},
     "bf16 + fusion": {"precision": "bf16", "fusion": True},
@@ -99,38 +100,35 @@ def _trials(
         device=device, threads=None if setting.cuda else 1, plan=TimingPlan(seconds=0.1 if setting.tiny else 3.0)
     )
     estimator = Estimator(workload, this_machine())
-    runner = LocalRunner(DryRuns(workload, compiles=not setting.tiny), terms)
-    try:
-        for number, (what, knobs) in enumerate(chosen.items()):
-            config = Config({"micro_batch": micro, "grad_accum": workload.global_batch // micro, **knobs})
-            told = runner.run(TrialRequest(config=config, number=number))
-            expected = estimator(config)
-            row = {
-                "what": f"{workload.name}, {what}",
-                "status": told.status.value,
-                "reason": told.reason[:200] or None,
-                "throughput": told.throughput,
-                "mfu": told.mfu,
-                "step_ms": told.step_ms,
-                "predicted_ms": expected.step_ms,
-                "peak_mib": told.peak_memory_mib,
-                "predicted_mib": expected.peak_memory_mib,
-                "build_mib": max((each.build_memory_mib or 0.0 for each in told.ranks), default=None),
-                "outside_mib": max((each.outside_mib or 0.0 for each in told.ranks), default=None),
-                "holds": told.ok,
-            }
-            if what in by_hand and told.ok:
-                job = Job(
-                    program=cloudpickle.dumps(by_hand[what]), device_type=setting.device, threads=1, timeout_s=60.0
-                )
-                (rank,) = runner.dispatch(job).ranks
-                row["by_hand_ms"] = rank.report or rank.reason
-                if rank.report:
-                    row["ratio"] = rank.report / told.step_ms
-                    row["holds"] = told.ok and (setting.tiny or row["ratio"] >= PARITY)
-            yield row
-    finally:
-        runner.close()
+    runner = LocalRunner(DryRuns(workload, compiles=not setting.tiny), terms, agent=setting.agent)
+    for number, (what, knobs) in enumerate(chosen.items()):
+        config = Config({"micro_batch": micro, "grad_accum": workload.global_batch // micro, **knobs})
+        told = runner.run(TrialRequest(config=config, number=number))
+        expected = estimator(config)
+        row = {
+            "what": f"{workload.name}, {what}",
+            "status": told.status.value,
+            "reason": told.reason[:200] or None,
+            "throughput": told.throughput,
+            "mfu": told.mfu,
+            "step_ms": told.step_ms,
+            "predicted_ms": expected.step_ms,
+            "peak_mib": told.peak_memory_mib,
+            "predicted_mib": expected.peak_memory_mib,
+            "build_mib": max((each.build_memory_mib or 0.0 for each in told.ranks), default=None),
+            "outside_mib": max((each.outside_mib or 0.0 for each in told.ranks), default=None),
+            "clock_mhz": next((each.clock_mhz for each in told.ranks), None),
+            "power_w": next((each.power_w for each in told.ranks), None),
+            "holds": told.ok,
+        }
+        if what in by_hand and told.ok:
+            job = Job(program=cloudpickle.dumps(by_hand[what]), device_type=setting.device, threads=1, timeout_s=60.0)
+            (rank,) = runner.dispatch(job).ranks
+            row["by_hand_ms"] = rank.report or rank.reason
+            if rank.report:
+                row["ratio"] = rank.report / told.step_ms
+                row["holds"] = told.ok and (setting.tiny or row["ratio"] >= PARITY)
+        yield row
 
 
 def _by_hand(setting: Setting, micro: int) -> Callable[[Any], float]:

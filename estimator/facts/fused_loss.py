@@ -14,7 +14,7 @@ of one in the products, 4 or 2. See `schedule/fused_logits.py` for what is compu
 
 from dataclasses import replace
 
-from .model_facts import Matmul, ModelFacts, PerToken
+from .model_facts import Matmul, ModelFacts, PerToken, bytes_of
 
 ON_A_CHUNK = 40
 """Bytes that operators move for each logit: maximum, difference, exponential, sum, quotient, share."""
@@ -30,7 +30,7 @@ def unformed(facts: ModelFacts) -> ModelFacts:
     if head is None:
         note = "kernels: no head onto a vocabulary; as without it"
         return replace(facts, kernels=True, notes=(*facts.notes, note))
-    chunk, width = most_chunk(head.k), 4 if facts.precision == "fp32" else 2
+    chunk, width = most_chunk(head.k), bytes_of(facts.precision)
     state = 2 if facts.precision == "bf16_pure" else 4
     added = (8 if width == 4 else 2 * width + 8) * head.n * head.k / chunk
     moved = head.n * (ON_A_CHUNK + (0 if width == 4 else 12)) + added

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...base.errors import UsageError, unknown
+from ...knobs.meaning import FORMATS
 
 ROLES = ("embedding", "block", "norm", "head", "loss", "other")
 SPLITS = ("none", "column", "row")
@@ -276,7 +277,7 @@ def total(parts: Iterable[Part], field: str) -> float:
 
 def bytes_of(precision: str) -> int:
     """Bytes of an activation that a product reads, at a value of the knob `precision`."""
-    return 4 if precision == "fp32" else 2
+    return FORMATS[precision].compute_bytes
 
 
 def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kernels: bool) -> ModelFacts:

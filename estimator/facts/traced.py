@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ class TracedFacts:
             TracingError: the model cannot be traced; says at which operator.
             WorkloadError: it cannot be built, or its batch or loss is not what it must be.
         """
+        if precision == "tf32":  # products of the same tensors, at another rate
+            return replace(
+                self.facts(precision="fp32", attention=attention, fusion=fusion, kernels=kernels), precision="tf32"
+            )
         if kernels:
             return unformed(self.facts(precision=precision, attention=attention, fusion=fusion))
         variant = (precision, attention, fusion)
@@ -68,6 +72,7 @@ class TracedFacts:
         """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the
         disk: what `kernels` changes follows from what is known without."""
         precision, attention, fusion, _ = variant
+        precision = "fp32" if precision == "tf32" else precision
         formed = (precision, attention, fusion)
         if formed in self._known:
             return True
@@ -176,8 +181,6 @@ def _trace(
     if seen.error and "in backward" not in seen.operator:
         raise TracingError(_sorry(workload, seen, facts, layout), facts)
     if seen.error:
-        from dataclasses import replace
-
         facts = replace(facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})"))
     if fusion:
         from .compiled import fused

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ...base.errors import UsageError, WorkloadError, unknown
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
-from ...frameworks.launchers import LAUNCHERS
+from ...frameworks.registry import LAUNCHERS
 from ...models.request import Asked, either
 from ...models.server_model import ServerModel
 
@@ -28,7 +28,7 @@ class Command:
         model: what it trains, by whatever name `redline.workload` takes, so that an estimate guides the search; by default
             what the command says under a usual name, such as `--model_name_or_path`, where that is known here.
         launcher: what the command starts, where it is a known one: knobs without a place in the command are said as it wants
-            them, and a short run is asked for. One of `redline.runners.command.launchers.LAUNCHERS`.
+            them, and a short run is asked for. One of `redline.frameworks.registry.LAUNCHERS`.
         render: files it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file with
             `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
         metric: what is read of what it says: a regular expression with a named group, such as

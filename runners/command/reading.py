@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from ...base.errors import UsageError
 from ...base.reporting import TIME
+from ...frameworks.registry import FRAMEWORKS, find_framework
 from .objective import BESIDE, PREFERRED
 
 LONGEST_LINE = 64 * 1024
@@ -29,31 +30,10 @@ _SPLIT = re.compile(rb"[\r\n]")
 _OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """What regular expressions have and names, such as `throughput(tps)`, have not."""
 
-KNOWN = {
-    # megatron/training/training.py
-    "Megatron-LM": r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
-    # NeMo's progress on Lightning
-    "NeMo": r"reduced_train_loss: (?P<loss>[\d.eE+-]+|nan) \| train_step_timing in s: (?P<step_s>[\d.]+)",
-    # src/nanotron/trainer.py; earlier versions wrote 8.66E+05
-    "nanotron": r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?",
-    # torchtitan/components/metrics.py: tps is a device's
-    "torchtitan": r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
-    # deepspeed/utils/timer.py
-    "DeepSpeed": r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
-    # litgpt/pretrain.py, litgpt/finetune/lora.py; the time beside it is a micro-batch's
-    "LitGPT": r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
-    # tqdm, by which transformers.Trainer, accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress; a bar
-    # with a name is of steps only where that says so: others are of files that are loaded, or of data
-    "a progress bar": (
-        r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
-        r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"
-    ),
-}
-"""How frameworks print what a step took, and where in their sources that is."""
-_SPOKEN = {
-    # transformers.Trainer prints its losses as a dict, Megatron and others in their own lines
-    "transformers.Trainer": r"\{'loss': '?(?P<loss>[\d.eE+-]+|nan)'?,",
-}
+NANOTRON = (
+    r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?"
+)
+"""How src/nanotron/trainer.py prints a step, of which nothing else is known; earlier versions wrote 8.66E+05."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +208,14 @@ def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, 
     return {**other, **{names[name]: value for name, value in values.items() if name in names}}
 
 
+def printed() -> list[str]:
+    """How frameworks print what a step took, as regular expressions; what shows progress alone, and losses, at the end."""
+    found = [find_framework(name) for name in FRAMEWORKS]
+    bars = [each for each in found if each.spoken]
+    lines = [each.prints for each in found if each.prints and each not in bars]
+    return [*lines, NANOTRON, *(each.prints for each in bars), *(each.spoken for each in bars)]
+
+
 def lines_for(metrics: Sequence[str]) -> Lines:
     """What reads the metrics that are asked for, or what known frameworks print where none is.
 
@@ -241,7 +229,7 @@ def lines_for(metrics: Sequence[str]) -> Lines:
     """
     if not metrics:
         known = {name: name for name in (*PREFERRED, *BESIDE)}
-        return Lines([re.compile(each) for each in (*KNOWN.values(), *_SPOKEN.values())], known)
+        return Lines([re.compile(each) for each in printed()], known)
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
     asked: list[str] = []

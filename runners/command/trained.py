@@ -8,7 +8,10 @@ from pathlib import Path
 
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
 from ...frameworks.launcher import PLACED
-from ...frameworks.launchers import find_launcher
+from ...frameworks.megatron_model import architecture_of
+from ...frameworks.registry import find_launcher
+from ...frameworks.trainer import SEQ_LEN as TRAINER_LENGTHS
+from ...frameworks.words import Stated
 from ...models.architecture import Architecture
 from ...models.presets import PRESETS
 from ...models.server_model import ServerModel
@@ -18,9 +21,7 @@ MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model",
 """What options are called that name a model; the first that is given counts."""
 RECIPE = ("config", "factory", "recipe", "flavor")
 """And those that name a recipe, which may be that of a preset."""
-VOCABULARY = 50_304
-"""Tokens that a model is taken to know where only its tokenizer says how many."""
-SEQ_LEN = ("max_seq_length", "seq_length", "block_size", "cutoff_len", "sequence_len", "max_seq_len", "seq_len")
+SEQ_LEN = (*TRAINER_LENGTHS, "cutoff_len", "sequence_len", "seq_len")
 """And those for the tokens of a sample."""
 PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
 """And those for the format of products, where these are not switched on as `bf16` and `fp16`."""
@@ -80,40 +81,12 @@ def _preset(said: Mapping[str, str]) -> str | None:
 
 
 def _of_megatron(said: Mapping[str, str]) -> Architecture | None:
-    """The model that flags of Megatron-LM describe: Llama's kind of blocks or GPT-2's, with its sizes."""
-    sizes = {name: int(value) for name, value in said.items() if _is_count(value)}
-    if not all(name in sizes for name in ("num_layers", "hidden_size", "num_attention_heads")):
+    """The model that flags of Megatron-LM describe, with its sizes."""
+    found = architecture_of(Stated({name: value or True for name, value in said.items()}, "the command"))
+    if found is None:
         return None
-    layers, hidden, heads = (sizes[name] for name in ("num_layers", "hidden_size", "num_attention_heads"))
-    vocabulary = sizes.get("padded_vocab_size") or sizes.get("vocab_size") or VOCABULARY
-    positions = sizes.get("max_position_embeddings") or sizes.get("seq_length") or 2048
-    if "swiglu" not in said:
-        arguments = {
-            "n_layer": layers,
-            "n_embd": hidden,
-            "n_head": heads,
-            "vocab_size": vocabulary,
-            "n_positions": positions,
-        }
-        arguments["n_inner"] = sizes.get("ffn_hidden_size", 4 * hidden)
-        return Architecture(model_type="gpt2", arguments=arguments, task="causal")
-    groups = sizes.get("num_query_groups", 1) if "group_query_attention" in said else heads
-    return Architecture(
-        model_type="llama",
-        arguments={
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            # As Megatron-LM has it: as many parameters as without a gate, in multiples of 64.
-            "intermediate_size": sizes.get("ffn_hidden_size", hidden * 8 // 3 // 64 * 64),
-            "head_dim": sizes.get("kv_channels", hidden // heads),
-            "vocab_size": vocabulary,
-            "max_position_embeddings": positions,
-            "tie_word_embeddings": "untie_embeddings_and_output_weights" not in said,
-        },
-        task="causal",
-    )
+    arguments = {name: value for name, value in found.items() if name != "model_type"}
+    return Architecture(model_type=found["model_type"], arguments=arguments, task="causal")
 
 
 def _precision(said: dict[str, str]) -> str | None:

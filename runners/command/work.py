@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
 from ...frameworks.launcher import Launcher
-from ...frameworks.launchers import find_launcher
+from ...frameworks.registry import find_launcher
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob

@@ -58,8 +58,8 @@ class Handover:
             module.__dict__["_handed_over"] = syncs_of(module)
             for hook in [each for each in forward_hooks_of(module) if isinstance(each, Exchange)]:
                 take_forward_hook(module, hook)
-        for module, hook in self.before_new:
-            move_pre_hook(module, hook, tree.module.get_submodule(join(path, target)))
+        for module, function in self.before_new:
+            move_pre_hook(module, function, tree.module.get_submodule(join(path, target)))
         if self.whole is not None:
             old_path, old = self.whole
             give_hooks(old, tree.module.get_submodule(join(path, target)))

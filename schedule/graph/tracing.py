@@ -128,7 +128,9 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
             each = modules[path]
             for held, original in ((buffers_of(each), buffers), (parameters_of(each), parameters)):
                 changed = {n for n in {*held, *original} if held.get(n) is not original.get(n)}
-                changed |= {n for n, t in original.items() if t in values and t._version != values[t][0]}
+                changed |= {
+                    n for n, t in original.items() if t is not None and t in values and t._version != values[t][0]
+                }
                 written += [join(path, name) for name in sorted(changed)]
                 held.clear()
                 held.update(original)

@@ -125,10 +125,9 @@ def _cuts_of(
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
     if isinstance(sch.module, USED_WHOLE):
-        kind = type(sch.module).__name__
         raise ScheduleError(
-            f"{label}: {kind} hands its weights to a kernel that takes them whole, so that a piece cannot be computed "
-            "with; replace it by a module of linear layers, and shard these"
+            f"{label}: {type(sch.module).__name__} hands its weights to a kernel that takes them whole, so that a piece "
+            "cannot be computed with; replace it by a module of linear layers, and shard these"
         )
     if name in shards_of(sch.module):
         cut = shards_of(sch.module)[name]

@@ -173,6 +173,8 @@ class SpaceForm(Body):
     space: SpaceDocument | None = None
     """In place of the default one: a document of `Space.to_dict`."""
     allow: Annotated[list[Literal["lossy"]], Field(max_length=1)] = []
+    baseline: Word | None = None
+    """The number format of the default configuration, which the gain is against."""
     override: Annotated[
         dict[Knob, Annotated[list[Value], Field(min_length=1, max_length=1000)]], Field(max_length=200)
     ] = {}

@@ -4,8 +4,9 @@ from math import prod
 
 import pytest
 from redline.base import device as devices
-from redline.base.errors import SpaceError
+from redline.base.errors import SpaceError, UsageError
 from redline.models import Workload, make_space, parallel, workload
+from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import (
     default_space,
     lossy_beyond,
@@ -45,7 +46,7 @@ def test_a_cpu_has_its_knobs_and_no_others(cpu, compiler):
 
 def test_a_gpu_has_its_knobs_and_no_others(cuda, compiler):
     space = default_space(workload("gpt2"), cuda((9, 0)))
-    assert values(space)["precision"] == ("fp32", "bf16")
+    assert values(space)["precision"] == ("fp32", "tf32", "bf16")
     assert values(space)["attention"] == ("sdpa", "eager")
     assert "fp8" not in values(space)["precision"] and "dp" not in values(space)
     assert values(default_space(workload("gpt2"), cuda((7, 0))))["precision"] == ("fp32", "fp16")
@@ -61,9 +62,9 @@ def test_a_cpu_with_native_bf16_tries_it(cpu, compiler):
 def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compiler):
     gpu, made = cuda((9, 0)), workload("gpt2")
     allowed = default_space(made, gpu, allow=("lossy",))
-    assert values(allowed)["precision"] == ("fp32", "bf16", "bf16_pure")
+    assert values(allowed)["precision"] == ("fp32", "tf32", "bf16", "bf16_pure")
     assert lossy_of_space(allowed) == {"precision": ["bf16_pure"]}
-    assert allowed.default()["precision"] == "fp32" and "lossy" in allowed["precision"].help
+    assert allowed.default()["precision"] == "bf16" and "lossy" in allowed["precision"].help
     asked = default_space(made, gpu)
     assert lossy_of_space(asked) == {} and lossy_beyond(asked) == ["precision=bf16_pure"]
     asked.override("precision", ["bf16", "bf16_pure"])
@@ -126,7 +127,7 @@ def test_flash_attention_needs_half_precision(cuda, compiler, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "bert-large", "gpt-neo-1.3b"])
-def test_the_default_is_what_the_trainer_runs(cpu, compiler, name):
+def test_the_default_is_what_the_trainer_runs(cpu, cuda, compiler, name):
     from transformers import TrainingArguments
 
     fields = TrainingArguments.__dataclass_fields__
@@ -134,6 +135,10 @@ def test_the_default_is_what_the_trainer_runs(cpu, compiler, name):
     assert default["micro_batch"] == fields["per_device_train_batch_size"].default == 8
     assert default["fused_optimizer"] is (fields["optim"].default == "adamw_torch_fused")
     assert default["precision"] == "fp32" and fields["bf16"].default is False and fields["fp16"].default is False
+    # Who trains on a GPU that has bf16 passes bf16=True.
+    on_gpu = default_space(workload(name), cuda((9, 0))).default().to_dict()
+    assert on_gpu == {**default.to_dict(), "precision": "bf16", "offload": "none"}
+    assert default_space(workload(name), cuda((7, 0))).default()["precision"] == "fp32"
     assert default["checkpoint_ratio"] == 0 and not fields["gradient_checkpointing"].default
     assert default["fusion"] is fields["torch_compile"].default is False
     assert default["attention"] == ("eager" if name == "gpt-neo-1.3b" else "sdpa")
@@ -397,3 +402,17 @@ def test_zero_beside_a_pipeline_is_left_out_where_a_stage_holds_tied_weights(cud
     assert space.config(pp=1, tp=1, zero=3, micro_batch=8)
     with pytest.raises(SpaceError, match="one stage holds tied weights"):
         space.config(pp=2, tp=1, zero=3, micro_batch=8)
+
+
+def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, compiler):
+    def default(baseline, device=None, **more):
+        request = TrainingRequest(target="gpt2", baseline=baseline, **more)
+        return resolve(request, device or cuda((9, 0)), 1).space.default()
+
+    assert [default(each)["precision"] for each in (None, "fp32", "tf32", "bf16")] == ["bf16", "fp32", "tf32", "bf16"]
+    assert default(None, cpu)["precision"] == "fp32" == default("fp32", cpu)["precision"]
+    assert default("fp32").to_dict() | {"precision": "bf16"} == default(None).to_dict()
+    with pytest.raises(UsageError, match="baseline must be a number format .* 'fp8': this space has fp32, tf32, bf16"):
+        default("fp8")
+    with pytest.raises(UsageError, match="'fp32': this space has bf16"):
+        default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})

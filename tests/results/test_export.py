@@ -129,7 +129,7 @@ def test_any_combination_of_standard_knobs_can_be_exported(target):
     assert count == (144 if target == "deepspeed" else 192)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16", "fp8", "fp8_rowwise"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8", "fp8_rowwise"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_precision_can_be_exported(target, precision):
     assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
@@ -236,6 +236,15 @@ def test_accelerate_compiles_the_repeated_blocks_as_redline_does():
     assert made["dynamo_config"]["dynamo_backend"] == "INDUCTOR"
     assert made["dynamo_config"]["dynamo_use_regional_compilation"] is True
     assert "dynamo_config" not in parsed("accelerate", micro_batch=1, grad_accum=1, fusion=False)[0]
+
+
+def test_products_in_tf32_are_switched_on_where_a_file_can_and_named_elsewhere():
+    made, _ = parsed("trainer", precision="tf32", micro_batch=4, grad_accum=1)
+    assert made["tf32"] is True and "bf16" not in made and "fp16" not in made
+    for target in ("accelerate", "deepspeed", "lightning", "megatron", "torchtitan"):
+        made = render(target, trial(precision="tf32", micro_batch=4, grad_accum=1), DOCUMENT)
+        assert "set_float32_matmul_precision('high')" in made.text + " ".join(made.notes), target
+        assert "bf16" not in made.text.replace("grad-reduce-in-bf16", ""), target
 
 
 def test_the_trainer_takes_batch_precision_and_optimizer():

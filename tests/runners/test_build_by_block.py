@@ -172,3 +172,16 @@ def test_the_estimate_has_what_building_takes_beyond_training():
     expected = (pieces + ends + block) * 4 / 2**20
     rest = sum(value for name, value in found[3].items() if name.startswith("memory.") and name != "memory.build")
     assert np.isclose(rest + found[3]["memory.build"], max(rest, expected), rtol=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_without_a_float32_copy_never_have_one():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda", 0)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    training = Training(workload(), {"precision": "bf16_pure", "micro_batch": 4}, device)
+    peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    assert next(training.model.parameters()).dtype == torch.bfloat16
+    assert peak_mib < WHOLE_MIB / 2 + BLOCK_MIB + 20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redline
 from redline.base.errors import UsageError
-from redline.frameworks.launchers import LAUNCHERS, find_launcher
+from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
 from redline.space import Space

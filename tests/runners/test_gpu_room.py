@@ -4,19 +4,26 @@ import time
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
+import cloudpickle
 import pynvml
 import pytest
+import redline
 import torch
 from redline.base import gpus
+from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
 from redline.results import Measurement, RankReport, Status, Trial
 from redline.runners import gpu_room, supervisor
+from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
 from redline.runners.gpu_room import wait_for_room
 from redline.runners.job import Job
+from redline.runners.load import GpuWatch
 from redline.runners.log import LogFile
 from redline.runners.memory import MIB, CudaMemoryMeter
 from redline.runners.rank import RankContext
+from redline.runners.runner import TrialRequest
+from redline.runners.work import TrialTerms
 from redline.space import Config
 from redline.tuner import running
 
@@ -196,3 +203,49 @@ def test_measured_contexts_take_the_place_of_the_assumed_one():
     found = made.calibrate([trial(0, 640.0, 655.0), trial(1, 610.0)])
     assert found.memory_limit_mib == made.hardware.memory_mib - 655
     assert made.calibrate([trial(0, None)]).memory_limit_mib == made.memory_limit_mib
+
+
+def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch):
+    nvml(100, 200)
+    readings = iter([(1980, 300_000), (1755, 690_000), (1740, 700_000), (1755, 695_000)])
+    now = [0.0, 0.0]
+
+    def clock(handle, kind):
+        assert (handle, kind) == ("second", pynvml.NVML_CLOCK_SM)
+        now[:] = next(readings)
+        return now[0]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: now[1])
+    watch = GpuWatch(1, every_s=0.0)
+    steps = []
+    step = watch.beside(lambda: steps.append(1))
+    step()
+    assert (watch.clock_mhz, watch.power_w) == (1980, 300)
+    watch.restart()
+    for _ in range(3):
+        step()
+    assert (watch.clock_mhz, watch.power_w) == (1755, 695) and len(steps) == 4
+
+    def untold(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", untold)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: 1500)
+    watch.restart()
+    step()
+    assert (watch.clock_mhz, watch.power_w) == (1500, None)
+
+
+def test_what_may_win_is_measured_at_settled_clocks_on_a_gpu():
+    workload = redline.workload("gpt2-tiny")
+    plans = {}
+    for device in (Device(type=each, name="", count=1, memory_mib=80_000) for each in ("cuda", "cpu")):
+        for sustained in (False, True):
+            asked = TrialRequest(config=Config({"micro_batch": 8}), number=1, sustained=sustained)
+            job = DryRuns(workload).job(asked, TrialTerms(device=device))
+            plans[device.type, sustained] = cloudpickle.loads(job.program).plan.settle_seconds
+            assert TrialRequest.from_dict(asked.to_dict()).sustained is sustained
+    assert plans == {("cuda", True): SETTLE_S, ("cuda", False): 0, ("cpu", True): 0, ("cpu", False): 0}
+    report = SimpleNamespace(clock_mhz=1755.0, power_w=690.0, seconds_settle=11.6)
+    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s in which clocks settled"

@@ -69,8 +69,13 @@ def test_a_candidate_near_the_best_is_measured_in_full():
 
 
 def test_every_rank_takes_the_slowest_ranks_decisions():
-    timing, _ = run(itertools.repeat(50), agree=lambda values: [max(value, 70.0) for value in values])
-    assert timing.step_ms == 70
+    """The other one takes 70 ms a step."""
+    timing, _ = run(
+        itertools.repeat(50),
+        agree=lambda values: [1.4 * values[0], *values[1:]],
+        mean=lambda values: [(each + 70) / 2 for each in values],
+    )
+    assert timing.step_ms == pytest.approx(70)
 
 
 @pytest.mark.parametrize("size", [6, 9, 15, 40])
@@ -172,3 +177,49 @@ def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few()
     assert (median, half) == (2499.5, pytest.approx(69.3, abs=1.5))
     halves = [median_interval(values[:n])[1] / n**0.5 for n in range(95, 105)]
     assert max(halves) - min(halves) < 0.13
+
+
+def test_clocks_settle_before_what_counts_is_measured():
+    """A GPU that lowers its clocks as it gets warm: 100 ms a step at first, 130 ms in the end."""
+    warm_up, falling = [100, 100], np.linspace(100, 130, 60)
+    begun = []
+    clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
+    plan = TimingPlan(settle_seconds=60)
+    timing = measure(clock.step, clock, plan, measuring=lambda: begun.append(clock.steps))
+    assert timing.step_ms == pytest.approx(130, rel=1e-3)
+    # Three windows of two seconds in a row that are alike, from where the steps nearly are.
+    assert 62 + 2 * 15 <= begun[0] <= 62 + 4 * 17 and timing.seconds_settle < 20
+    clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
+    assert measure(clock.step, clock, TimingPlan()).step_ms < 105
+
+
+def test_what_never_settles_is_measured_when_the_time_for_it_is_over():
+    clock = ScriptedClock(itertools.chain([100, 100], np.linspace(100, 400, 1000)))
+    timing = measure(clock.step, clock, TimingPlan(settle_seconds=10, max_steps=10))
+    assert 10 <= timing.seconds_settle < 13
+
+
+def test_a_delay_that_passes_from_rank_to_rank_counts_once():
+    """Two stages whose steps take 10 and 20 ms in turns, each when the other takes the other: two steps take 30 ms."""
+    times = {0: itertools.cycle([10.0, 20.0]), 1: itertools.cycle([20.0, 10.0])}
+    other = iter(times[1])
+    chunks = []
+
+    def agree(values):
+        total, *rest = values
+        return [max(total, sum(chunks[-1])), *rest]
+
+    def mean(values):
+        return [(a + b) / 2 for a, b in zip(values, chunks[-1], strict=True)]
+
+    clock = ScriptedClock(times[0])
+    real = clock.read
+
+    def read(marks):
+        mine = real(marks)
+        chunks.append([next(other) for _ in mine])
+        return mine
+
+    clock.read = read
+    timing = measure(clock.step, clock, TimingPlan(seconds=1e9, max_steps=40), agree=agree, mean=mean)
+    assert timing.step_ms == pytest.approx(15, rel=0.02)

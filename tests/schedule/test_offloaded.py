@@ -156,3 +156,19 @@ def test_what_fsdp_cuts_is_stepped_and_loaded_piece_by_piece(two):
         return all(map(torch.equal, *results))
 
     assert two.run(check) == [True, True]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_steps_as_the_device_would_by_pinned_memory():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    plain, other = made().cuda(), made().cuda()
+    optimizer = OffloadedOptimizer(other.parameters(), adamw)
+    for model, each in ((plain, adamw(plain.parameters())), (other, optimizer)):
+        for _ in range(3):
+            model(torch.ones(2, 4, device="cuda")).square().sum().backward()
+            each.step()
+            each.zero_grad()
+    assert all(host.is_pinned() for _, host in optimizer.pairs)
+    for expected, found in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)

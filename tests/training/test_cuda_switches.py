@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from redline.base.errors import WorkloadError
+from redline.estimator import Estimator, TrainingSetup
 from redline.schedule.random_state import RandomState
+from redline.training import Training
 from redline.training.precision import Precision
 from torch import nn
 
@@ -48,3 +51,56 @@ def test_the_generators_of_a_device_exist_before_they_are_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", (generator,)))
     assert RandomState(CUDA).generators == [torch.default_generator, generator]
+
+
+@pytest.fixture
+def matmul_precision():
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_the_knob_switches_tf32_on_for_the_passes_alone(switches, matmul_precision):
+    matmul, _ = switches
+    torch.set_float32_matmul_precision("highest")
+    tf32, fp32 = Precision("tf32", CUDA), Precision("fp32", CUDA)
+    assert tf32.roundoff(nn.Linear(2, 2)) == TF32 and fp32.roundoff(nn.Linear(2, 2)) == IEEE
+    with tf32.products():
+        assert matmul.fp32_precision == "tf32"
+    assert matmul.fp32_precision == "ieee"
+    with fp32.products():
+        assert matmul.fp32_precision == "ieee"
+    matmul.fp32_precision = "tf32"  # a program's own choice stays
+    for each in (tf32, fp32):
+        with each.products():
+            assert matmul.fp32_precision == "tf32"
+    assert matmul.fp32_precision == "tf32"
+
+
+def test_passes_run_within_it(small, monkeypatch, switches, matmul_precision):
+    seen = []
+    training = Training(small("gpt2"), {"micro_batch": 8}, torch.device("cpu"))
+    inner = training._passes
+
+    def passes(*args):
+        seen.append(torch.get_float32_matmul_precision())
+        return inner(*args)
+
+    monkeypatch.setattr(training, "_passes", passes)
+    training.precision._tf32 = True
+    torch.set_float32_matmul_precision("highest")
+    training.step()
+    assert seen == ["high"] and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_cpu_has_no_tf32():
+    with pytest.raises(WorkloadError, match="unknown precision 'tf32'.*work on cpu"):
+        Precision("tf32", torch.device("cpu"))
+
+
+def test_tf32_costs_the_memory_of_float32_and_the_time_of_its_own_rate():
+    shape = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
+    made = Estimator(shape, "h100", TrainingSetup(seq_len=2048, global_batch=8))
+    fp32, tf32, bf16 = (made({"micro_batch": 2, "precision": each}) for each in ("fp32", "tf32", "bf16"))
+    assert tf32.peak_memory_mib == fp32.peak_memory_mib
+    assert fp32.breakdown["time.matmul"] == pytest.approx(7.39 * tf32.breakdown["time.matmul"], rel=0.01)
+    assert bf16.step_ms < tf32.step_ms < fp32.step_ms

@@ -271,7 +271,7 @@ def test_what_does_not_compose_is_refused(two, small):
             Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
 
     workload = small("llama")
-    two.run(refused, workload, {"dp": 4}, r"must be the number of ranks, 2, but 1 \* 1 \* 4 is 4")
+    two.run(refused, workload, {"dp": 4}, r"dp=4: .* must equal the number of devices \(2\)")
     two.run(refused, workload, {"hsdp": 2, "zero": 1}, "hsdp=2 needs zero 2 or 3, .* but zero is 1")
     two.run(refused, workload, {"hsdp": 2, "zero": 3}, "must divide the 2 replicas into groups of two or more")
     two.run(refused, workload, {"hsdp": True, "zero": 3}, "hsdp must be a whole number of groups")

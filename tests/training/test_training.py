@@ -272,7 +272,7 @@ def test_a_configuration_that_cannot_be_followed_is_refused(small, knobs, said):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16_pure", "fp16"])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
 def test_a_gpu_trains_in_every_precision(small, family, precision):
     if not torch.cuda.is_available():
@@ -280,7 +280,8 @@ def test_a_gpu_trains_in_every_precision(small, family, precision):
     config = {"micro_batch": 4, "grad_accum": 2, "precision": precision}
     training = Training(small(family), config, torch.device("cuda"))
     got = float(training.step())
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    # TensorFloat-32 has as many bits as float16.
+    dtype = {"fp32": torch.float32, "tf32": torch.float16, "fp16": torch.float16}.get(precision, torch.bfloat16)
     expected, tokens = losses(small(family), steps=1)[0], 8 * 16
     allowed = loss_allowance(allowance(small(family).build_model(), tokens, dtype=dtype), tokens)
     numeric.within(abs(got - expected) / expected, allowed, "the loss")

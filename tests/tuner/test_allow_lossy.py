@@ -40,10 +40,10 @@ def precisions(**how):
 
 
 def test_it_is_asked_for_by_allow_or_by_naming_the_value():
-    assert precisions() == (("fp32", "bf16"), {})
+    assert precisions() == (("fp32", "tf32", "bf16"), {})
     assert precisions(allow="lossy") == precisions(allow=["lossy"])
     both = {"precision": ["bf16_pure"], "reduce_dtype": ["bf16"]}
-    assert precisions(allow="lossy") == (("fp32", "bf16", "bf16_pure"), both)
+    assert precisions(allow="lossy") == (("fp32", "tf32", "bf16", "bf16_pure"), both)
     asked = {"precision": ["fp32", "bf16_pure"]}
     assert precisions(override=asked) == (("fp32", "bf16_pure"), {"precision": ["bf16_pure"]})
     assert precisions(fix={"precision": "bf16_pure"})[1] == {"precision": ["bf16_pure"]}

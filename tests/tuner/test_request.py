@@ -10,7 +10,7 @@ from redline.base.errors import SpaceError, StudyError, UsageError, WorkloadErro
 from redline.cli.main import main, redline
 from redline.frameworks.autotuners import FORMATS
 from redline.frameworks.launch import LAUNCHES
-from redline.frameworks.launchers import LAUNCHERS
+from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
 from redline.training.hyperparameters import LR_SCHEDULES

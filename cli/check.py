@@ -1,0 +1,125 @@
+"""`redline check`: a file or command of another trainer, predicted on hardware that need not be here."""
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from ..knobs.strategy import STANDARD
+from . import exit_codes
+from .options import fixes_of
+
+if TYPE_CHECKING:
+    from ..estimator.check import Check, Faster
+    from ..estimator.estimate import Estimate
+
+EXAMPLES = """\b
+Examples:
+  redline check train.toml --hardware h100-80gb --devices 16
+  redline check "torchrun --nproc-per-node 8 run_clm.py --config_name llama3-8b --bf16 ..." --hardware a100-80gb
+  redline check ds_config.json --model llama2-7b --seq-len 4096 --set micro_batch=2 --hardware h100-80gb --devices 8
+"""
+
+
+@click.command(
+    epilog=EXAMPLES, short_help="Predict whether another trainer's file or command fits, and how fast it is."
+)
+@click.argument("given", metavar="FILE|COMMAND")
+@click.option("--hardware", required=True, metavar="NAME|FILE", help="A name in the table or a YAML file.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), metavar="N", help="Devices.  [default: those that the file implies]"
+)
+@click.option("--model", metavar="MODEL", help="The model, where the file does not name one that is known.")
+@click.option("--seq-len", type=click.IntRange(min=1), metavar="S", help="Tokens of a sample.  [default: the file's]")
+@click.option(
+    "--global-batch", type=click.IntRange(min=1), metavar="B", help="Samples of a step.  [default: the file's]"
+)
+@click.option("--set", "fix", multiple=True, metavar="KNOB=V", help="A knob that the file leaves to code; repeatable.")
+@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(
+    given: str,
+    hardware: str,
+    devices: int | None,
+    model: str | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    fix: tuple[str, ...],
+    memory_limit: str | None,
+    as_json: bool,
+) -> int:
+    """Predict memory and speed of a configuration of Megatron-LM, DeepSpeed, torchtitan, accelerate and others.
+
+    FILE is its TOML, YAML, JSON or shell script, COMMAND the line that starts it. Nothing is run. Exit codes: 0 it fits,
+    2 bad usage or input, 3 it is predicted not to fit.
+    """
+    from ..estimator.check import check as checked
+    from ..frameworks import read
+    from ..tuner.budget import parse_memory
+
+    found = checked(
+        read(given),
+        hardware,
+        devices=devices,
+        model=model,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        knobs=fixes_of(fix),
+        memory_limit_mib=parse_memory(memory_limit),
+    )
+    click.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else render(found))
+    return exit_codes.FOUND if found.fits else exit_codes.NOTHING_FEASIBLE
+
+
+def render(found: "Check") -> str:
+    """A check as text."""
+    estimate, trainer = found.estimate, found.trainer
+    shown = {
+        knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
+    }
+    config = " ".join(f"{knob}={str(each).lower() if isinstance(each, bool) else each}" for knob, each in shown.items())
+    margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
+    verdict = "fits" if found.fits else "does not fit"
+    lines = [
+        f"{found.model} by {trainer.framework} on {trainer.devices} x {found.hardware.name}: {found.parameters:,} parameters, "
+        f"sequences of {trainer.seq_len} tokens, global batch {trainer.global_batch}",
+        f"read as  {config}",
+        "",
+        f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({found.fullest}), "
+        f"{abs(margin):.1f} GiB {'left' if margin >= 0 else 'too much'}; {100 * estimate.probability_fits:.0f} % chance to fit",
+        f"step     {_time(estimate.step_ms)} ({_time(estimate.step_ms_low)} to {_time(estimate.step_ms_high)})",
+        f"speed    {estimate.throughput:,.0f} {estimate.unit}, MFU {100 * estimate.mfu:.1f} % "
+        f"({100 * estimate.mfu * estimate.step_ms / estimate.step_ms_high:.1f} to "
+        f"{100 * estimate.mfu * estimate.step_ms / estimate.step_ms_low:.1f} %)",
+        f"bound by {estimate.binds}",
+        *(f"         {100 * share:5.1f} %  {name}" for name, share in found.shares.items() if share >= 0.0005),
+    ]
+    for number, each in enumerate(found.faster, 1):
+        lines += ["", *_faster(number, each)]
+    if not found.faster:
+        lines += ["", "nothing faster that fits was found within three changes"]
+    if found.findings:
+        lines += ["", *(f"note: {each}" for each in found.findings)]
+    return "\n".join(lines)
+
+
+def _faster(number: int, each: "Faster") -> list[str]:
+    gain = (
+        f"{each.gain:.2f} times as fast"
+        if each.gain == each.gain
+        else f"{each.estimate.throughput:,.0f} {each.estimate.unit}"
+    )
+    lines = [f"{number}  {gain}, {_memory(each.estimate)}, {100 * each.estimate.probability_fits:.0f} % chance to fit"]
+    many = len({change.where for change in each.changes}) > 1
+    for change in each.changes:
+        was = f"   (was {change.old})" if change.old is not None else ""
+        lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{was}")
+    return lines
+
+
+def _memory(estimate: "Estimate") -> str:
+    return f"{estimate.peak_memory_mib / 1024:.1f} GiB ({estimate.memory_low / 1024:.1f} to {estimate.memory_high / 1024:.1f})"
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 1e4 else f"{milliseconds:,.1f} ms"

@@ -1,0 +1,424 @@
+"""Somebody's own configuration, predicted: whether it fits, how fast it is, what binds it, and what would be faster."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import UsageError
+from ..frameworks.reading import Change, TrainerConfig
+from ..frameworks.registry import find_framework
+from ..knobs.rules import RULES, RuleContext, refusal
+from ..knobs.strategy import Strategy
+from ..models import Workload
+from ..models.presets import PRESETS
+from ..models.resolve import workload as resolve_workload
+from ..models.server_model import ServerModel
+from ..models.shape import shape_of
+from ..space import Config
+from .document import finite
+from .estimate import Estimate
+from .estimator import Estimator
+from .hardware import Hardware, find_hardware
+from .setup import TrainingSetup
+from .time import BINDS, TIME_TERMS
+
+MOST_CHANGES = 3
+"""Faster configurations that are shown, and knobs that one of them changes."""
+SURE = 0.8
+"""Chance to fit that a faster configuration has at least."""
+GAIN = 1.02
+"""Throughput that a change must bring at least, as a ratio."""
+SPARE = 0.95
+"""Chance to fit from which memory counts as spare."""
+_LINKS = {
+    "tensor parallel": "tp",
+    "sequence exchange": "cp",
+    "data parallel": "dp",
+    "parameter gathers": "dp",
+    "pipeline transfers": "pp",
+    "stalls": "pp",
+}
+_ENDINGS = re.compile(r"-(hf|instruct|chat|base|it|pretrain|v\d[\d.]*|sft)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faster:
+    """A configuration that is predicted to be faster and to fit."""
+
+    config: Config
+    changes: tuple[Change, ...]
+    estimate: Estimate
+    gain: float
+    """Its throughput as a multiple of that of the file; NaN where the file does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What is predicted of a training that a file or a command asks for."""
+
+    trainer: TrainerConfig
+    model: str
+    parameters: int
+    hardware: Hardware
+    estimate: Estimate
+    fullest: str
+    """The rank with most memory, in words."""
+    shares: Mapping[str, float]
+    """Shares of the step by what takes it; they sum to 1."""
+    faster: tuple[Faster, ...]
+    findings: tuple[str, ...]
+    """Settings that have no effect, contradict each other or waste memory or time."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the device's memory."""
+        return self.estimate.fits is not False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        estimate = self.estimate
+        return {
+            "framework": self.trainer.framework,
+            "files": [source.where for source in self.trainer.sources],
+            "model": self.model,
+            "parameters": self.parameters,
+            "hardware": self.hardware.name,
+            "devices": self.trainer.devices,
+            "seq_len": self.trainer.seq_len,
+            "global_batch": self.trainer.global_batch,
+            "config": self.trainer.config.to_dict(),
+            "fits": self.fits,
+            **_numbers(estimate),
+            "memory_limit_mib": finite(estimate.memory_limit_mib),
+            "margin_mib": finite(estimate.memory_limit_mib - estimate.peak_memory_mib),
+            "fullest_rank": self.fullest,
+            "shares": dict(self.shares),
+            "faster": [
+                {
+                    "config": each.config.to_dict(),
+                    "gain": finite(each.gain),
+                    "changes": [asdict(change) for change in each.changes],
+                    **_numbers(each.estimate),
+                }
+                for each in self.faster
+            ],
+            "findings": list(self.findings),
+        }
+
+
+def _numbers(estimate: Estimate) -> dict[str, Any]:
+    names = (
+        "probability_fits",
+        "step_ms",
+        "step_ms_low",
+        "step_ms_high",
+        "peak_memory_mib",
+        "memory_low",
+        "memory_high",
+    )
+    numbers = {name: finite(getattr(estimate, name)) for name in (*names, "throughput", "mfu")}
+    return {**numbers, "unit": estimate.unit, "binds": estimate.binds}
+
+
+def check(
+    trainer: TrainerConfig,
+    hardware: str | Path | Hardware,
+    *,
+    devices: int | None = None,
+    model: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    knobs: Mapping[str, Any] | None = None,
+    memory_limit_mib: float | None = None,
+) -> Check:
+    """Predicts a training that `redline.frameworks.read` has read. Nothing is run.
+
+    Args:
+        trainer: as it is read.
+        hardware: a name in the table, a YAML file, or `Hardware`.
+        devices: in place of those that the file implies.
+        model, seq_len, global_batch: in place of the file's.
+        knobs: values of knobs that the file leaves to code, such as `micro_batch`.
+        memory_limit_mib: of a device, in place of what it has.
+
+    Raises:
+        UsageError: the model, the sequence length or the micro-batch is not known, or sizes contradict each other.
+    """
+    machine = find_hardware(hardware)
+    notes = list(trainer.notes)
+    if (
+        devices is not None
+        and trainer.devices is not None
+        and devices != trainer.devices
+        and "dp" not in trainer.config
+    ):
+        notes.append(f"the file starts {trainer.devices} ranks; the estimate is for {devices} devices, as asked")
+    if knobs:
+        trainer = replace(trainer, config=Config({**trainer.config, **knobs}), stated=trainer.stated | set(knobs))
+    if global_batch is not None:
+        stated = trainer.stated - {"grad_accum"}
+        config = Config({name: value for name, value in trainer.config.items() if name != "grad_accum"})
+        trainer = replace(trainer, config=config, global_batch=global_batch, stated=stated)
+    trainer = trainer.on(devices)
+    if "micro_batch" not in trainer.config:
+        raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --set micro_batch=N")
+    workload = _workload(trainer, model, seq_len)
+    trainer = replace(trainer, seq_len=workload.seq_len, model=workload.name)
+    setup = TrainingSetup(
+        devices=trainer.devices or 1,
+        seq_len=workload.seq_len,
+        global_batch=trainer.global_batch,
+        memory_limit_mib=memory_limit_mib,
+        **trainer.conventions,
+    )
+    estimator = Estimator(workload, machine, setup)
+    context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=workload.seq_len)
+    if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
+        raise UsageError(reason)
+    estimate = estimator(_estimated(trainer.config, trainer))
+    findings = [*notes, *_findings(trainer, estimator, estimate, machine)]
+    return Check(
+        trainer=trainer,
+        model=workload.name,
+        parameters=_parameters(estimator),
+        hardware=machine,
+        estimate=estimate,
+        fullest=_fullest(trainer, estimator, estimate),
+        shares=_shares(estimate, trainer.strategy(), machine),
+        faster=_faster(trainer, workload, estimator, estimate, machine, context),
+        findings=tuple(dict.fromkeys(findings)),
+    )
+
+
+def _parameters(estimator: Estimator) -> int:
+    return next(iter(estimator._facts.values())).parameters
+
+
+def preset_of(name: str) -> str | None:
+    """The preset that a hub id or a recipe's name means; None where there is none.
+
+    >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b")
+    ('llama3-8b', 'llama3-8b')
+    """
+    text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
+    while (shorter := _ENDINGS.sub("", text)) != text:
+        text = shorter
+    joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", text)
+    # Llama 3.1 has the sizes of Llama 3.
+    return next((each for each in (text, joined, joined.replace("3.1-", "3-")) if each in PRESETS), None)
+
+
+def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) -> Workload:
+    name = model or trainer.model
+    length = seq_len or trainer.seq_len
+    target: Any = name
+    if model is None and trainer.architecture is not None:
+        target = ServerModel.of(trainer.architecture)
+        sizes = [trainer.architecture.get(each) for each in ("num_hidden_layers", "n_layer", "hidden_size", "n_embd")]
+        name = "{} of {} x {}".format(target.name, *(each for each in sizes if each is not None))
+    elif name is None:
+        raise UsageError(f"{trainer.framework}: the file does not name a model that is known: give --model")
+    elif not Path(name).exists():
+        target = preset_of(name) or name
+    made = resolve_workload(target, seq_len=length, global_batch=trainer.global_batch, lora=trainer.lora)
+    if not isinstance(made, Workload):  # pragma: no cover - a name is always one
+        raise UsageError(f"{name} is not a model")
+    return (
+        replace(made, name=name) if target is not name and trainer.architecture is not None and model is None else made
+    )
+
+
+def _estimated(config: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
+    """A configuration as the estimator takes it: formats that a framework's conventions replace are left to the setup."""
+    out = {name: value for name, value in config.items() if value is not None and name not in trainer.conventions}
+    if out.get("attention") not in (None, "eager", "sdpa"):
+        out["attention"] = "sdpa"  # a fused kernel like it
+    return out
+
+
+def _fullest(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate) -> str:
+    if trainer.config.get("pp", 1) == 1:
+        return "all ranks alike"
+    first = estimator.on(estimator.training.replace(reported_rank="first"), estimator.hardware)
+    peak = first(_estimated(trainer.config, trainer)).peak_memory_mib
+    return "a rank of the first stage" if peak >= 0.999 * estimate.peak_memory_mib else "a rank of a later stage"
+
+
+def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[str, float]:
+    """Shares of the step: compute, recomputation, memory bandwidth, each kind of links, bubble, launches and the rest."""
+    inner = {
+        "tp": strategy.tp,
+        "cp": strategy.tp * strategy.cp * strategy.sp,
+        "dp": strategy.devices,
+        "pp": strategy.devices,
+    }
+    out: dict[str, float] = {}
+    for term in TIME_TERMS:
+        value = estimate.breakdown[f"time.{term}"]
+        if term in _LINKS:
+            across = inner[_LINKS[term]] > hardware.devices_per_node
+            name = f"links between hosts ({term})" if across else f"links within a host ({term})"
+        elif term == "offload":
+            name = "links to host memory"
+        else:
+            name = "recomputation" if term == "recomputation" else BINDS[term]
+        out[name] = out.get(name, 0.0) + value / estimate.step_ms
+    return {name: share for name, share in sorted(out.items(), key=lambda item: -item[1]) if share > 0}
+
+
+def _findings(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate, hardware: Hardware) -> list[str]:
+    """Knobs that have no effect, or that cost time for memory that is not needed."""
+    config, strategy = trainer.config, trainer.strategy()
+    limit = estimate.memory_limit_mib / 1024
+    out: list[str] = []
+    host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
+    if strategy.tp > host:
+        out.append(
+            f"{_said(trainer, 'tp')} reaches across hosts of {host} devices: its collectives wait for the network"
+        )
+    if config.get("zero", 0) and strategy.replicas == 1:
+        out.append(f"{_said(trainer, 'zero')} has no effect: there is one replica")
+    if config.get("sequence_parallel") and strategy.tp == 1:
+        out.append(f"{_said(trainer, 'sequence_parallel')} has no effect without tensor parallelism")
+    if strategy.pp > 1 and strategy.grad_accum < strategy.pp:
+        out.append(
+            f"{strategy.grad_accum} micro-batches a step are fewer than the {strategy.pp} pipeline stages: most of them wait"
+        )
+    if estimate.fits:
+        for knob, neutral, words in (
+            ("checkpoint_ratio", 0, "recomputes blocks"),
+            ("offload", "none", "moves the update to the host"),
+        ):
+            if config.get(knob, neutral) == neutral:
+                continue
+            without = estimator(_estimated({**config, knob: neutral}, trainer))
+            if without.probability_fits >= SPARE:
+                peak, ratio = without.peak_memory_mib / 1024, without.step_ms / estimate.step_ms
+                out.append(
+                    f"{_said(trainer, knob)} {words} with memory to spare: without it the peak is {peak:.1f} of {limit:.1f} "
+                    f"GiB, and a step takes {ratio:.2f} times as long"
+                )
+    return out
+
+
+def _said(trainer: TrainerConfig, knob: str) -> str:
+    """A knob's value as the file states it."""
+    from ..frameworks.words import Stated
+
+    value = trainer.config[knob]
+    for source in trainer.sources:
+        framework = find_framework(source.framework)
+        word = framework.words.get(knob)
+        if word is None or knob not in source.stated:
+            continue
+        stated = Stated(source.settings, source.where, by_last=framework.by_last)
+        names = word.keys or tuple(key for way in word.ways for each in way.values() for key in each)
+        if (found := stated.get(*names)) is not None:
+            return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
+    return f"{knob}={value}"
+
+
+# -- what would be faster --------------------------------------------------------------------------------------
+
+
+def _faster(
+    trainer: TrainerConfig,
+    workload: Workload,
+    estimator: Estimator,
+    estimate: Estimate,
+    hardware: Hardware,
+    context: RuleContext,
+) -> tuple[Faster, ...]:
+    """The fastest configurations that change one knob, two and three, each where it gains on the one before."""
+    found = _neighbours(trainer, workload, hardware, context)
+    if not found:
+        return ()
+    table = estimator.table([_estimated(config, trainer) for config, _ in found])
+    good = np.flatnonzero(table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE))
+    order = good[np.argsort(-table.throughput[good], kind="stable")]
+    counts = np.array([count for _, count in found])
+    out: list[Faster] = []
+    least = estimate.throughput * GAIN if estimate.fits else 0.0
+    for count in range(1, MOST_CHANGES + 1):
+        for index in order[counts[order] == count][:40].tolist():
+            if table.throughput[index] <= least:
+                break
+            config = Config(found[index][0])
+            changes = trainer.changes(config)
+            if not changes:
+                continue
+            gain = float(table.throughput[index] / estimate.throughput) if estimate.fits else float("nan")
+            out.append(Faster(config=config, changes=changes, estimate=table.row(index), gain=gain))
+            least = table.throughput[index] * GAIN
+            break
+    return tuple(sorted(out, key=lambda each: -each.estimate.throughput))
+
+
+def _neighbours(
+    trainer: TrainerConfig, workload: Workload, hardware: Hardware, context: RuleContext
+) -> list[tuple[dict[str, Any], int]]:
+    """Configurations on the same devices with the same global batch that differ in up to three knobs, and in how many."""
+    base, now = dict(trainer.config), trainer.strategy()
+    shape = shape_of(workload.model) or {}
+    heads, kv_heads, layers = (
+        shape.get("heads", 1),
+        shape.get("kv_heads") or shape.get("heads", 1),
+        shape.get("layers", 1),
+    )
+    host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
+    devices, total = trainer.devices or 1, trainer.global_batch or 1
+    powers = [1 << power for power in range(10)]
+    known = set().union(*(find_framework(source.framework).words for source in trainer.sources))
+    known |= {knob for source in trainer.sources for knob in source.stated}
+    axes: dict[str, list[Any]] = {
+        "tp": [each for each in powers if each <= host and heads % each == 0 and kv_heads % each == 0],
+        "pp": [each for each in powers if each <= min(16, devices) and layers % each == 0],
+        "cp": [each for each in powers if each <= min(8, devices)],
+        "zero": [0, 1, 2, 3],
+        "micro_batch": [each for each in powers if each <= 64 and total % each == 0],
+        "checkpoint_ratio": [0, 0.25, 0.5, 1],
+        "fusion": [True],
+        "kernels": [True],
+        "sequence_parallel": [True],
+        "offload": ["none"],
+    }
+    other = {
+        knob: [value for value in values if value != getattr(now, knob)]
+        for knob, values in axes.items()
+        if knob in known
+    }
+    rules = [rule for rule in RULES if rule.general]
+    out: list[tuple[dict[str, Any], int]] = []
+    for count in range(1, MOST_CHANGES + 1):
+        for knobs in itertools.combinations(other, count):
+            for values in itertools.product(*(other[knob] for knob in knobs)):
+                config = {**base, **dict(zip(knobs, values))}
+                if (made := _completed(config, devices, total)) is None:
+                    continue
+                strategy = Strategy.of(made)
+                if all(getattr(strategy, knob) == value for knob, value in zip(knobs, values)) and not refusal(
+                    strategy, context, rules
+                ):
+                    out.append((made, count))
+    return out
+
+
+def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, Any] | None:
+    """A configuration with the replicas and the accumulation that devices and global batch leave; None where they do not."""
+    split = config.get("tp", 1) * config.get("sp", 1) * config.get("cp", 1) * config.get("pp", 1)
+    if devices % split or total % (config["micro_batch"] * (devices // split)):
+        return None
+    dp = devices // split
+    made = {**config, "dp": dp, "grad_accum": total // config["micro_batch"] // dp}
+    if made.get("hsdp", 1) > 1 and (dp % made["hsdp"] or dp == made["hsdp"] or made.get("zero", 0) < 2):
+        return None
+    if made.get("pp", 1) == 1:
+        made = {name: value for name, value in made.items() if name not in ("pipeline_schedule", "virtual_stages")}
+    elif made["grad_accum"] < made["pp"]:
+        return None
+    return made

@@ -1,0 +1,10 @@
+from .export import (
+    chosen_trial as chosen_trial,
+    export_targets as export_targets,
+    form_of as form_of,
+    render as render,
+)
+from .launch import LAUNCHES as LAUNCHES
+from .reading import TrainerConfig as TrainerConfig, read as read
+from .registry import find_launcher as find_launcher
+from .target import Export as Export, Target as Target

@@ -1,0 +1,210 @@
+"""A configuration in the words of the frameworks people train with: one target a file."""
+
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import __version__
+from ..base.errors import UsageError, unknown
+from ..results import summary
+from ..results.columns import fold, number, speed
+from ..results.measurement import Trial
+from . import accelerate, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
+from .launch import LAUNCHES, Job
+from .setup import Setup, ending
+from .target import SUFFIXES, Export, Target
+
+_WIDTH = 100
+_TARGETS: tuple[Target, ...] = (
+    accelerate.TARGET,
+    trainer.TARGET,
+    deepspeed.TARGET,
+    lightning.TARGET,
+    torchtitan.TARGET,
+    megatron.TARGET,
+    script.TARGET,
+    configuration.YAML,
+    configuration.JSON,
+    configuration.ENV,
+)
+
+
+def export_targets() -> dict[str, Target]:
+    """Every target by its name."""
+    return {target.name: target for target in _TARGETS}
+
+
+def render(
+    target: str,
+    trial: Trial,
+    document: Mapping[str, Any] | None = None,
+    *,
+    form: str | None = None,
+    launch: str | None = None,
+    file: str | None = None,
+) -> Export:
+    """A trial's configuration as a file of a target.
+
+    Args:
+        target: one of `export_targets()`.
+        trial: whose configuration; one that did not run to its end is named as such.
+        document: the contents of run.yaml (`View.document`); None where only trials.csv is there.
+        form: one of the target's forms; None for its first.
+        launch: one of `LAUNCHES`, for what starts a training with the target's file in place of that file.
+        file: what the file will be called; None for a name of the target's own.
+
+    Raises:
+        UsageError: there is no such target, form or launch, or the configuration cannot be written for it.
+    """
+    known = export_targets()
+    if target not in known:
+        raise UsageError(unknown("export target", target, known))
+    chosen = known[target]
+    if launch is not None:
+        return _launched(chosen, launch, trial, document, file)
+    form = form or next(iter(chosen.forms))
+    if form not in chosen.forms:
+        raise UsageError(f"{target}: {unknown('form', form, chosen.forms)}")
+    setup = chosen.setup(trial, document)
+    chosen.forms[form](setup, "")  # the first pass finds what has to be stated, the second states it
+    notes, use = setup.finish(), _used(chosen, setup, file or chosen.file(form))
+    said = [*_head(chosen, setup), *use]
+    if notes:
+        said += [
+            "Not carried over, or to be known:",
+            *(line for note in notes for line in _wrapped(note)),
+        ]
+    return Export(
+        target=target,
+        form=form,
+        text=chosen.forms[form](chosen.setup(trial, document), "\n".join(said) + "\n"),
+        notes=(*setup.marks(), *notes),
+        use=use,
+        devices=setup.devices,
+        comments_inside=form not in chosen.silent,
+    )
+
+
+def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, Any] | None, file: str | None) -> Export:
+    """What starts a training with a target's file, which `render` writes.
+
+    Raises:
+        UsageError: there is no such launch, or the target starts nothing.
+    """
+    if name not in LAUNCHES:
+        raise UsageError(unknown("launch", name, LAUNCHES))
+    if target.start is None:
+        names = ", ".join(each.name for each in _TARGETS if each.start is not None)
+        raise UsageError(f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}")
+    launch = LAUNCHES[name]
+    setup = target.setup(trial, document)
+    beside = target.file(next(iter(target.forms)))
+    job = Job(
+        setup=setup,
+        line=target.start(setup, launch.folder + beside),
+        name=beside,
+        text=render(target.name, trial, document, file=launch.folder + beside).text,
+    )
+    use = (f"Use: {fold(launch.use(job, shlex.quote(file or f'launch{SUFFIXES[launch.form]}')))}",)
+    said = [*_head(target, setup), *use]
+    if not launch.folder:
+        said.append(f"Beside it: {beside}, written by redline export RUN --to {target.name} -o {beside}")
+    if launch.needs:
+        said.append(f"Needs {launch.needs}")
+    return Export(
+        target=target.name,
+        form=launch.form,
+        text=launch.body(job, "\n".join(said) + "\n"),
+        notes=setup.marks(),
+        use=use,
+        devices=setup.devices,
+        comments_inside=True,
+    )
+
+
+def form_of(target: str, file: str) -> str | None:
+    """The form of a target that a file's name asks for by its suffix; None where it asks for none."""
+    forms = export_targets()[target].forms if target in export_targets() else {}
+    return next((form for form in forms if file.lower().endswith(SUFFIXES[form])), None)
+
+
+def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = False) -> Trial:
+    """The trial of that number, or the winner.
+
+    Args:
+        trials: of the run.
+        number: of the trial; None for the winner.
+        force: whether a trial that did not run to its end will do.
+
+    Raises:
+        UsageError: there is none, or it did not run to its end.
+    """
+    if number is None:
+        winner = summary.best(trials)
+        if winner is None:
+            raise UsageError(
+                f"there is no winner to export: {summary.why_nothing(trials)} "
+                "A single trial can be exported by --trial N"
+            )
+        return winner
+    found = next((trial for trial in trials if trial.number == number), None)
+    if found is None:
+        listing = f"0 to {trials[-1].number}" if trials else "none"
+        raise UsageError(f"there is no trial {number}; the run has {listing}")
+    if not found.ok and not force:
+        raise UsageError(f"{ending(found)}; --force exports it nevertheless")
+    return found
+
+
+def _head(target: Target, setup: Setup) -> list[str]:
+    """Where the configuration comes from, what has to be known before it is used, and what it runs on."""
+    trial, measured = setup.trial, setup.trial.measurement
+    what = f"{setup.model or 'a model'}, trial {setup.trial.number}{', predicted' if setup.simulated else ''}"
+    if trial.ok:
+        what += f": {speed(trial.throughput, trial.measured.unit)}"
+    if measured is not None and measured.peak_memory_mib is not None:
+        what += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
+    lines = [f"Written by redline {__version__} for {target.name}: {fold(what)}"]
+    lines += (line for mark in setup.marks() for line in _wrapped(mark))
+    if target.checked is not None:
+        lines.append(f"Checked against {' '.join(target.checked)}")
+    degrees = {name: getattr(setup, name) for name in ("tp", "sp", "cp", "pp", "dp")}
+    lacks = {name: name not in target.sequences and degrees[name] > 1 for name in ("sp", "cp")}
+    lacks["pp"] = not target.pipelines and setup.pp > 1
+    words = {"sp": "sequences cut over ranks", "cp": "ring attention", "pp": "pipeline"}
+    runs = " x ".join(
+        f"{name} {size}"
+        for name, size in degrees.items()
+        if not lacks.get(name) and (name not in ("sp", "cp") or size > 1)
+    )
+    if setup.processes < setup.devices:
+        why = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
+        lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {why}: {runs}")
+    elif setup.devices > 1:
+        lines.append(f"On {setup.devices} devices: {runs}")
+    return lines
+
+
+def _used(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
+    """How a file of that name is used, and what starts a training with it."""
+    lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
+    if target.start is not None:
+        line = fold(target.start(setup, shlex.quote(file)))
+        if setup.hosts.count == 1:
+            lines.append(f"Start: {line}")
+        else:
+            lines += [f"Start on each of {_hosts(setup, line)}:", f"  {line}"]
+        if setup.per_host is None and setup.processes > 1:
+            lines.append("  for one host, as how many devices a host has is not known")
+    return tuple(lines)
+
+
+def _hosts(setup: Setup, line: str) -> str:
+    own = ", NODE_RANK its own number from 0" if "$NODE_RANK" in line else ""
+    return f"{setup.hosts}, MASTER_ADDR being the first one's name{own}"
+
+
+def _wrapped(sentence: str) -> list[str]:
+    """A sentence as an item of a list."""
+    return textwrap.wrap(f"- {fold(sentence)}", _WIDTH, subsequent_indent="  ")

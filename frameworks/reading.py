@@ -1,0 +1,658 @@
+"""A file or a command of somebody else's trainer, read back into a configuration."""
+
+import json
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import UsageError
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, path_of, read_named
+from ..knobs.strategy import DEGREES, STANDARD, Strategy
+from ..space import Config
+from .registry import FRAMEWORKS, find_framework
+from .words import Framework, Settings, Stated, flattened, plain
+
+SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
+"""Names of files end in one of these."""
+COMMAND = "the command"
+"""What is read where it is not a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The settings of one framework in one file or command."""
+
+    framework: str
+    where: str
+    """The file's path, or `the command`."""
+    form: str
+    """`toml`, `yaml`, `json`, `shell`, or `options` and `assignments` of a command."""
+    settings: Mapping[str, Any]
+    stated: frozenset[str]
+    """The knobs whose values are written there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A line of a file or command to be changed."""
+
+    where: str
+    key: str
+    old: Any
+    """None where it is to be added."""
+    new: Any
+    """None where it is to be removed."""
+    text: str
+    """As it is written there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The training that a file or a command of somebody else's trainer asks for."""
+
+    framework: str
+    """The one that decides; of several, that of the training script."""
+    config: Config
+    """The standard knobs, those of the framework's defaults among them. `on` completes them for so many devices."""
+    stated: frozenset[str]
+    """The knobs whose values are written there, and not the framework's defaults."""
+    model: str | None = None
+    """The model's name as it is written there."""
+    architecture: Mapping[str, Any] | None = None
+    """The model as a Hugging Face config.json has it, where its sizes are written there."""
+    lora: str | None = None
+    """The adapters, as `--lora` takes them."""
+    seq_len: int | None = None
+    global_batch: int | None = None
+    devices: int | None = None
+    """The devices that it implies, by its launcher or its degrees."""
+    per_host: int | None = None
+    notes: tuple[str, ...] = ()
+    """Settings that have no knob, have no effect, or contradict each other."""
+    conventions: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the estimator's `TrainingSetup` that differ from redline's own training."""
+    sources: tuple[Source, ...] = ()
+
+    def on(self, devices: int | None = None) -> "TrainerConfig":
+        """This training on so many devices, with `dp`, `grad_accum` and `global_batch`.
+
+        Raises:
+            UsageError: the degrees do not divide the devices, or the batch the replicas.
+        """
+        count = devices or self.devices
+        if count is None:
+            raise UsageError(f"{self.framework}: the file does not state how many devices it is for: give --devices")
+        config: dict[str, Any] = dict(self.config)
+        given = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
+        split = prod(given.values())
+        words = " * ".join(f"{name} {value}" for name, value in given.items())
+        if count % split:
+            raise UsageError(f"{words} = {split} must divide the devices, {count}")
+        dp = count // split
+        if config.get("dp", dp) != dp:
+            stated = " * ".join(filter(None, (words, f"dp {config['dp']}")))
+            raise UsageError(
+                f"the file is for {split * config['dp']} devices ({stated}), but there are {count}: "
+                f"its replicas must come to {dp}"
+            )
+        config["dp"] = dp
+        if config.get("hsdp", 1) > 1 and dp * config.get("cp", 1) % config["hsdp"]:
+            raise UsageError(f"{config['hsdp']} groups of replicas must divide the {dp} replicas")
+        total = self._accumulate(config)
+        return replace(self, config=Config(config), devices=count, global_batch=total)
+
+    def _accumulate(self, config: dict[str, Any]) -> int | None:
+        micro, dp, total = config.get("micro_batch"), config["dp"], self.global_batch
+        if total is None:
+            return None if micro is None else micro * dp * config.setdefault("grad_accum", 1)
+        if micro is None:
+            accum = config.get("grad_accum", 1)
+            if total % (dp * accum):
+                raise UsageError(f"the global batch, {total}, is not a multiple of dp {dp} * grad_accum {accum}")
+            config["micro_batch"] = total // dp // accum
+        elif total % (micro * dp):
+            nearest = max(1, round(total / (micro * dp))) * micro * dp
+            raise UsageError(
+                f"the global batch, {total}, is not a multiple of micro_batch {micro} * dp {dp} = {micro * dp}; the "
+                f"nearest multiple is {nearest}"
+            )
+        steps = total // (config["micro_batch"] * dp)
+        if "grad_accum" in self.stated and config["grad_accum"] != steps:
+            raise UsageError(
+                f"the global batch is {total}, but micro_batch {config['micro_batch']} * grad_accum "
+                f"{config['grad_accum']} * dp {dp} = {config['micro_batch'] * config['grad_accum'] * dp}"
+            )
+        config["grad_accum"] = steps
+        return total
+
+    def strategy(self) -> Strategy:
+        """The knobs with neutral values for those that it lacks."""
+        return Strategy.of(self.config)
+
+    def changes(self, config: Mapping[str, Any]) -> tuple[Change, ...] | None:
+        """The lines to change for another configuration on the same devices, in the order of the files.
+
+        Returns:
+            None where the frameworks have no words for it, or where the changed lines would not be read as it.
+        """
+        new, old = Strategy.of(config), self.strategy()
+        knobs = {each.name for each in fields(Strategy) if getattr(new, each.name) != getattr(old, each.name)}
+        owners = {knob: self._owner(knob) for knob in knobs - {"dp"}}
+        # A setting that the new value does not need is removed only where it would count.
+        for removing in (False, True):
+            out: list[Change] = []
+            changed: list[Source] = []
+            for number, source in enumerate(self.sources):
+                try:
+                    edited, lines = _edited(source, old, new, {k for k, at in owners.items() if at == number}, removing)
+                except LookupError:
+                    return None
+                changed.append(edited)
+                out += lines
+            with suppress(UsageError):
+                again = combined(changed, {"devices": self.devices, "per_host": self.per_host}).on(self.devices)
+                if again.strategy() == new:
+                    return tuple(out)
+        return None
+
+    def _owner(self, knob: str) -> int | None:
+        """The source that states a knob, or the first that could."""
+        can = [
+            number
+            for number, source in enumerate(self.sources)
+            if knob in find_framework(source.framework).words or knob in source.stated
+        ]
+        return next((number for number in can if knob in self.sources[number].stated), can[0] if can else None)
+
+
+def _edited(
+    source: Source, old: Strategy, new: Strategy, knobs: set[str], removing: bool
+) -> tuple[Source, list[Change]]:
+    """A source with the settings for these knobs of another strategy, and the lines that change.
+
+    Raises:
+        LookupError: the framework has no words for a value.
+    """
+    framework = find_framework(source.framework)
+    stated = Stated(source.settings, source.where, by_last=framework.by_last)
+    mine = knobs & set(framework.words)
+    before = framework.settings(old, stated, mine)
+    after = framework.settings(new, stated, mine)
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and (removing or key in after)]
+    replaced = {plain(stated.name(key)) for key in keys}
+    kept = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
+    added = {stated.name(key): after[key] for key in keys if after.get(key) is not None}
+    return replace(source, settings=kept | added), [_change(source, stated, key, after.get(key)) for key in keys]
+
+
+def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
+    """The line of a setting that changes."""
+    name = stated.name(key)
+    old = stated.get(key)
+    framework = find_framework(source.framework)
+    if source.form in ("options", "assignments", "shell"):
+        name = name.lstrip("-")
+        value = str(new).lower() if isinstance(new, bool) else new
+        flag = source.framework == "megatron" and isinstance(new, bool)
+        option = find_framework(source.framework).option if source.form != "assignments" else "{key}={value}"
+        text = f"--{name}" if flag else option.format(key=name, value=value)
+        if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument that takes JSON
+            argument, _, field = name.partition(".")
+            text = f"--{argument} '{json.dumps({field: new})}'"
+        off = new is None or (flag and not new)
+        text = f"without --{name}" if off else text
+    elif new is None:
+        text = f"without {name}"
+    elif source.form == "json":
+        text = f"{json.dumps(name)}: {json.dumps(new)}"
+    else:
+        value = (
+            str(new).lower()
+            if isinstance(new, bool)
+            else f'"{new}"'
+            if isinstance(new, str) and source.form == "toml"
+            else new
+        )
+        text = f"{name} = {value}" if source.form == "toml" else f"{name}: {value}"
+    return Change(where=source.where, key=name, old=old, new=new, text=text)
+
+
+def read(given: str | os.PathLike[str] | Sequence[str]) -> TrainerConfig:
+    """Reads a file (TOML, YAML, JSON, a shell script) or a command, as a text or its words.
+
+    >>> made = read("torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 --micro-batch-size 2 --bf16")
+    >>> made.framework, made.devices, made.config["tp"]
+    ('megatron', 8, 4)
+
+    Raises:
+        UsageError: a file cannot be read, or no framework is recognised; names what was looked for.
+    """
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_file(given)):
+        sources, beside = _of_file(path_of(given))
+    else:
+        words = _shell_words(given, COMMAND) if isinstance(given, str) else list(given)
+        sources, beside = _of_words(words, COMMAND)
+    if not sources:
+        raise UsageError(_unrecognised(str(given) if isinstance(given, os.PathLike) else given))
+    return combined(sources, beside)
+
+
+def _is_file(text: str) -> bool:
+    return text.strip().endswith(SUFFIXES) and (len(text.split()) == 1 or Path(text).is_file())
+
+
+def _unrecognised(given: str | Sequence[str]) -> str:
+    what = given if isinstance(given, str) else shlex.join(given)
+    known = ", ".join(f"{find_framework(name).title} ({find_framework(name).signs[0]})" for name in FRAMEWORKS)
+    return f"no framework is recognised in '{what[:100]}': none of its settings or programs is known to be one of these: {known}"
+
+
+def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerConfig:
+    """One training of several sources; a later one counts before an earlier one."""
+    knobs: dict[str, Any] = {}
+    stated: set[str] = set()
+    facts: dict[str, Any] = {}
+    conventions: dict[str, Any] = {}
+    notes: list[str] = list(beside.get("notes", ()))
+    made: list[Source] = []
+    for source in sources:
+        found = find_framework(source.framework).reading(source.settings, source.where)
+        knobs |= found.knobs
+        stated |= set(found.knobs)
+        facts |= found.facts
+        conventions |= found.conventions
+        notes += [each for each in found.notes if each not in notes]
+        made.append(replace(source, stated=frozenset(found.knobs)))
+    main = find_framework(sources[-1].framework)
+    for framework in (main, *(find_framework(each.framework) for each in sources)):
+        for name, value in framework.defaults.items():
+            knobs.setdefault(name, value)
+    facts |= {name: value for name, value in beside.items() if value is not None and name != "notes"}
+    if facts.pop("hybrid", False) and (host := facts.get("per_host")) and facts.get("devices", 0) > host:
+        knobs["hsdp"] = facts["devices"] // host
+    if "dp" in knobs and "devices" not in facts:
+        facts["devices"] = prod(knobs.get(name, 1) for name in DEGREES)
+    conventions = {**_conventions(sources, knobs), **conventions}
+    order = knobs.get("pipeline_schedule")
+    if order is not None and not STANDARD["pipeline_schedule"].can_be(order):
+        knobs.pop("pipeline_schedule")
+    return TrainerConfig(
+        framework=main.name,
+        config=Config(knobs),
+        stated=frozenset(stated),
+        notes=tuple(notes),
+        conventions=conventions,
+        sources=tuple(made),
+        **{each.name: facts[each.name] for each in fields(TrainerConfig) if each.name in facts},
+    )
+
+
+def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for source in sources:
+        out |= find_framework(source.framework).conventions(knobs)
+    return out
+
+
+# -- files ----------------------------------------------------------------------------------------------------
+
+Found = tuple[list[Source], dict[str, Any]]
+"""Sources, the least important first, and what a launcher states beside them."""
+
+
+def _of_file(path: Path) -> Found:
+    if path.suffix in (".sh", ".bash"):
+        sources, beside = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
+        return sources, beside
+    settings = _document(path)
+    framework = _recognised(settings)
+    if framework is None:
+        raise UsageError(_unrecognised(str(path)))
+    return _with_files(framework, settings, str(path), path.suffix.lstrip(".").replace("yml", "yaml"), path.parent)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_named(path, at_most=LARGEST_DOCUMENT).decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text in UTF-8") from error
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The settings of a file.
+
+    Raises:
+        UsageError: it cannot be read, or is not a mapping.
+    """
+    text = _text(path)
+    try:
+        if path.suffix == ".toml":
+            document: Any = tomllib.loads(text)
+        else:
+            document = parse_json(text.encode()) if path.suffix == ".json" else parse_yaml(text)
+    except (Malformed, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {error}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path} must contain a mapping of settings, but contains a {type(document).__name__}")
+    return flattened(document)
+
+
+def _recognised(settings: Settings) -> Framework | None:
+    """The framework with most signs among settings; of equals the first."""
+    found = [(find_framework(name).recognised(settings), find_framework(name)) for name in FRAMEWORKS]
+    most, framework = max(found, key=lambda each: each[0])
+    return framework if most else None
+
+
+_FILES = {
+    "deepspeed": "deepspeed",
+    "deepspeed_config": "deepspeed",
+    "deepspeed_config.deepspeed_config_file": "deepspeed",
+    "deepspeed_config_file": "deepspeed",
+    "fsdp_config": "trainer",
+    "config_file": "accelerate",
+    "job.config_file": "torchtitan",
+}
+"""Settings that name a further file, and the framework that it is of."""
+_STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
+
+
+def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path) -> Found:
+    """A source, and before it those of the files that it names."""
+    out: list[Source] = []
+    beside: dict[str, Any] = {"notes": []}
+    own = dict(settings)
+    for name, value in settings.items():
+        if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
+            own |= {f"fsdp_config.{key}": each for key, each in _inline(name, value).items()}
+        kind = _FILES.get(plain(name))
+        if kind is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
+            continue
+        file = next((each for each in (Path(value), folder / value) if each.is_file()), None)
+        if file is None:
+            stage = _STAGE.search(Path(value).stem)
+            if kind != "deepspeed" or stage is None:
+                raise UsageError(f"{where}: the file {value} of {name} is not there")
+            beside["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
+            offload = {"zero_optimization.offload_optimizer.device": "cpu"} if "offload" in value else {}
+            found = {"zero_optimization.stage": int(stage[1]), **offload}
+        else:
+            found = _document(file)
+            if kind == "trainer":
+                own |= {f"fsdp_config.{key}": each for key, each in found.items()}
+                continue
+        shown = str(file) if file is not None else value
+        out.append(_source(kind, found, shown, "json" if shown.endswith(".json") else Path(shown).suffix.lstrip(".")))
+    out.append(_source(framework.name, own, where, form))
+    return out, beside
+
+
+def _inline(name: str, text: str) -> dict[str, Any]:
+    """The settings of an argument that is a JSON object.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    try:
+        found = parse_json(text.encode())
+    except Malformed as error:
+        raise UsageError(f"{name} is not valid JSON: {error}") from error
+    return flattened(found) if isinstance(found, dict) else {}
+
+
+def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) -> Source:
+    return Source(
+        framework=framework, where=where, form=form.replace("yml", "yaml"), settings=settings, stated=frozenset()
+    )
+
+
+# -- commands -------------------------------------------------------------------------------------------------
+
+_PROGRAMS = (
+    "accelerate",
+    "deepspeed",
+    "torchrun",
+    "srun",
+    "mpirun",
+    "litgpt",
+    "axolotl",
+    "llamafactory-cli",
+    "nemo",
+    "python",
+    "python3",
+)
+_FLAGS = frozenset(
+    [
+        "standalone",
+        "no_python",
+        "module",
+        "multi_gpu",
+        "use_fsdp",
+        "use_deepspeed",
+        "cpu",
+        "use_cpu",
+        "no_local_rank",
+        "exclusive",
+        "debug",
+        "quiet",
+        "same_network",
+    ]
+)
+"""Options of launchers that have no value."""
+_SUBCOMMANDS = (
+    "launch",
+    "run",
+    "train",
+    "pretrain",
+    "finetune",
+    "finetune_lora",
+    "finetune_full",
+    "llm",
+    "env",
+    "fit",
+    "sft",
+)
+_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=(.*)", re.DOTALL)
+
+
+def options_of(words: Sequence[str], flags: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """The settings of a command's words: `--name value`, `--name=value`, `--name` and `name=value`.
+
+    What has several values is a list; what has none is True.
+    """
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if word.startswith("-") and len(word) > 1 and not _is_negative(word):
+            name, equals, value = word.partition("=")
+            if equals:
+                yield name.lstrip("-"), value
+                continue
+            values = []
+            while plain(name) not in flags and position < len(words) and not _begins(words[position]):
+                values.append(words[position])
+                position += 1
+            yield name.lstrip("-"), True if not values else values[0] if len(values) == 1 else values
+        elif match := _ASSIGNED.fullmatch(word):
+            yield match[1], match[2]
+
+
+def _is_negative(word: str) -> bool:
+    return re.fullmatch(r"-[\d.]+(e-?\d+)?", word) is not None
+
+
+def _begins(word: str) -> bool:
+    return (word.startswith("-") and not _is_negative(word)) or (
+        _ASSIGNED.fullmatch(word) is not None or word.startswith("activation_checkpoint:")
+    )
+
+
+def _of_words(words: list[str], where: str, form: str = "") -> Found:
+    """The sources of a command, and the devices that its launcher starts."""
+    environment: dict[str, str] = {}
+    while (
+        words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL) and not any(each in words[0] for each in ("{",))
+    ):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    script = _script_at(words)
+    launcher, own = words[:script], words[script:]
+    launched = _named(launcher)
+    beside = _processes(launched, launcher, environment)
+    sources: list[Source] = []
+    if any(Path(word).name == "accelerate" for word in launcher):
+        found, more = _with_files(find_framework("accelerate"), _without(launched), where, form or "options", Path())
+        sources += [each for each in found if len(each.settings)]
+        beside = more | beside
+    settings = _named(own)
+    if "CONFIG_FILE" in environment:
+        settings.setdefault("job.config_file", environment["CONFIG_FILE"])
+    files = [
+        word
+        for word in own[1:]
+        if word.endswith((".yaml", ".yml", ".toml", ".json")) and not word.startswith("-") and "=" not in word
+    ]
+    files = [word for word in files if word not in settings.values()]
+    framework = _of_command(own, settings)
+    for key in ("config", "config_file"):
+        stated = settings.get(key)
+        if isinstance(stated, str) and stated.endswith(SUFFIXES[:4]):
+            files.append(stated)
+            settings.pop(key)
+    for file in files:
+        found, more = _of_file(Path(file))
+        beside = {**more, **beside, "notes": [*more.get("notes", ()), *beside.get("notes", ())]}
+        sources += found
+        framework = framework or find_framework(found[-1].framework)
+    for word in own[1:]:
+        if word.startswith("activation_checkpoint:"):
+            settings[word] = True
+    if framework is None:
+        framework = _recognised(settings)
+    if framework is not None:
+        if framework.name == "litgpt" and len(own) > 2 and not own[2].startswith("-"):
+            settings.setdefault("model_name", own[2])
+        assigned = "assignments" if framework.option.startswith("{key}=") else "options"
+        found, more = _with_files(framework, settings, where, form or assigned, Path())
+        sources += found
+        beside = {**more, **beside, "notes": [*more.get("notes", ()), *beside.get("notes", ())]}
+    return sources, beside
+
+
+def _named(words: Sequence[str]) -> dict[str, Any]:
+    return dict(options_of(words, _FLAGS))
+
+
+def _without(launched: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in launched.items() if plain(name) not in ("machine_rank", "main_process_port")}
+
+
+def _script_at(words: Sequence[str]) -> int:
+    """Where the training's own words begin: at its script, its module, or a program that starts ranks by itself."""
+    for at, word in enumerate(words):
+        name = Path(word).name
+        if name in ("litgpt", "axolotl", "llamafactory-cli", "nemo", "flagscale", "trl"):
+            return at
+        if word == "-m" and at + 1 < len(words) and words[at + 1] not in _MODULES:
+            return at + 1
+        if name.endswith((".py", ".sh")) and not word.startswith("-"):
+            return at
+    return len(words) if any(Path(word).name in _PROGRAMS for word in words[:1]) else 0
+
+
+def _of_command(own: Sequence[str], settings: Settings) -> Framework | None:
+    """The framework of a script or program by its name, where its options do not contradict it."""
+    if not own:
+        return None
+    name, line = Path(own[0]).name, " ".join(own[:3])
+    found: dict[str, int] = {}
+    for each in FRAMEWORKS:
+        matched = [
+            p for p in find_framework(each).programs if any(fnmatchcase(text, p) for text in (own[0], name, line))
+        ]
+        if matched:
+            found[each] = max(map(len, matched))
+    best = _recognised(settings)
+    if not found:
+        return best
+    signs = {each: find_framework(each).recognised(settings) for each in found}
+    # Of several the one with most signs, then the one whose program is named most exactly.
+    chosen = find_framework(max(found, key=lambda each: (signs[each], found[each])))
+    clearly = best is not None and best.name not in found and best.recognised(settings) > signs[chosen.name] + 1
+    return best if clearly else chosen
+
+
+def _processes(launched: Settings, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The devices that a launcher starts ranks on."""
+    stated = Stated(launched, COMMAND)
+    each = stated.whole("nproc_per_node", "num_gpus", "ntasks_per_node", "gpus_per_node")
+    text = str(stated.get("nnodes", "num_nodes", "nodes", "N") or 1).rpartition(":")[2]
+    hosts = int(text) if text.isdigit() else 1
+    if each is None and environment.get("NGPU", "").isdigit():
+        each = int(environment["NGPU"])
+    if each is None and (visible := environment.get("CUDA_VISIBLE_DEVICES")) and words[:1] != ["accelerate"]:
+        each = len(visible.split(","))
+    if (include := stated.get("include")) is not None and ":" in str(include):
+        each = len(str(include).partition(":")[2].split(","))
+    if each is None:
+        return {}
+    return {"devices": each * hosts, "per_host": each}
+
+
+# -- shells ---------------------------------------------------------------------------------------------------
+
+_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
+_SCALAR = re.compile(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|\S*)[ \t]*$", re.MULTILINE)
+_VARIABLE = re.compile(r"\"?\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}\"?|\$([A-Za-z_]\w*)")
+
+
+def _shell_words(text: str, where: str) -> list[str]:
+    """The words of the command that a text has, or that a script ends in. Variables and arrays that it sets are filled in.
+
+    Raises:
+        UsageError: it cannot be split into words.
+    """
+    if "\n" not in text.strip():
+        return _split(text, where)
+    text = re.sub(r"(?m)^[ \t]*#.*$|(?<=\s)#[^\"'\n]*$", "", text.replace("\\\n", " "))
+    values: dict[str, str] = {}
+    for match in _ARRAY.finditer(text):
+        values[match[1]] = f"{values.get(match[1], '')} {' '.join(match[2].split())}"
+    text = _ARRAY.sub("", text)
+    for match in _SCALAR.finditer(text):
+        values.setdefault(match[1], match[2].strip("\"'"))
+    text = _SCALAR.sub("", text)
+
+    def filled(line: str) -> str:
+        for _ in range(8):
+            changed = _VARIABLE.sub(lambda match: values.get(match[1] or match[3], match[2] or ""), line)
+            if changed == line:
+                break
+            line = changed
+        return line
+
+    lines = [filled(line) for line in re.split(r"[\n;]|&&", text) if line.strip()]
+    commands = [line for line in lines if any(program in line for program in (*_PROGRAMS, ".py", "torchtitan.train"))]
+    chosen = max(commands, key=len, default="")
+    if not chosen:  # a file of flags alone
+        chosen = " ".join(filled(each) for each in values.values() if each.strip().startswith("-"))
+    return _split(chosen.replace("exec ", ""), where)
+
+
+def _split(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{where} cannot be split into words: {str(error).lower()}") from None

@@ -1,0 +1,366 @@
+"""The names that a framework has for the standard knobs, and what it states in a file or command.
+
+Each framework has one table of `Word`s. Exports are written from it, commands are rendered from it, and files and
+commands are read back by it. Settings are flat whatever the format: a TOML file with `[training] seq_len = 8192` is
+`{"training.seq_len": 8192}`, and `--seq-length 8192` is `{"seq-length": "8192"}`. Names are compared without regard to
+hyphens and underscores.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..knobs.strategy import STANDARD, Strategy
+
+Settings = Mapping[str, Any]
+"""Settings of a file or command by their names."""
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """How a framework calls a knob: by a setting that has the knob's value, or by settings for each of its values."""
+
+    knob: str
+    keys: tuple[str, ...] = ()
+    """Names of the setting that has the knob's value itself. The first is written, older ones are read too."""
+    ways: tuple[Mapping[Any, Settings], ...] = ()
+    """The settings for each value; None for one that must be absent. The first way is written, others are read too."""
+    option: Mapping[Any, Settings] = field(default_factory=dict)
+    """The settings of a command, where they are not those of a file."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values that can be written; empty where the setting has the knob's own value."""
+        return tuple(self.ways[0]) if self.ways else ()
+
+    def settings(self, value: Any, stated: "Stated | None" = None) -> dict[str, Any]:
+        """The settings for a value of the knob, in the way in which a file states the knob already.
+
+        Raises:
+            LookupError: the framework has no words for this value.
+        """
+        if self.keys:
+            return {self.keys[0] if stated is None else stated.name(*self.keys): value}
+        way = self.ways[0]
+        if stated is not None:
+            used = self._found(stated)[1] or max(self.ways, key=lambda each: _present(each.get(value, {}), stated))
+            way = used if value in used else way
+        if value not in way:
+            raise LookupError(f"{self.knob}={value}")
+        return dict(way[value])
+
+    def value(self, stated: "Stated") -> Any:
+        """The knob's value as settings state it; None where they do not."""
+        for key in self.keys:
+            if (found := stated.get(key)) is not None:
+                return number(found)
+        return self._found(stated)[0]
+
+    def _found(self, stated: "Stated") -> tuple[Any, Mapping[Any, Settings] | None]:
+        """The value of which most settings are there, and the way in which they state it."""
+        best, used, most = None, None, 0
+        for way in (*self.ways, self.option):
+            for value, expected in way.items():
+                count = _present(expected, stated)
+                if count > most and all(_same(stated.get(key), each) for key, each in expected.items()):
+                    best, used, most = value, way, count
+        return best, used
+
+    def template(self, values: Sequence[Any] | None = None) -> dict[str, str]:
+        """For each setting of the knob a template of its value.
+
+        Args:
+            values: that the knob can have there; None for all.
+        """
+        if self.keys:
+            return {self.keys[0]: f"{{{self.knob}}}"}
+        table = self.option or self.ways[0]
+        known = {value: table[value] for value in table if values is None or value in values}
+        names = list(dict.fromkeys(key for each in known.values() for key in each))
+        return {
+            name: _expression(self.knob, {value: each.get(name) for value, each in known.items()}) for name in names
+        }
+
+
+class Words(Mapping[str, Word]):
+    """A framework's words by the knob."""
+
+    def __init__(self, *words: Word) -> None:
+        self._words = {each.knob: each for each in words}
+
+    def __getitem__(self, knob: str) -> Word:
+        return self._words[knob]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._words)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def write(self, knob: str, value: Any) -> dict[str, Any]:
+        """The settings for a value of a knob.
+
+        Raises:
+            LookupError: the framework has no words for it.
+        """
+        return self[knob].settings(value)
+
+    def options(self, form: str, said: Mapping[str, Sequence[Any] | None], *, hyphens: bool = False) -> dict[str, str]:
+        """Templates of a command's options, by the knob.
+
+        Args:
+            form: of an option, such as `--{} {}`.
+            said: the knobs, each with the values that it can have; None for all.
+            hyphens: whether options have hyphens where settings have underscores.
+        """
+        return {
+            knob: " ".join(
+                form.format(name.replace("_", "-") if hyphens else name, value)
+                for name, value in self[knob].template(values).items()
+            )
+            for knob, values in said.items()
+        }
+
+
+def plain(name: str) -> str:
+    """A setting's name as it is compared: `--micro-batch-size` and `micro_batch_size` are the same.
+
+    >>> plain("--micro-batch-size")
+    'micro_batch_size'
+    """
+    return name.lstrip("-+").replace("-", "_").lower()
+
+
+class Stated:
+    """Settings of one framework in one file or command, and the knobs read from them so far.
+
+    Args:
+        settings: by their names there.
+        where: `the command`, or the file's path.
+        by_last: whether a setting is found by the last part of its name, as options of a command have no sections.
+    """
+
+    def __init__(self, settings: Settings, where: str, *, by_last: bool = False) -> None:
+        self.settings = dict(settings)
+        self.where = where
+        self.knobs: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.facts: dict[str, Any] = {}
+        """Fields of `TrainerConfig` besides knobs: `model`, `shape`, `seq_len`, `global_batch`, `devices`, `lora`."""
+        self.conventions: dict[str, Any] = {}
+        """Fields of the estimator's `TrainingSetup` that the settings decide."""
+        self._by_last = by_last
+        self._plain: dict[str, tuple[str, Any]] = {}
+        for name, value in self.settings.items():
+            self._plain[self._key(name)] = (name, value)
+
+    def _key(self, name: str) -> str:
+        return plain(name).rpartition(".")[2] if self._by_last else plain(name)
+
+    def has(self, key: str) -> bool:
+        """Whether a setting is there, other than as `auto` or empty."""
+        return self.get(key) is not None
+
+    def get(self, *keys: str) -> Any:
+        """The first of these settings that is there; None where none is. `auto` and empty values are not there."""
+        for key in keys:
+            _, value = self._plain.get(self._key(key), ("", None))
+            if value is not None and value != "" and not (isinstance(value, str) and value.lower() == "auto"):
+                return value
+        return None
+
+    def name(self, *keys: str) -> str:
+        """The name that the first of these settings has there; the first name where none is there."""
+        return next((self._plain[self._key(key)][0] for key in keys if self._key(key) in self._plain), keys[0])
+
+    def set(self, key: str, value: Any) -> None:
+        """Adds a setting that follows from others or is a default, unless it is there."""
+        if not self.has(key):
+            self._plain[self._key(key)] = (key, value)
+
+    def override(self, key: str, value: Any) -> None:
+        """Replaces a setting's value by what it comes to."""
+        self._plain[self._key(key)] = (self.name(key), value)
+
+    def whole(self, *keys: str) -> int | None:
+        """The first of these settings that is a whole number of at least 1; None where there is none."""
+        value = number(self.get(*keys))
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+    def flag(self, *keys: str) -> bool | None:
+        """The first of these settings as a flag; None where it is not there, or is not a flag."""
+        return as_flag(self.get(*keys))
+
+    def note(self, sentence: str) -> None:
+        """States a setting that has no knob, has no effect, or contradicts another."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+
+def as_flag(value: Any) -> bool | None:
+    """A setting as a flag; None where it is not one."""
+    if isinstance(value, bool) or value is None:
+        return value
+    text = str(value).lower()
+    return True if text in _TRUE else False if text in _FALSE else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What is known of a trainer: its names for knobs, how its files and commands are recognised and read, and what it
+    does where they say nothing."""
+
+    name: str
+    """As `--to` and `--launcher` name it, where it has those."""
+    title: str
+    words: Words
+    signs: tuple[str, ...] = ()
+    """Patterns of settings that tell its files from those of others."""
+    programs: tuple[str, ...] = ()
+    """Patterns of scripts, modules and programs of its commands."""
+    model: tuple[str, ...] = ()
+    """Settings that name the model."""
+    seq_len: tuple[str, ...] = ()
+    """Settings for the tokens of a sample."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of knobs that it has where nothing is stated."""
+    conventions: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    """Fields of the estimator's `TrainingSetup`, `precision` among them, by which a configuration here differs from
+    redline's own training."""
+    by_last: bool = False
+    """Whether its settings are found without their sections."""
+    prepare: Callable[[Stated], None] = lambda stated: None
+    """Adds defaults of settings before words are read."""
+    read: Callable[[Stated], None] = lambda stated: None
+    """Reads what is not a word: what follows from several settings."""
+    write: Callable[[Strategy, Stated], dict[str, Any]] = lambda strategy, stated: {}
+    """Settings of a strategy that are not words. The stated is the file that is to be changed."""
+    partly: frozenset[str] = frozenset()
+    """Knobs of which `write` has the values that are not in the table."""
+    option: str = "--{key} {value}"
+    """How a command states a setting."""
+    prints: str = ""
+    """What a step's line of its log looks like: a regular expression with metrics as groups."""
+    spoken: str = ""
+    """What its log says of the loss alone."""
+
+    def recognised(self, settings: Settings) -> int:
+        """How many settings are signs of this framework."""
+        names = {plain(name) for name in settings}
+        return sum(any(fnmatchcase(name, sign) for sign in self.signs) for name in names)
+
+    def reading(self, settings: Settings, where: str) -> Stated:
+        """What these settings state: knobs, facts and notes."""
+        stated = Stated(settings, where, by_last=self.by_last)
+        self.prepare(stated)
+        for word in self.words.values():
+            value = word.value(stated)
+            if value is None:
+                continue
+            if word.knob in STANDARD and not STANDARD[word.knob].can_be(value):
+                stated.note(f"{stated.name(*word.keys)} = {value} is not a value that {word.knob} can have")
+            else:
+                stated.knobs[word.knob] = value
+        if (model := stated.get(*self.model)) is not None:
+            stated.facts.setdefault("model", str(model))
+        if (length := stated.whole(*self.seq_len)) is not None:
+            stated.facts.setdefault("seq_len", length)
+        self.read(stated)
+        return stated
+
+    def settings(self, strategy: Strategy, stated: Stated, knobs: Iterable[str]) -> dict[str, Any]:
+        """The settings for these knobs of a strategy, by the names that a file has already.
+
+        Raises:
+            LookupError: the framework has no words for one of the values.
+        """
+        wanted = set(knobs)
+        out: dict[str, Any] = {}
+        for word in self.words.values():
+            if word.knob in wanted and (word.knob not in self.partly or getattr(strategy, word.knob) in word.values):
+                out |= word.settings(getattr(strategy, word.knob), stated)
+        return out | self.write(strategy, stated)
+
+
+def flattened(document: Any, prefix: str = "") -> dict[str, Any]:
+    """A document's values by their names, those in mappings with dots between.
+
+    >>> flattened({"training": {"seq_len": 8192, "steps": 10}, "seed": 1})
+    {'training.seq_len': 8192, 'training.steps': 10, 'seed': 1}
+    """
+    out: dict[str, Any] = {}
+    for name, value in document.items():
+        if isinstance(value, Mapping) and value:
+            out |= flattened(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Settings as a document of mappings inside each other, the reverse of `flattened`."""
+    out: dict[str, Any] = {}
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        at = out
+        for each in path:
+            at = at.setdefault(each, {})
+        at[last] = value
+    return out
+
+
+def _present(expected: Settings, stated: Stated) -> int:
+    """How many of these settings are there."""
+    return sum(stated.has(key) for key, each in expected.items() if each is not None)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Whether a setting is as expected. One that is not there is false."""
+    if expected is None:
+        return found is None or as_flag(found) is False
+    if isinstance(expected, bool):
+        return (as_flag(found) or False) == expected and (found is None or as_flag(found) is not None)
+    if found is None:
+        return False
+    if isinstance(expected, (int, float)):
+        return bool(number(found) == expected)
+    if expected == "no" and found is False:  # as YAML 1.1 reads a bare `no`
+        return True
+    return str(found).lower() == str(expected).lower()
+
+
+def number(value: Any) -> Any:
+    """A text of a whole number or a fraction as that number; anything else as it is."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    text = value.replace("_", "")
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return value
+
+
+def _expression(knob: str, cases: Mapping[Any, Any]) -> str:
+    """A template of what a setting has for each value of a knob: `{'bf16-mixed' if precision == 'bf16' else '32-true'}`."""
+    if all(isinstance(each, bool) for each in cases.values()):
+        on = [value for value, each in cases.items() if each]
+        return (
+            f"{{{knob}}}" if on and on[0] is True else "{" + " or ".join(f"{knob} == {value!r}" for value in on) + "}"
+        )
+    *odd, last = sorted(cases.items(), key=lambda case: case[0] == case[1])
+    same = last[0] == last[1]
+    odd = [(value, text) for value, text in odd if not (same and value == text)]
+    chain = "".join(f"{text!r} if {_is(knob, value)} else " for value, text in odd)
+    return f"{{{chain}{knob if same else repr(last[1])}}}"
+
+
+def _is(knob: str, value: Any) -> str:
+    return knob if value is True else f"{knob} == {value!r}"

@@ -1,0 +1,101 @@
+"""A check of another trainer's file: it fits or not, its shares add up, and its changes do what they promise."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from redline.base.errors import UsageError
+from redline.cli.check import check as command
+from redline.estimator.check import check, preset_of
+from redline.frameworks import read
+
+RUN = "torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --block_size 1024 --bf16"
+CHECKPOINTED = f"{RUN} --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --gradient_checkpointing"
+
+
+@pytest.fixture(scope="module")
+def checked():
+    return check(read(CHECKPOINTED), "a100-80gb")
+
+
+def test_a_training_that_fits_has_a_margin_and_shares_that_add_up(checked):
+    assert checked.fits and checked.estimate.peak_memory_mib < checked.estimate.memory_limit_mib
+    assert sum(checked.shares.values()) == pytest.approx(1, abs=1e-6)
+    assert checked.shares["recomputation"] > 0.05 and "links within a host (data parallel)" in checked.shares
+    assert checked.trainer.global_batch == 64 and checked.parameters == 124_439_808
+    low, high = checked.estimate.step_ms_low, checked.estimate.step_ms_high
+    assert low < checked.estimate.step_ms < high
+
+
+def test_checkpointing_with_memory_to_spare_is_named_in_the_commands_words(checked):
+    (found,) = [each for each in checked.findings if "memory to spare" in each]
+    assert found.startswith("gradient_checkpointing=True recomputes blocks")
+
+
+def test_its_changes_are_faster_when_they_are_made(checked):
+    assert 1 <= len(checked.faster) <= 3
+    for each in checked.faster:
+        words = CHECKPOINTED.split()
+        for change in each.changes:
+            if f"--{change.key}" in words:
+                at = words.index(f"--{change.key}")
+                del words[at : at + (1 if change.key == "gradient_checkpointing" else 2)]
+        again = check(read(f"{' '.join(words)} {' '.join(change.text for change in each.changes)}"), "a100-80gb")
+        assert again.fits and again.trainer.global_batch == 64
+        assert again.estimate.step_ms == pytest.approx(each.estimate.step_ms, rel=1e-6)
+        assert checked.estimate.step_ms / again.estimate.step_ms == pytest.approx(each.gain) and each.gain > 1.02
+
+
+def test_a_training_that_does_not_fit_ends_with_3_and_names_what_would():
+    done = CliRunner().invoke(
+        command, [f"{RUN} --per_device_train_batch_size 64", "--hardware", "a100-80gb", "--memory-limit", "8GiB", "--json"],
+        standalone_mode=False,
+    )  # fmt: skip
+    assert done.return_value == 3, done.output
+    found = json.loads(done.output)
+    assert found["fits"] is False and found["margin_mib"] < 0 and found["faster"]
+    assert all(each["peak_memory_mib"] < 8 * 1024 and each["gain"] is None for each in found["faster"])
+    assert all(change["where"] == "the command" for each in found["faster"] for change in each["changes"])
+
+
+def test_tensor_parallelism_across_hosts_is_named():
+    command = (
+        "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --tensor-model-parallel-size 16 --sequence-parallel "
+        "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --bf16"
+    )
+    found = check(read(command), "a100-80gb")
+    assert any(each.startswith("tensor-model-parallel-size=16 reaches across hosts of 8") for each in found.findings)
+    assert any(name.startswith("links between hosts (tensor parallel)") for name in found.shares)
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "says"),
+    [
+        ("python run_clm.py --per_device_train_batch_size 4", {}, "does not state how many devices"),
+        (f"{RUN} --config_name gtp2", {}, "unknown model 'gtp2'|gtp2"),
+        ("torchrun --nproc-per-node 2 run_clm.py --bf16", {}, "does not name a model that is known: give --model"),
+        (
+            "accelerate launch --num_processes 4 --mixed_precision bf16 t.py",
+            {"model": "gpt2"},
+            "give --set micro_batch=N",
+        ),
+        (f"{RUN} --per_device_train_batch_size 4", {"global_batch": 30}, "30, is not a multiple of micro_batch 4"),
+        (RUN, {"hardware": "h1000"}, "h1000"),
+    ],
+)
+def test_bad_input_is_refused(given, more, says):
+    hardware = more.pop("hardware", "a100-80gb")
+    with pytest.raises(UsageError, match=says):
+        check(read(given), hardware, **more)
+
+
+def test_hub_ids_of_presets_need_no_network():
+    names = (
+        "meta-llama/Meta-Llama-3-8B-Instruct",
+        "NousResearch/Llama-2-7b-hf",
+        "Qwen/Qwen3-0.6B-Base",
+        "llama3_8b",
+        "openai-community/gpt2",
+    )
+    assert [preset_of(name) for name in names] == ["llama3-8b", "llama2-7b", "qwen3-0.6b", "llama3-8b", "gpt2"]
+    assert preset_of("somebody/unknown-9b") is None

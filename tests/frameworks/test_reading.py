@@ -1,0 +1,418 @@
+"""Files and commands of other trainers are read back into the configuration that they state."""
+
+import json
+import shlex
+from math import prod
+from pathlib import Path
+
+import pytest
+from redline.base.errors import UsageError
+from redline.frameworks import export_targets, read, render
+from redline.frameworks.reading import Source, combined
+from redline.frameworks.registry import FRAMEWORKS, LAUNCHERS, find_framework, find_launcher
+from redline.frameworks.words import Stated
+from redline.knobs.strategy import Strategy
+from redline.results import Measurement, Status, Trial
+from redline.runners.command.command import Command
+from redline.runners.command.work import Commands
+from redline.space import Space
+
+BESIDE = {
+    "sequence_parallel": {"tp": 2},
+    "pipeline_schedule": {"pp": 2, "grad_accum": 4},
+    "virtual_stages": {"pp": 2, "pipeline_schedule": "interleaved", "grad_accum": 4},
+    "hsdp": {"zero": 3},
+    "offload": {"zero": 3},
+    "checkpoint_ratio": {"zero": 3},
+    "precision": {"zero": 3},
+    "reduce_dtype": {"precision": "bf16"},
+}
+"""Knobs without which one has no effect."""
+CHUNKS = {"interleaved": 2, "zbv": 2, "zero_bubble": 2}
+NUMBERS = {"micro_batch": (1, 6), "grad_accum": (1, 5), "hsdp": (2,), "virtual_stages": (2,), "attention": ("sdpa",)}
+"""Values of knobs whose setting has the knob's own value."""
+SHAPE = {
+    "family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,
+    "vocabulary": 128256, "positions": 8192, "tied": False, "activation": "silu",
+}  # fmt: skip
+LOST = {
+    *(("accelerate", knob) for knob in ("grad_accum", "cp")),
+    *(("lightning", knob) for knob in ("micro_batch", "zero", "offload", "fused_optimizer")),
+    ("trainer", "attention"),
+}
+"""Knobs that an export leaves to the user's code, whatever a file of one's own may state."""
+SUFFIX = {"yaml": ".yaml", "json": ".json", "shell": ".sh"}
+
+
+def cases(names):
+    for name in names:
+        for knob, word in find_framework(name).words.items():
+            for value in word.values or NUMBERS.get(knob, (2, 4)):
+                yield pytest.param(name, knob, value, id=f"{name} {knob}={value}")
+
+
+def config_of(knob, value):
+    config = {"micro_batch": 2, "grad_accum": 2, "dp": 4, **BESIDE.get(knob, {}), knob: value}
+    if knob == "pipeline_schedule" and value in CHUNKS:
+        config["virtual_stages"] = CHUNKS[value]
+    return config
+
+
+def exported(target, config):
+    devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
+    trial = Trial(
+        number=0, config=config, measurement=Measurement(status=Status.OK, throughput=1.0, unit="t/s", devices=devices)
+    )
+    asked = {"model": "llama3-8b", "workload": {"spec": "llama3-8b"}, "seq_len": 2048, "shape": SHAPE}
+    return render(target, trial, {"asked": {**asked, "devices": {"type": "cuda", "used": devices}}})
+
+
+def knobs_of(config, devices):
+    strategy = Strategy.of(config, devices=devices)
+    # Every export asks for an optimizer that is fused or not; None leaves it to the framework.
+    return {name: getattr(strategy, name) for name in Strategy.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("target", "knob", "value"), list(cases(name for name in export_targets() if name in FRAMEWORKS))
+)
+def test_what_an_export_writes_is_read_as_the_same_knob(target, knob, value, tmp_path):
+    config = config_of(knob, value)
+    made = exported(target, config)
+    path = tmp_path / f"file{SUFFIX[made.form]}"
+    path.write_text(made.text)
+    found = read(path)
+    assert found.framework == target
+    devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
+    if (target, knob) in LOST:
+        assert any(knob in note or "optimizer" in note for note in made.notes), "what is lost is stated"
+        return
+    if knob == "attention" and value == "flash_attention_3":
+        value = "flash_attention_2"  # Megatron has one name for both
+    assert knobs_of(found.on(devices).config, devices)[knob] == knobs_of({**config, knob: value}, devices)[knob]
+
+
+@pytest.mark.parametrize(
+    ("name", "knob"),
+    [
+        (name, knob)
+        for name in LAUNCHERS
+        if name != "deepspeed"
+        for knob in find_launcher(name).words
+        if knob != "optim"
+    ],
+)
+def test_what_a_launcher_says_is_read_as_the_same_knob(name, knob):
+    launcher, word = find_launcher(name), find_framework(name).words.get(knob)
+    sayable = {"precision": ("fp32", "bf16", "fp16"), "checkpoint_ratio": (0, 1), "fusion": (False, True),
+                  "kernels": (False, True), "zero": (0, 3), "sequence_parallel": (False, True), **launcher.sayable}  # fmt: skip
+    program = {
+        "trainer": "python run_clm.py", "accelerate": "accelerate launch train.py", "lightning": "python train.py fit",
+        "llamafactory": "llamafactory-cli train", "axolotl": "axolotl train --x 1", "litgpt": "litgpt pretrain m",
+        "torchtitan": "python -m torchtitan.train", "megatron": "python pretrain_gpt.py",
+        "megatron-bridge": "python run_recipe.py", "nemo": "nemo llm pretrain",
+    }[name]  # fmt: skip
+    for value in sayable.get(knob, (2, 4)):
+        if knob == "grad_accum" and word is None:  # by the global batch
+            space = Space()
+            micro = space.choice("micro_batch", [2])
+            space.derive("grad_accum", 4 * value // (micro * 2))
+            asked = Command(command=program, launcher=name)
+            work = Commands(asked, space, devices=2, global_batch=4 * value)
+            command = work.whole(space.default(), 0, Path("/t"), hosts=1)
+            assert read(shlex.split(command)).on(2).config["grad_accum"] == value, command
+            continue
+        space = Space()
+        space.choice(knob, [value])
+        work = Commands(Command(command=program, launcher=name, samples="8"), space, devices=8)
+        command = work.whole(space.default(), 0, Path("/t"), hosts=1)
+        assert read(shlex.split(command)).config[knob] == value, command
+
+
+@pytest.mark.parametrize(("name", "knob", "value"), list(cases(FRAMEWORKS)))
+def test_what_a_table_writes_it_reads_as_the_same_knob(name, knob, value):
+    framework, config = find_framework(name), config_of(knob, value)
+    devices = prod(config.get(each, 1) for each in ("tp", "sp", "cp", "pp", "dp"))
+    strategy = Strategy.of(config, devices=devices)
+    can = {each: word.values for each, word in framework.words.items() if each in config}
+    written = {each for each, values in can.items() if each == knob or not values or config[each] in values}
+    settings = framework.settings(strategy, Stated({}, "x"), written)
+    source = Source(framework=name, where="x", form="yaml", settings=settings, stated=frozenset())
+    found = combined([source], {"devices": devices}).on()
+    if knob == "attention" and value == "flash_attention_3":
+        value = "flash_attention_2"  # Megatron has one name for both
+    assert knobs_of(found.config, devices)[knob] == value, settings
+
+
+# -- files as people write them -------------------------------------------------------------------------------------
+
+TITAN = """
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 8B"
+
+[model]
+name = "llama3"
+flavor = "8B"
+
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1000
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 1
+
+[compile]
+enable = false
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+AUTO = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+FSDP1 = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_activation_checkpointing: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+rdzv_backend: static
+"""
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+load_in_4bit: false
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+sequence_len: 4096
+sample_packing: true
+adapter: lora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_torch_fused
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+fsdp_version: 2
+fsdp_config:
+  reshard_after_forward: true
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+"""
+FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: full
+deepspeed: examples/deepspeed/ds_z3_config.json
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+bf16: true
+"""
+MEGATRON_175B = """#!/bin/bash
+# Runs the 175B model
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NUM_NODES=16
+MASTER_ADDR=localhost
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+    --master_addr $MASTER_ADDR
+)
+GPT_MODEL_ARGS=(
+    --num-layers 96
+    --hidden-size 12288
+    --num-attention-heads 96
+    --seq-length 2048
+    --max-position-embeddings 2048
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 1536
+    --rampup-batch-size 16 16 5859375
+    --train-iters 500000
+    --clip-grad 1.0
+    --fp16   # mixed precision
+)
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 16
+    --num-layers-per-virtual-pipeline-stage 3
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} \\
+    ${TRAINING_ARGS[@]} \\
+    ${MODEL_PARALLEL_ARGS[@]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_torchtitan_file(folder):
+    (folder / "llama3_8b.toml").write_text(TITAN)
+    found = read("llama3_8b.toml")
+    assert (found.framework, found.model, found.seq_len, found.devices) == ("torchtitan", "llama3-8b", 8192, None)
+    made = found.on(64).config
+    assert {name: made[name] for name in ("tp", "dp", "zero", "micro_batch", "grad_accum", "checkpoint_ratio", "precision")} == {
+        "tp": 2, "dp": 32, "zero": 3, "micro_batch": 1, "grad_accum": 1, "checkpoint_ratio": 0.5, "precision": "bf16",
+    }  # fmt: skip
+    assert made["sequence_parallel"] is True, "torchtitan shards activations beside tp unless it is told not to"
+    (change,) = found.on(64).changes({**made, "checkpoint_ratio": 0})
+    assert (change.key, change.text) == ("activation_checkpoint.mode", 'activation_checkpoint.mode = "none"')
+    with pytest.raises(UsageError, match="tp 2 = 2 must divide the devices, 7"):
+        found.on(7)
+
+
+def test_a_deepspeed_file_with_auto_takes_the_trainers_arguments(folder):
+    (folder / "ds_config.json").write_text(json.dumps(AUTO))
+    alone = read("ds_config.json")
+    assert alone.framework == "deepspeed" and "micro_batch" not in alone.config and alone.config["zero"] == 3
+    found = read(
+        "deepspeed --num_gpus=8 run_clm.py --deepspeed ds_config.json --model_name_or_path gpt2 --block_size 1024 "
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --bf16 --gradient_checkpointing"
+    )
+    assert (found.framework, found.model, found.seq_len, found.devices) == ("trainer", "gpt2", 1024, 8)
+    made = found.on()
+    assert made.global_batch == 64
+    assert {name: made.config[name] for name in ("zero", "offload", "precision", "checkpoint_ratio", "micro_batch")} == {
+        "zero": 3, "offload": "optimizer", "precision": "bf16", "checkpoint_ratio": 1, "micro_batch": 4,
+    }  # fmt: skip
+    changes = made.changes({**made.config, "zero": 2, "offload": "none"})
+    assert [(each.where, each.key, each.new) for each in changes] == [
+        ("ds_config.json", "zero_optimization.stage", 2), ("ds_config.json", "zero_optimization.offload_optimizer.device", "none")
+    ]  # fmt: skip
+
+
+def test_an_accelerate_file_beside_a_script(folder):
+    (folder / "fsdp.yaml").write_text(FSDP1)
+    found = read(
+        "accelerate launch --config_file fsdp.yaml run_clm.py --config_name llama2-7b --per_device_train_batch_size 2"
+    )
+    assert found.devices == 16 and found.per_host == 8 and found.model == "llama2-7b"
+    assert {name: found.config[name] for name in ("zero", "precision", "checkpoint_ratio", "micro_batch")} == {
+        "zero": 2, "precision": "bf16", "checkpoint_ratio": 1, "micro_batch": 2,
+    }  # fmt: skip
+    made = found.on()
+    (change,) = made.changes({**made.config, "zero": 3})
+    assert change.text == "fsdp_config.fsdp_sharding_strategy: FULL_SHARD" and change.where == "fsdp.yaml"
+
+
+def test_an_axolotl_file(folder):
+    (folder / "lora.yml").write_text(AXOLOTL)
+    found = read("lora.yml")
+    assert (found.framework, found.model, found.seq_len) == ("axolotl", "NousResearch/Meta-Llama-3-8B", 4096)
+    assert found.lora == "r=32,alpha=16,target=all-linear"
+    assert {name: found.config[name] for name in ("zero", "precision", "checkpoint_ratio", "attention", "grad_accum")} == {
+        "zero": 3, "precision": "bf16", "checkpoint_ratio": 1, "attention": "flash_attention_2", "grad_accum": 4,
+    }  # fmt: skip
+    assert read("axolotl train lora.yml --micro-batch-size 8").config["micro_batch"] == 8, "the command counts first"
+
+
+def test_a_llamafactory_file_whose_deepspeed_file_is_elsewhere(folder):
+    (folder / "sft.yaml").write_text(FACTORY)
+    found = read("llamafactory-cli train sft.yaml per_device_train_batch_size=4")
+    assert found.framework == "llamafactory" and found.config["zero"] == 3 and found.config["micro_batch"] == 4
+    assert found.config["checkpoint_ratio"] == 1, "it recomputes unless it is told not to"
+    assert any("by its name it is ZeRO stage 3" in note for note in found.notes)
+    assert found.seq_len == 2048 and found.config["grad_accum"] == 2
+
+
+def test_a_script_of_megatron(folder):
+    (folder / "train_175b.sh").write_text(MEGATRON_175B)
+    found = read("train_175b.sh")
+    assert (found.framework, found.devices, found.global_batch, found.seq_len) == ("megatron", 128, 1536, 2048)
+    assert found.architecture["n_layer"] == 96 and found.architecture["n_inner"] == 4 * 12288
+    made = found.on().config
+    assert {name: made[name] for name in ("tp", "pp", "dp", "virtual_stages", "precision", "grad_accum", "zero")} == {
+        "tp": 8, "pp": 16, "dp": 1, "virtual_stages": 2, "precision": "fp16", "grad_accum": 1536, "zero": 0,
+    }  # fmt: skip
+    assert any(note.startswith("rampup-batch-size") for note in found.notes)
+
+
+def test_what_contradicts_itself_is_refused(folder):
+    command = "torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 3 --global-batch-size 64 --bf16"
+    with pytest.raises(UsageError, match="64, is not a multiple of micro_batch 3 .* = 24; the nearest multiple is 72"):
+        read(command).on()
+    batch = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    (folder / "ds.json").write_text(json.dumps({**batch, "zero_optimization": {"stage": 1}}))
+    assert read("ds.json").on(16).config["dp"] == 16
+    with pytest.raises(UsageError, match="the global batch is 64, but micro_batch 4 .* = 32"):
+        read("ds.json").on(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("nothing.toml", "nothing.toml cannot be read: No such file"),
+        ("bad.toml", "bad.toml is not valid TOML"),
+        ("list.yaml", "must contain a mapping of settings, but contains a list"),
+        ("other.yaml", "no framework is recognised in 'other.yaml'.*torchtitan"),
+        ("make all", "no framework is recognised in 'make all'.*Megatron-LM"),
+        ("torchrun 'pretrain_gpt.py", "cannot be split into words"),
+        ("python run_clm.py --deepspeed here.json", "the file here.json of deepspeed is not there"),
+    ],
+)
+def test_what_cannot_be_read_is_named(given, says, folder):
+    (folder / "bad.toml").write_text("[job\n")
+    (folder / "list.yaml").write_text("- a\n")
+    (folder / "other.yaml").write_text("colour: blue\n")
+    with pytest.raises(UsageError, match=says):
+        read(given)
+
+
+def test_naming_a_framework_imports_no_other_and_no_torch():
+    import subprocess
+    import sys
+
+    names = ["redline.frameworks.megatron", "torch"]
+    code = f"import sys, redline.frameworks as f; f.LAUNCHES; print([name for name in {names} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_changed_argument_that_takes_json_is_read_back():
+    command = "torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --per_device_train_batch_size 4 --bf16"
+    made = read(command).on()
+    changes = made.changes({**made.config, "zero": 3})
+    assert [each.text for each in changes] == ["--fsdp true", """--fsdp_config '{"reshard_after_forward": true}'"""]
+    again = read(f"{command} {' '.join(each.text for each in changes)}").on()
+    assert again.config["zero"] == 3 and again.config == {**made.config, "zero": 3}
+    assert made.changes({**made.config, "pp": 2, "dp": 4}) is None, "the Trainer has no pipelines"
