@@ -30,9 +30,9 @@ Examples:
     "--devices", type=click.IntRange(min=1), metavar="N", help="Devices.  [default: those that the file implies]"
 )
 @click.option("--model", metavar="MODEL", help="The model, where the file does not name one that is known.")
-@click.option("--seq-len", type=click.IntRange(min=1), metavar="S", help="Tokens of a sample.  [default: the file's]")
+@click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens of a sample.  [default: the file's]")
 @click.option(
-    "--global-batch", type=click.IntRange(min=1), metavar="B", help="Samples of a step.  [default: the file's]"
+    "--global-batch", type=click.IntRange(min=1), metavar="N", help="Samples of a step.  [default: the file's]"
 )
 @click.option("--set", "fix", multiple=True, metavar="KNOB=V", help="A knob that the file leaves to code; repeatable.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")

@@ -80,6 +80,7 @@ def estimate(
     from ..estimator.document import estimate_document
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
+    from ..tuner.first_trial import first_trial
     from . import estimate_text
 
     sizes = {name: options.pop(name) for name in SHAPE}
@@ -96,6 +97,7 @@ def estimate(
             top=top,
             trials=None if trials_from is None else _trials_of(trials_from),
             layerwise=layerwise,
+            untuned=lambda space, estimator: first_trial(space, estimator).config,
         )
     if as_json:
         click.echo(json.dumps(document.to_dict(), allow_nan=False))

@@ -70,7 +70,7 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
     rows = [("", unit, "a device", "+-", "step", "MFU", "memory", "fits", "bound by")]
     shown = [(str(number), each) for number, each in enumerate(document.ranked, 1)]
     if document.baseline is not None:
-        shown.append(("default", document.baseline))
+        shown.append(("untuned", document.baseline))
     for name, each in shown:
         estimate = each.estimate
         spread = 100 * (estimate.step_ms_high / estimate.step_ms - 1)
@@ -111,9 +111,9 @@ def _next(document: "EstimateDocument") -> list[str]:
     lines.append("+- covers 80 % of outcomes, fits is the chance that memory suffices")
     if base is not None and base.estimate.fits:
         ratio = best.estimate.throughput / base.estimate.throughput
-        lines.append(f"the first is predicted to be {ratio:.2f}x as fast as the default configuration")
+        lines.append(f"the first is predicted to be {ratio:.2f}x as fast as what a person would run untuned")
     elif base is not None:
-        lines.append("the default configuration is not predicted to fit")
+        lines.append("what a person would run untuned is not predicted to fit")
     return lines
 
 

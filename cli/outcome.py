@@ -101,10 +101,20 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
     return [
         ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
         ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
+        # Shares of two formats' peaks do not compare: the winner's may be the smaller one.
+        (
+            "TFLOP/s a device",
+            [
+                f"{each.tflops_per_device:.3g}" if len(set(precisions)) > 1 and each.tflops_per_device else ""
+                for each in measured
+            ],
+        ),
         (
             "MFU",
             [
-                f"{100 * each.mfu:.2g} % of {precision + ' ' if precision else ''}peak" if each.mfu else ""
+                f"{100 * each.mfu:.2g} % of {precision + ' ' if precision else ''}peak"
+                if each.mfu and len(set(precisions)) == 1
+                else ""
                 for each, precision in zip(measured, precisions)
             ],
         ),

@@ -1,13 +1,15 @@
 """What `redline estimate` says: configurations with their predictions, as data."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UsageError
 from ..knobs.lossy import lossy_in, lossy_values
 from ..models.spaces import lossy_of_space
+from ..space import Config, Space
+from .estimator import Estimator
 from .facts.concurrent import trace_concurrently, variants_of
 from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
@@ -37,7 +39,7 @@ class EstimateDocument:
     layerwise: Layerwise | None = None
     """The winner refined block by block, where asked for."""
     baseline: Ranked | None = None
-    """The space's default configuration, what a person runs untuned; None where one configuration was asked for."""
+    """What a person would run without tuning; None where one configuration was asked for."""
     reference: Ranked | None = None
     """Where nothing fits, the configuration that needs the least memory."""
 
@@ -65,7 +67,7 @@ class EstimateDocument:
         if self.survey is not None and self.survey.best_exact is not None:
             out["best_exact"] = entry(self.survey.best_exact, self.request.devices)
         if self.baseline is not None:
-            out["default"] = entry(self.baseline, self.request.devices)
+            out["untuned"] = entry(self.baseline, self.request.devices)
         if self.reference is not None:
             out["least_memory"] = entry(self.reference, self.request.devices)
         if self.layerwise is not None:
@@ -108,6 +110,7 @@ def estimate_document(
     top: int = 5,
     trials: "Sequence[Trial] | None" = None,
     layerwise: bool = False,
+    untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
 ) -> EstimateDocument:
     """The answer to a request.
 
@@ -117,6 +120,7 @@ def estimate_document(
         top: how many of the best.
         trials: of a run, which correct the predictions.
         layerwise: whether to refine the first one block by block.
+        untuned: the configuration that a person would run without tuning; stands beside the best.
 
     Raises:
         SpaceError: the configuration is not in the space.
@@ -138,10 +142,8 @@ def estimate_document(
         whole = survey(estimator, request.space, top=top, order=hopeful, plans=True)
         ranked = whole.best
         reference = whole.smallest if not ranked else None
-        untuned = request.space.default()
-        baseline = Ranked(
-            config=untuned, estimate=estimator(untuned), lossy=lossy_in(untuned, lossy_of_space(request.space))
-        )
+        usual = untuned(request.space, estimator)
+        baseline = Ranked(config=usual, estimate=estimator(usual), lossy=lossy_in(usual, lossy_of_space(request.space)))
     first = ranked[0] if ranked else reference
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")

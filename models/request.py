@@ -128,9 +128,9 @@ class SpaceRequest:
     baseline: Annotated[
         str | None,
         Asked(
-            "Number format of the default configuration, which the gain is against.  [default: bf16 on GPUs that have it, "
-            "otherwise fp32]",
-            metavar="fp32|tf32|bf16",
+            "Format of the default configuration: fp32, tf32 or bf16.  [default: bf16 on GPUs that have it, otherwise "
+            "fp32]",
+            metavar="NAME",
         ),
     ] = None
     override: Annotated[

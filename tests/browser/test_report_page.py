@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from redline.results import Status, summary
+from redline.results import Measurement, Status, summary
 from redline.views.report import Source, document, write_report
 from redline.views.report.page import asset
 
@@ -507,3 +507,38 @@ def test_it_prints_on_pages_no_wider_than_paper_with_all_rows_of_the_table(tab, 
     tab.set_viewport_size({"width": 718, "height": 1000})
     assert tab.evaluate("document.documentElement.scrollWidth") <= 718
     assert tab.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize(
+    ("title", "ratio", "words"),
+    [
+        ("step time", 9.08, "typically 9.1 times slower than predicted"),
+        ("throughput", 0.1, "typically 10 times slower than predicted"),
+        ("throughput", 3.0, "typically 3 times faster than predicted"),
+        ("peak memory", 2.5, "typically 2.5 times more than predicted"),
+        (
+            "step time",
+            1.1,
+            "half of the predictions are within 8 % of what was measured; typically 1.1 × predicted was measured",
+        ),
+    ],
+)
+def test_a_prediction_that_is_far_off_is_off_by_a_factor(tab, title, ratio, words):
+    tab.set_content("<!doctype html><main></main>")
+    scripts = "".join(asset(f"js/{name}.js") for name in ("dom", "format", "charts/predicted"))
+    call = f"agreement({{seen: 'measured'}}, {title!r}, {{ratio: {ratio}, error: 0.08}})"
+    shown = tab.evaluate(f"() => {{ {scripts} return {call}; }}")
+    assert shown.replace("\u00a0", " ") == words
+
+
+@pytest.mark.parametrize(("spread", "large"), [(0.2, "No gain shown"), (0.05, "1.22×")])
+def test_a_gain_whose_interval_includes_1_is_not_drawn_as_one(tab, tmp_path, disk, spread, large):
+    crash = Measurement(status=Status.CRASH, reason="OSError: file too short")
+    outcomes = [
+        ({"a": 0}, disk.measured(627.4, step_ms=1.0, step_ms_spread=0.068)),
+        ({"a": 1}, disk.measured(763.8, step_ms=1.0, step_ms_spread=spread)),
+        ({"a": 2}, crash),
+    ]
+    tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes, {})).as_uri())
+    assert tab.locator(".big").inner_text() == large
+    assert "2 ok, 1 crash; trial 2 ended as crash: OSError: file too short" in tab.locator("#ended").inner_text()

@@ -48,7 +48,7 @@ def test_each_is_shown_with_memory_time_throughput_mfu_and_what_binds_it(capsys)
     header = next(line for line in out.splitlines() if "MFU" in line)
     assert all(word in header for word in ("tokens/s", "step", "memory", "bound by"))
     lines = out[out.index(header) :].splitlines()[1:]
-    rows = [at for at, line in enumerate(lines) if re.match(r"\d  |default  ", line)]
+    rows = [at for at, line in enumerate(lines) if re.match(r"\d  |untuned  ", line)]
     assert len(rows) == 6 and all("GiB" in lines[at] and "%" in lines[at] and "tp=2" in lines[at + 1] for at in rows)
     assert all(len(line) <= 100 for line in lines[: rows[-1] + 2]), "a terminal of 100 columns would wrap it"
     assert "a device" in header and "predicted to be" in out

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from redline.base.errors import UsageError
+from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial
+from redline.space import Config
 from redline.tuner import running
 from redline.tuner.listener import SearchListener, SearchPlan
+from redline.tuner.result import make_result
 from redline.tuner.search import Search
 
 
@@ -92,3 +95,48 @@ def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, 
         pass
     assert RunFolder.asked(tmp_path / "a")["rank_memory_mib"] == 7799.0
     assert RunFolder.asked(tmp_path / "none") == {}
+
+
+def ended(*measured):
+    """What is printed at the end of a search with these measurements, of which the first is the default's."""
+    trials = [
+        Trial(
+            number=n,
+            config=Config(a=n, precision="bf16" if n else "fp32"),
+            sampler="random" if n else "default",
+            measurement=each,
+        )
+        for n, each in enumerate(measured)
+    ]
+    print_result(make_result(trials, ["a", "precision"], folder=None, ended="all trials are done", interrupted=False))
+
+
+def ok(throughput, spread=0.01, **more):
+    return Measurement(
+        status=Status.OK, throughput=throughput, unit="tokens/s", step_ms=1.0, step_ms_spread=spread, devices=1, **more
+    )
+
+
+def test_the_end_counts_failures_with_the_first_reason_and_does_not_praise_the_default(capsys):
+    crash = Measurement(status=Status.CRASH, reason="OSError: file too short")
+    ended(ok(1.0), crash, ok(0.9), crash)
+    out = capsys.readouterr().out
+    assert "gain     none: the default configuration is the winner" in out
+    assert "trials   2 ok, 2 crash; trial 1 ended as crash: OSError: file too short" in out
+    ended(ok(1.0), crash)
+    assert "gain     none: every other trial failed" in capsys.readouterr().out
+    ended(ok(1.0))
+    assert "gain     none: only the default configuration was tried" in capsys.readouterr().out
+
+
+def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(capsys):
+    ended(ok(627.4, 0.068), ok(763.8, 0.2))
+    assert "gain     none shown: 1.22x ± 0.26 includes 1" in capsys.readouterr().out
+    ended(ok(627.4, 0.01), ok(763.8, 0.02))
+    assert "gain     1.22x ± 0.03" in capsys.readouterr().out
+
+
+def test_utilisation_of_two_formats_is_not_set_side_by_side(capsys):
+    ended(ok(1.0, mfu=0.4, tflops_per_device=8.0), ok(2.0, mfu=0.1, tflops_per_device=16.0))
+    out = capsys.readouterr().out
+    assert "TFLOP/s a device" in out and "MFU" not in out

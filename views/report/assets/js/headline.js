@@ -21,7 +21,7 @@ function verdict(run) {
   const trial = `Trial ${winner.trial}`;
   const speed = rateOf(winner.throughput, run.unit);
   const large = rate(winner.throughput, run.unit);
-  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: ${run.headline.only_default || "nothing tried was faster"}.`]];
+  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: ${run.rows.length > 1 ? run.headline.only_default || "nothing tried was faster" : "nothing else was tried"}.`]];
   const trains = [trial, simulated ? " is predicted to train at " : " trains at ", speed];
   if (gain) {
     const half = run.headline.gain_half_width;

@@ -1,8 +1,17 @@
 // Predicted against measured: on the diagonal a prediction held.
 
+// How far predictions were off, as a factor where it is a large one: 808 % says less than nine times.
+function agreement(run, title, { ratio, error }) {
+  const factor = Math.max(ratio, 1 / ratio);
+  if (!(factor > 2)) return `half of the predictions are within ${percent(error)} of what was ${run.seen}; typically ${number(ratio, 3)} × predicted was ${run.seen}`;
+  const more = ratio > 1;
+  const than = title === "peak memory" ? (more ? "more" : "less") : (title === "step time") === more ? "slower" : "faster";
+  return `typically ${number(factor, 2)} times ${than} than predicted`;
+}
+
 // `pairs` are of a row, what was predicted, what was measured, and what was measured first where it was again.
 function agreementChart(run, pairs, { title, unit, by, told }) {
-  const caption = `${plural(told.count, "trial")}; half of the predictions are within ${percent(told.error)} of what was ${run.seen}; typically ${number(told.ratio, 3)} × predicted was ${run.seen}${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
+  const caption = `${plural(told.count, "trial")}; ${agreement(run, title, told)}${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
   const [low, high] = extent(pairs.flatMap((each) => each.slice(1))).map((each) => each / by);
   // Both alike, whatever room each has, so that the diagonal is one.
   const scale = (from, to) => linear(low > high * 0.4 ? low * 0.95 : 0, high, from, to, 5);
