@@ -31,6 +31,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
     "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
+    "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),
     # Kinds of modules and operators.
     "ConvNd": ("torch.nn.modules.conv", "_ConvNd"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),

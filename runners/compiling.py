@@ -41,9 +41,9 @@ def sweep_compiled() -> None:
     """
     if "torch._inductor.codecache" not in sys.modules:  # nothing compiles in this process
         return
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from ..base._torch import inductor_cache_dir
 
-    for path in Path(cache_dir()).glob("*/*.so"):
+    for path in Path(inductor_cache_dir()).glob("*/*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process sweeps, too
             if is_truncated(path) and not _is_written(path):
                 path.unlink()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...base._torch import OpOverload, parameters_of
+from ...base._torch import OpOverload, children_of, parameters_of
 from ...base.errors import TraceError
 from ..forward import layers_of
 from ..parallel.partial import WithoutBias
@@ -283,7 +283,7 @@ def _of_module(node: fx.Node, child: nn.Module) -> Operation:
         for name in ("weight", "bias")
         if name in attribute
     ]
-    if node.kwargs or "parametrizations" in child._modules:  # whose weight is computed
+    if node.kwargs or "parametrizations" in children_of(child):  # whose weight is computed
         return Operation(type(child).__name__, args, dict(node.kwargs))
     if isinstance(child, nn.Linear):
         return Operation("linear", [*args, own[0], None if layers_of(child, WithoutBias) else own[1]])

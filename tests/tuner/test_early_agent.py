@@ -46,7 +46,7 @@ def interrupted():
 
 FAULTS = {
     "a model of that name": (lambda: {"target": "gpt3-tiny"}, rl.UsageError),
-    "a knob to fix": (lambda: {"target": "gpt2-tiny", "fix": {"warp": 9}}, rl.UsageError),
+    "a knob to fix": (lambda: {"target": "gpt2-tiny", "fix": {"micro_batch": 999}}, rl.UsageError),
     "a model that is built": (lambda: {"target": made_by(lambda: 1 / 0)}, rl.RedlineError),
     "patience": (lambda: {"target": made_by(interrupted)}, KeyboardInterrupt),
 }

@@ -83,7 +83,7 @@ def test_a_file_is_written_and_its_use_is_said(capsys, run, tmp_path):
     code, out, err = export(capsys, run, "--to", "trainer", "-o", path, "--trial", "0")
     assert (code, out) == (0, "")
     assert f"wrote {path}\nUse: HfArgumentParser(TrainingArguments).parse_json_file({str(path)!r})" in err
-    assert f"\nStart: torchrun --nproc-per-node 1 train.py {path}\n" in err
+    assert f"\nStart: OMP_WAIT_POLICY=PASSIVE torchrun --nproc-per-node 1 train.py {path}\n" in err
     assert "note: seq_len=32" in err  # JSON has no comments
     made = json.loads(path.read_text())
     assert made["per_device_train_batch_size"] == 8 and made["use_cpu"] is True

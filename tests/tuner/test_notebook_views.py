@@ -29,7 +29,7 @@ def result():
 def test_the_html_holds_the_winner_a_drawing_and_the_trials(result):
     root = ElementTree.fromstring(result._repr_html_())
     text = " ".join(root.itertext())
-    assert "40 samples/s" in text and "4.00 times the default configuration" in text
+    assert "40 samples/s" in text and "gain over the default configuration: 4.00x" in text
     assert "3 ok, 1 oom" in text
     circles = root.findall(".//circle")
     assert [each.get("fill") for each in circles].count(COLOURS[Status.OK]) == 3
