@@ -18,12 +18,11 @@ from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
 from .conditions import Conditions
-from .confirm import Confirmation
+from .confirm import Confirmation, Soaking
 from .feasibility import OutOfMemoryKnowledge
 from .history import REFINEMENT, History
 from .listener import SearchListener
 from .samplers import Sampler
-from .soaking import Soaking
 
 if TYPE_CHECKING:
     from .samplers.judge import Judge

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 from ..runners.host import HostAgent
 from ..runners.work import Work
 from .default_prior import assumed_hardware, default_prior
-from .earlier_runs import Transferred
 from .first_trial import FirstTrial, first_trial
 from .predicting import estimate_to_begin_with, usable
 from .request import Request
 from .running import make_work, memory_of_rank
-from .same_devices import calibrations
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
 from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .samplers.predictor import Predictor
 from .task import Task
+from .transfer import Transferred, calibrations
 from .warm_start import WarmStart
 
 if TYPE_CHECKING:

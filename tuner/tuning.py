@@ -16,7 +16,6 @@ from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Stopwatch
-from .earlier_runs import Transferred, read_runs, take
 from .feasibility import tight_winner
 from .listener import SearchListener
 from .loggers import check_trackers, logging_to
@@ -29,6 +28,7 @@ from .samplers import make_sampler
 from .search import Search
 from .search_setup import SearchSetup, begin
 from .task import Task, resolve_task
+from .transfer import Transferred, read_runs, take
 
 
 @taking(Request)

@@ -20,10 +20,9 @@ from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import HIDDEN, Command
 from .comparison import Comparison
-from .events import check_installed, of_events
 from .files import read_files
 from .objective import PREFERRED, Requirement, objective_of
-from .reading import lines_for
+from .reading import check_installed, lines_for, of_events
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandReport, CommandTrial
@@ -53,7 +52,7 @@ class Commands(Work):
     """
 
     in_turns = False
-    imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
+    imports = ("redline.runners.supervisor", "redline.runners.command.run", "cloudpickle")
 
     def __init__(
         self,

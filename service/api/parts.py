@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, cast
 from fastapi import Request
 
 from ..store import Store
-from .limits import Rates
+from .connections import Rates
 
 if TYPE_CHECKING:
+    from ..child_processes import Helper
     from ..dispatcher import Dispatcher
     from ..estimates import Estimates
-    from ..helper import Helper
     from ..runs import Runs
-    from ..searcher_slots import SearcherSlots
+    from ..searchers import SearcherSlots
     from .feed import Feed
     from .metrics import Metrics
 

@@ -4,12 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from .connection import PATIENCE_S, Database, write_ahead
+from .connection import PATIENCE_S, Database, migrate, write_ahead
 from .demand import Demand
-from .dry_runs import DryRuns
+from .dry_runs import DryRuns, Knowledge
 from .events import Events
-from .measured import Knowledge
-from .migrating import migrate
 from .people import People
 from .searches import Searches
 from .workers import Workers

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from ...models.layouts.fit import differences, unlike
 from ...models.layouts.lazy import LazyTensors
-from ...models.layouts.weights import Weights, lazy_tensors
+from ...models.layouts.weights import Weights, differences, lazy_tensors, unlike
 from .reading import Reading, Report, ignore
 
 if TYPE_CHECKING:

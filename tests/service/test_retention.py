@@ -1,8 +1,8 @@
 """Events of searches that are long over are forgotten; the rest stays, and numbers go on."""
 
 import pytest
-from redline.service import forgetting
-from redline.service.forgetting import DAY_S, Forgetting
+from redline.service import retention
+from redline.service.retention import DAY_S, Forgetting
 
 
 def told(store, search=None):
@@ -54,4 +54,4 @@ def test_a_server_forgets_after_so_many_days(pool, clock, days, left):
     thread.close()
     kinds = [each[0] for each in told(store) if each[0] in ("said", "worker") and each[1] != "joined"]
     assert len(kinds) == left
-    assert forgetting.ROUND_S >= 60
+    assert retention.ROUND_S >= 60
