@@ -14,8 +14,8 @@ from ..space import Config, Space
 from .default_prior import assumed_hardware
 from .feasibility import OutOfMemoryKnowledge
 from .listener import SearchListener
-from .running import share_of_host
 from .same_training import beginning_with, smallest, training_space, with_samples_of
+from .search_setup import share_of_host
 
 if TYPE_CHECKING:
     import numpy as np

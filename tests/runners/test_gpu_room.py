@@ -24,7 +24,7 @@ from redline.runners.rank import RankContext
 from redline.runners.runner import TrialRequest
 from redline.runners.work import TrialTerms
 from redline.space import Config
-from redline.tuner import running
+from redline.tuner import search_setup
 
 LLAMA = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
 
@@ -166,14 +166,14 @@ def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, ask
     said = []
     request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
     task = SimpleNamespace(own=object(), simulated=False, device=SimpleNamespace(type="cuda"), devices=2)
-    limit_mib = running.memory_of_rank(request, task, said.append)
+    limit_mib = search_setup.memory_of_rank(request, task, said.append)
     assert limit_mib == expected
     assert bool(said) == (expected == 58_800) and ("20,000 of the 80,000 MiB of GPU 1" in "".join(said)) == bool(said)
     if limit_mib is not None:
         setup = TrainingSetup(seq_len=512, global_batch=8, memory_limit_mib=limit_mib)
         assert Estimator(LLAMA, "h100", setup).memory_limit_mib == limit_mib
     elsewhere = SimpleNamespace(limit_mib=asked, runner="ray", runs_on="ray", concurrency=None)
-    assert running.memory_of_rank(elsewhere, task) == asked
+    assert search_setup.memory_of_rank(elsewhere, task) == asked
 
 
 def test_a_rank_reports_what_it_takes_beside_the_allocator_s_memory(monkeypatch):

@@ -17,7 +17,7 @@ from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.listener import SearchListener
-from redline.tuner.predicting import refiner
+from redline.tuner.refinement import refiner
 from redline.tuner.search import REFINEMENT, Refinement, Search
 from redline.tuner.transfer import read_runs
 
