@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from redline.results import Trial
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.predictor import Predictor
+from redline.tuner.samplers.judge import Predictor
 from redline.tuner.transfer import EarlierRun, take
 from redline.tuner.warm_start import WarmStart
 from search import estimator_of

@@ -222,8 +222,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
     """What the routes work with, running; ended in the other order."""
     from .api.connections import Rates
     from .api.feed import Feed
-    from .api.metrics import Metrics
-    from .api.parts import Parts
+    from .api.parts import Metrics, Parts
 
     with contextlib.ExitStack() as held:
         dispatcher = Dispatcher(store)

@@ -15,7 +15,7 @@ from ..results.summary import EQUAL
 from ..runners.load import CHANGED_CORES
 from ..runners.soak import SoakPlan
 from .budget import Stopwatch
-from .conditions import at_first_speed, unsteady
+from .history import at_first_speed, unsteady
 from .listener import SearchListener
 
 

@@ -21,8 +21,8 @@ from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
+from ..runners.local import SharedDevices
 from ..runners.registry import runner_on
-from ..runners.shared_devices import SharedDevices
 from ..runners.work import Work
 from ..space import Space
 from .default_prior import assumed_hardware, default_prior
@@ -34,9 +34,8 @@ from .refinement import check_refinable
 from .request import IN_PROCESS, Request
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
-from .samplers.judge import Judge
+from .samplers.judge import Judge, Predictor
 from .samplers.posterior import SurrogatePrior
-from .samplers.predictor import Predictor
 from .task import Task, resolve_task
 from .transfer import Transferred, calibrations, read_runs, take
 from .warm_start import WarmStart

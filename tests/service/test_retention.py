@@ -10,7 +10,7 @@ def told(store, search=None):
 
 
 def test_what_happened_in_a_search_that_ended_long_ago_is_forgotten_and_how_it_ended_is_not(pool, clock, monkeypatch):
-    monkeypatch.setattr("redline.service.store.events.MOST_FORGOTTEN", 3)
+    monkeypatch.setattr("redline.service.store.store.MOST_FORGOTTEN", 3)
     store, old = pool.store, pool.search.id
     running, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)
     for number in range(10):

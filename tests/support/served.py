@@ -10,8 +10,7 @@ import httpx
 from redline.service.api.app import make_app
 from redline.service.api.connections import GuardedServer, Rates, guarded
 from redline.service.api.feed import Feed
-from redline.service.api.metrics import Metrics
-from redline.service.api.parts import Parts
+from redline.service.api.parts import Metrics, Parts
 from redline.service.child_processes import Helper
 from redline.service.dispatcher import Dispatcher
 from redline.service.estimates import Estimates

@@ -13,8 +13,7 @@ import pytest
 from redline.base.errors import MissingDependency, UsageError
 from redline.results import Status
 from redline.space import Space
-from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.conformance import (
+from redline.testing.samplers import (
     boundless_space,
     conditional_space,
     failed,
@@ -26,6 +25,7 @@ from redline.tuner.samplers.conformance import (
     vast_space,
     wide_space,
 )
+from redline.tuner.samplers import make_sampler, sampler_names
 from redline.tuner.samplers.containment import contained
 
 
@@ -42,7 +42,7 @@ PROPOSALS = """
 import json
 import optuna, scipy.optimize, scipy.sparse, scipy.stats, torch
 from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.conformance import finished, plausible, process_state, wide_space
+from redline.testing.samplers import finished, plausible, process_state, wide_space
 space = wide_space()
 trials = finished(space.sample(14, 9), plausible)
 proposals, changes = {}, {}
@@ -101,7 +101,7 @@ class TestRegistry:
         code = """
 import sys
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.conformance import small_space
+from redline.testing.samplers import small_space
 make_sampler("random", small_space()).propose([], 2)
 print([name for name in ("hebo", "gpytorch", "sklearn") if name in sys.modules])
 """

@@ -10,7 +10,7 @@ import yaml
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.predictor import Predictor
+from redline.tuner.samplers.judge import Predictor
 from redline.tuner.transfer import EarlierRun, read_runs, take, task_similarity
 from redline.tuner.warm_start import WarmStart
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import WorkloadError
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights, differences, lazy_tensors, unlike
-from .reading import Reading, Report, ignore
+from .folder import Reading, Report, ignore
 
 if TYPE_CHECKING:
     import torch
