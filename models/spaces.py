@@ -15,6 +15,7 @@ from ..space import Expression, Knob, Space
 from ..space.expression import negation
 from . import parallel
 from .architecture import Architecture
+from .experts import experts_in
 from .families import generic_schedule
 from .families.standard import KNOBS, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
@@ -98,6 +99,7 @@ def default_space(
         any_batch=grad_accum is not None,
         seq_len=workload.seq_len,
         own_loss=own_loss,
+        experts=bool(facts.experts),
     )
     _micro_batch(space, workload, spread, any_batch=grad_accum is not None)
     if "checkpoint_ratio" in facts.followed and facts.blocks:
@@ -131,6 +133,7 @@ def default_space(
             seq_len=workload.seq_len,
             tokens=workload.seq_len is not None,
             own_loss=own_loss,
+            experts=facts.experts,
         ),
     )
     return space
@@ -386,16 +389,21 @@ class _Facts:
     """Repeated blocks of the model."""
     parallel: Support
     """Which parallel knobs it can follow."""
+    experts: tuple[int, ...]
+    """The numbers of experts of the model's mixtures, each once."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:
     from ..schedule import create_schedule
 
     sch = create_schedule(skeleton(workload))
+    experts = experts_in(sch.module)
     schedule = workload.schedule or generic_schedule
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
-        return _Facts(followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch))
+        return _Facts(
+            followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch), experts=experts
+        )
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
     with user_code_errors(f"{workload.name}: schedule(sch, config)"):
@@ -417,4 +425,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
             zero="",
             offload="",
         ),
+        experts=experts,
     )
