@@ -18,7 +18,7 @@ from redline.training.training import checked_strategy
 OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
 LATTICE = {
     "tp": (1, 2, 3), "sp": (1, 2, 5), "cp": (1, 2, 4, 8), "pp": (1, 2), "dp": (1, 2, 4), "zero": (0, 1, 2, 3),
-    "hsdp": (1, 2, 3), "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
+    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
     "pipeline_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"), "virtual_stages": (1, 2, 4),
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
@@ -34,6 +34,7 @@ def context_of(rule, devices=4):
         global_batch=16 if rule.name == "global batch" else None,
         seq_len=24,
         own_loss=rule.name in OWN_LOSS,
+        experts=() if rule.name == "experts of a dense model" else (4,),
     )
 
 
@@ -83,7 +84,8 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     """The refusal comes before anything is built or a process group is needed."""
-    made = workload("llama-tiny", seq_len=24, global_batch=16)
+    family = "mixtral-tiny" if "ep" in rule.knobs and rule.name != "experts of a dense model" else "llama-tiny"
+    made = workload(family, seq_len=24, global_batch=16)
     task = {
         **dict.fromkeys(OWN_LOSS, replace(made, loss=lambda output, batch: output.loss)),
         "sequences of tokens": replace(made, seq_len=None, unit="samples/s"),
@@ -115,6 +117,8 @@ GENERALLY_BROKEN = {
     "tokens of a ring": {"cp": 4},
     "tokens of a shard": {"sp": 4},
     "tokens of sequence_parallel": {"tp": 4, "sequence_parallel": True},
+    "experts of a dense model": {"ep": 2},
+    "experts of a rank": {"ep": 3},
 }
 
 
