@@ -223,8 +223,8 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 
 
 _BOUNDS = {
-    "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None), "micro_batch": (1, None),
-    "zero": (0, 3),
+    "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None),
+    "micro_batch": (1, None), "zero": (0, 3),
     "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
 }  # fmt: skip
 """Least and largest values of knobs that are numbers."""

@@ -17,7 +17,8 @@ Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arX
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,8 @@ class ExpertParallel(Layer):
         """The ranks that hold the same experts as this one."""
         self.experts = experts
         """E."""
+        self.rows: torch.Tensor | None = None
+        """How many rows of this rank went to each expert at the last call, (E,)."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -59,7 +62,8 @@ class ExpertParallel(Layer):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
-        sending = rows_of_experts(chosen, self.experts).view(self.axis.size, -1)
+        self.rows = rows_of_experts(chosen, self.experts)
+        sending = self.rows.view(self.axis.size, -1)
         arriving = all_to_all_rows(sending, [1] * self.axis.size, [1] * self.axis.size, self.axis)
         sent, received = torch.stack([sending.sum(1), arriving.sum(1)]).tolist()
         there = partial(all_to_all_rows, sent=sent, received=received, axis=self.axis)
@@ -94,6 +98,35 @@ def rows_of_experts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     """How many rows each expert has of those that are given by their experts' numbers, (E,); without a wait for the
     device, as torch.bincount has one."""
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+@contextmanager
+def counted_rows(root: nn.Module, hooks: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+    """Within it a mapping, by path, is filled with how many of this rank's rows each expert of a mixture got at its last
+    call; of experts that are spread over ranks they are put in at the end.
+
+    Args:
+        root: the model.
+        hooks: look at mixtures that are not spread too, which code that is compiled would be compiled anew for.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _, index, _ = routed(module, args, kwargs)
+        found[path] = rows_of_experts(index.reshape(-1), num_experts(module))
+
+    mixtures = mixtures_of(root)
+    whole = {path: each for path, each in mixtures.items() if not layers_of(each, ExpertParallel)} if hooks else {}
+    handles = [each.register_forward_pre_hook(partial(note, path), with_kwargs=True) for path, each in whole.items()]
+    try:
+        yield found
+        for path, each in mixtures.items():
+            for layer in layers_of(each, ExpertParallel):
+                if layer.rows is not None:
+                    found[path] = layer.rows
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def mixtures_of(root: nn.Module) -> dict[str, nn.Module]:

@@ -1,11 +1,14 @@
 """A rule means the same for a strategy, on a space, on columns of configurations, and for a training."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from redline.base.errors import UsageError, WorkloadError
+from redline.estimator import Estimator
+from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.setup import TrainingSetup
 from redline.knobs.rules import GENERAL, RULES, RuleContext, refusal
@@ -97,7 +100,8 @@ def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     refused = set()
     for each in combinations(rule):
         pp, zero = (2 if "pipeline_schedule" in each else 1), (3 if "hsdp" in each else 0)
-        beside = {"micro_batch": 1, "grad_accum": 4, "dp": 2, "pp": pp, "zero": zero, "precision": "bf16"}
+        dp = 12 if {"ep", "hsdp"} <= set(each) else 2
+        beside = {"micro_batch": 1, "grad_accum": 4, "dp": dp, "pp": pp, "zero": zero, "precision": "bf16"}
         config = {**beside, **each}
         strategy = Strategy.of(config)
         context = context_of(rule, devices=3 if rule.name == "devices" else strategy.devices)
@@ -117,8 +121,6 @@ GENERALLY_BROKEN = {
     "tokens of a ring": {"cp": 4},
     "tokens of a shard": {"sp": 4},
     "tokens of sequence_parallel": {"tp": 4, "sequence_parallel": True},
-    "experts of a dense model": {"ep": 2},
-    "experts of a rank": {"ep": 3},
 }
 
 
@@ -126,6 +128,8 @@ GENERALLY_BROKEN = {
 def test_an_estimate_refuses_what_no_trainer_can_do(rule):
     if rule.name == "sequences of tokens":
         pytest.skip("the estimator takes a sample without tokens for one token, which several ranks cannot share")
+    if rule.knobs == ("ep",):
+        pytest.skip("refused where the facts of the model are known, see below")
     setup = TrainingSetup(seq_len=18, global_batch=16, devices=4)
     knob_arrays([{"micro_batch": 1}], setup)
     with pytest.raises(UsageError) as caught:
@@ -133,6 +137,21 @@ def test_an_estimate_refuses_what_no_trainer_can_do(rule):
     own = {"devices": "must divide the devices, 4", "global batch": "must divide the global batch, 16"}
     context = RuleContext(devices=4, global_batch=16, seq_len=18)
     assert own.get(rule.name, rule.reason(context)) in str(caught.value)
+
+
+def test_an_estimate_refuses_experts_by_the_same_rules():
+    dense = ModelFacts.from_shape(layers=2, hidden=64, heads=4, vocabulary=97)
+    products = Matmul(k=64, n=128, count=4, experts=4, rows=0.5), Matmul(k=64, n=64, count=4, experts=4, rows=0.5)
+    parts = tuple(replace(each, matmuls=products) if each.role == "block" else each for each in dense.parts)
+    setup = TrainingSetup(seq_len=16, devices=12, global_batch=12)
+    dense, mixture = (Estimator(each, "a100-80gb", setup) for each in (dense, replace(dense, parts=parts)))
+    for estimator, ep, said in (
+        (dense, 2, "ep=2: the model has no experts, so that ep must be 1"),
+        (mixture, 3, "ep=3: ep must divide the 4 experts of a layer: 1, 2 or 4"),
+        (mixture, 8, "ep must divide the dp * sp * cp replicas, but is 12"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            estimator({"ep": ep})
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
