@@ -11,7 +11,10 @@ _TOTAL = "train.global_batch_size"
 _FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
 WORDS = Words(
     Word(knob="micro_batch", keys=("train.micro_batch_size",)),
-    *(Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",)) for knob in ("tp", "pp", "cp", "ep")),
+    *(
+        Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",))
+        for knob in ("tp", "pp", "cp", "ep")
+    ),
     Word(knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)),
     Word(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
     Word(

@@ -15,11 +15,10 @@ from ..space import Expression, Knob, Space
 from ..space.expression import negation
 from . import parallel
 from .architecture import Architecture
-from .experts import experts_in
 from .families import generic_schedule
 from .families.standard import KNOBS, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
-from .skeleton import skeleton
+from .skeleton import experts_in, skeleton
 from .user_code import user_code_errors
 from .workload import NEUTRAL, Workload
 

@@ -203,9 +203,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     """Why a workload whose schedule is a StandardSchedule cannot follow a configuration; empty where it can."""
     from ..knobs.rules import RuleContext, refusal as broken_rule
     from ..knobs.strategy import Strategy
-    from ..models.experts import experts_of
     from ..models.families.standard import StandardSchedule
-    from ..models.skeleton import skeleton
+    from ..models.skeleton import experts_of, skeleton
     from ..schedule import create_schedule
 
     assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
@@ -325,7 +324,7 @@ def _train(
     import torch
     import torch.distributed as dist
 
-    from .training import Training
+    from ..training.training import Training
 
     cuda = torch.cuda.is_initialized()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
