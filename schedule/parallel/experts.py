@@ -177,11 +177,9 @@ def cut_copies(module: nn.Module, mesh: Any, policy: Any, reshard_after_forward:
     made = fully_shard(
         module, mesh=copies, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=along
     )
-    # A gradient is a mean over all replicas: it has come from those that share the experts by their rows already.
-    if ranks > 1:
-        # Only NCCL divides otherwise than by the ranks while it sums. Of one rank torch 2.13 would divide twice.
-        made.set_force_sum_reduction_for_comms(True)
-    made.set_gradient_divide_factor(float(ranks * layer.axis.size))
+    # A gradient is a mean over all replicas, of which those that share the experts have added theirs by their rows already.
+    # (`set_gradient_divide_factor` divides twice in torch 2.13 where one rank holds the experts, or gloo refuses it.)
+    made.set_all_reduce_hook(lambda gradients: gradients.div_(layer.axis.size))
 
 
 def copies_of_experts(module: nn.Module) -> dict[nn.Parameter, Axis]:

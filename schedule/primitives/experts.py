@@ -40,14 +40,14 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
         raise ScheduleError(f"{label}: experts are spread for the whole model, so call it on the root's schedule")
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 2:
         raise ScheduleError(f"{label}: ep must be a whole number of at least 2, but is {ep!r}")
+    if spread_experts(sch.module):
+        raise ScheduleError(f"{label}: experts are spread once, and they already are")
     if why := experts_obstacle(sch.module, ep):
         raise ScheduleError(f"ep: {why}")
     along = axis_of(sch.mesh, "dp")
     if along is None or along.size % ep:
         given = "there is none" if along is None else f"it has {along.size}"
         raise ScheduleError(f"{label}: {ep} must divide the ranks of the mesh's dp axis, but {given}")
-    if spread_experts(sch.module):
-        raise ScheduleError(f"{label}: experts are spread once, and they already are")
     if is_replicated(sch):
         raise ScheduleError(f"{label}: replicas exchange the gradients of experts otherwise; call it before shard_data")
     found = mixtures_of(sch.module)
