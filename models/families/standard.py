@@ -151,8 +151,12 @@ class StandardSchedule:
         self.tensor_parallel(sch, blocks, sequence_parallel)
 
     def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
+        from ...schedule.parallel.balance import pipeline_obstacle
+
         if stages == 1:
             return []
+        if why := pipeline_obstacle(sch.module):
+            raise ScheduleError(f"pp: {why}")
         if self.stage_ends is not None:
             return self.stage_ends(sch, stages)
         return even_ends(blocks, stages)

@@ -94,10 +94,11 @@ def routed(
     return hidden, index, weights
 
 
-def rows_of_experts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """How many rows each expert has of those that are given by their experts' numbers, (E,); without a wait for the
-    device, as torch.bincount has one."""
-    return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+def rows_of_experts(chosen: torch.Tensor, experts: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """How many rows each expert has of those that are given by their experts' numbers, (E,), or the sum of their weights;
+    without a wait for the device, as torch.bincount has one."""
+    weights = torch.ones_like(chosen) if weights is None else weights
+    return weights.new_zeros(experts).scatter_add_(0, chosen, weights)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from ...knobs.sequence import SequenceShards
 from ..forward import Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
+from ..parallel.balance import BalancedTogether, balances
 from ..parallel.collectives import Axis, axis_of, divided, neighbours
 from ..parallel.experts import copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
@@ -195,6 +196,8 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) -> None:
+    if balances(module):
+        add_layer(module, BalancedTogether(_data_parallel(sch, "shard_data")))
     if "gradients" not in given["cut"]:
         _replicate(sch, module, context, "optimizer" in given["cut"], given["reduce_dtype"])
         return

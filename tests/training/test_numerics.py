@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.models import hugging_face
+from redline.models.architecture import Architecture
 from redline.models.families import schedule_of
+from redline.models.huggingface import hugging_face_workload
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
+from redline.schedule.parallel.balance import BalancedTogether
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.testing import numerics
 from redline.training import Training
@@ -83,6 +86,42 @@ def test_stages_of_a_pipeline_that_share_weights_are_replicated(four, seed):
 @pytest.mark.parametrize("combination", ["sp2·tp2", "sp2·dp2+zero3", "pp2·sp2", "cp2·tp2", "cp2·sp2", "pp2·cp2"])
 def test_sequences_are_cut_beside_all_else(four, seed, combination):
     hold(four, "llama", combination, seed)
+
+
+def balanced(**config):
+    """A mixture whose experts are balanced by a loss, in a configuration with one micro-batch."""
+    task, arguments = numerics.FAMILIES["mixtral"]
+    more = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    made = Architecture(model_type="mixtral", arguments={**arguments, **more}, task=task)
+    return hugging_face_workload(made, name="balanced", spec="balanced", seq_len=16, global_batch=8), config
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_are_balanced_over_all_replicas_as_in_one_process(two, seed, zero):
+    for found in two.run(numeric.departure, *balanced(dp=2, ep=2, zero=zero), seed):
+        numeric.hold(found)
+
+
+def balanced_apart(seed):
+    workload, config = balanced(dp=2, ep=2)
+    loss = BalancedTogether.__call__
+    BalancedTogether.__call__ = lambda self, module, inner, args, kwargs: inner(*args, **kwargs)
+    try:
+        return numeric.departure(workload, config, seed)
+    finally:
+        BalancedTogether.__call__ = loss
+
+
+def test_a_balance_within_each_replica_is_seen(two, seed):
+    for found in two.run(balanced_apart, seed):
+        worst = found.gravest("gradients")
+        numeric.caught(worst.by, worst.allowed, worst.said)
+
+
+def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
+    workload, _ = balanced()
+    said = numerics.refusal(workload, {"pp": 2})
+    assert said.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
 
 
 @pytest.mark.slow
