@@ -177,6 +177,9 @@ class Measurement:
     machine_speed: float | None = None
     """How fast the default configuration ran at that time over how fast it ran at first, where other work had made a
     difference (see `tuner.conditions`)."""
+    expert_load: float | None = None
+    """Rows of the expert that gets most over the mean, averaged over the model's mixtures, on the probe's samples; None
+    without experts."""
     loss: float | None = None
     """Loss of the first step."""
     probe: Probe | None = None
