@@ -62,9 +62,9 @@ def neighbours(space: Space, config: Config) -> Iterator[Config]:
         for other in space[name].values:
             if other != value and (made := _made(space, values, {name: other})):
                 yield made
-    sizes = {name: values[name] for name in SHARED if name in values}
+    sizes = {name: size for name in SHARED if isinstance(size := values.get(name), int)}
     for one, other in permutations(sizes, 2):
-        ways = [(2 * sizes[one], sizes[other] / 2)]
+        ways: list[tuple[float, float]] = [(2 * sizes[one], sizes[other] / 2)]
         if one < other:
             ways += [(2 * sizes[one], 2 * sizes[other]), (sizes[one] / 2, sizes[other] / 2)]
         for first, second in ways:
