@@ -196,8 +196,8 @@ def survey(
     return Survey(
         best=best,
         valid=valid,
-        predicted=len(table),
-        fitting=len(ranked_ones),
+        predicted=drawn_count,
+        fitting=int((ranked_ones < drawn_count).sum()),
         smallest=ranked(int(np.argmin(table.peak_memory_mib))) if len(table) else None,
         best_exact=ranked(exact[0]) if len(exact) else None,
         out=_reasons(table, best[0].estimate if best else None),
