@@ -29,6 +29,7 @@ from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
+from .trainers import find_trainer
 
 if TYPE_CHECKING:
     from ..models.workload import Workload
@@ -46,7 +47,8 @@ class Estimator:
             `Shape`, or shape numbers by name.
         hardware: a name in `DEVICES`, a YAML file, or `Hardware`.
         training: what all configurations share; by default one device.
-        constants: other efficiencies than those of the setup's framework.
+        constants: other efficiencies than those of the framework.
+        framework: the trainer, whose kernels and habits these are; see `estimator.trainers`.
 
     Raises:
         UsageError: one of these is unknown or impossible.
@@ -59,12 +61,14 @@ class Estimator:
         training: TrainingSetup | Mapping[str, Any] | None = None,
         *,
         constants: Constants | None = None,
+        framework: str = "redline",
     ) -> None:
         setup = training if isinstance(training, TrainingSetup) else _setup(training or {})
         self.hardware = _hardware(hardware)
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
-        self.constants = constants or (CPU if self.hardware.kind == "cpu" else Constants())
+        base = CPU if self.hardware.kind == "cpu" else Constants()
+        self.constants = constants or find_trainer(framework).constants_on(base)
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[Variant, ModelFacts] = {}
@@ -201,6 +205,13 @@ class Estimator:
         made = self._copy()
         made._time = carried([each._time for each in found], self._time_prior())
         made._memory = carried([each._memory for each in found], self._memory_prior())
+        return made
+
+    def corrected(self, time: Correction | None, memory: Correction | None) -> "Estimator":
+        """An estimator with these corrections, such as of other models on the same devices; None for none."""
+        made = self._copy()
+        made._time = Correction.none(self._time_prior()) if time is None else time
+        made._memory = Correction.none(self._memory_prior()) if memory is None else memory
         return made
 
     def drawn(self, random: np.random.Generator) -> "Estimator":

@@ -34,7 +34,7 @@ def peak_memory(
     They sum to the peak. Infinity in `parameters` where a model has fewer blocks than stages.
 
     Args:
-        rank: `fullest`, or `first`: those of the first stage, which is what some frameworks report.
+        rank: `fullest`, or `first` or `last`: those of that stage, which is what some frameworks report.
     """
     size = len(cols)
     best = {name: np.zeros(size) for name in MEMORY_TERMS}
@@ -43,7 +43,7 @@ def peak_memory(
         part = cols.take(at)
         worst: dict[str, np.ndarray] | None = None
         found = staged(facts, split, setup.balance, part)
-        for stage, own in found[: 1 if rank == "first" else None]:
+        for stage, own in {"first": found[:1], "last": found[-1:]}.get(rank, found):
             terms = stage_peak(stage, split.pp, facts, own, setup, constants)
             if worst is None:
                 worst = terms

@@ -13,6 +13,10 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "ad
 """States a parameter has in each optimizer, each of the size of the master weights."""
 PRECISIONS = tuple(FORMATS)
 _DTYPES = ("fp32", "bf16", "fp16")
+_REPORTED = ("fullest", "first", "last")
+PRODUCTS = ("fp16", "fp8", "mxfp8", "nvfp4")
+"""What products may multiply besides what precisions say: 8 bits with a scale a tensor or row, with one for each 32 numbers,
+4 bits with one for each 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +93,10 @@ class TrainingSetup:
     """Size of a gradient bucket, MiB."""
     recompute_attention: bool = False
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
+    products: str | None = None
+    """What the matrix products of blocks multiply: a name in `PRODUCTS`; None: what the precision says."""
     reported_rank: str = "fullest"
-    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` stage."""
+    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` or `last` stage."""
     reserved_memory: bool = True
     """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -121,8 +127,10 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}")
         if self.memory_limit_mib is not None and not self.memory_limit_mib > 0:
             raise UsageError(f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}")
-        if self.reported_rank not in ("fullest", "first"):
-            raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}")
+        if self.reported_rank not in _REPORTED:
+            raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, _REPORTED)}")
+        if self.products not in (None, *PRODUCTS):
+            raise UsageError(f"TrainingSetup: {unknown('products', self.products, PRODUCTS)}")
         if not self.bucket_mib > 0:
             raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
 

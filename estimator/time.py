@@ -97,7 +97,7 @@ def _part_work(
     zero = np.zeros(len(tp))
     matmul, back = zero, zero
     for item in part.matmuls:
-        one = matmul_seconds(item, tokens, tp, width, hardware, facts.precision, constants)
+        one = matmul_seconds(item, tokens, tp, width, hardware, setup.products or facts.precision, constants)
         matmul = matmul + one
         back = back + one * (2 if item.trainable else 1)
     attention = zero
@@ -109,7 +109,7 @@ def _part_work(
         if kind.causal and not eager and kind.window is None:
             flops = flops / 2
         share = constants.eager_attention_efficiency if eager else constants.attention_efficiency
-        rate = hardware.rate(facts.precision) * share
+        rate = hardware.rate("fp16" if setup.products == "fp16" else facts.precision) * share
         attention = flops / rate
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
     memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
