@@ -23,6 +23,7 @@ from .calibration import (
 )
 from .constants import CPU, Constants
 from .estimate import Estimate, EstimateTable
+from .facts.fused_loss import with_loss
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .hardware import Hardware, find_hardware
 from .knob_arrays import KnobArrays, knob_arrays
@@ -34,6 +35,11 @@ from .trainers import find_trainer
 if TYPE_CHECKING:
     from ..models.workload import Workload
     from ..results import Trial
+
+
+ALLOCATED_MIB = 64.0
+"""Of what libraries take from the allocator, what it counts as allocated: workspaces of cuBLAS."""
+_Raw = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]
 
 
 class Estimator:
@@ -102,8 +108,12 @@ class Estimator:
             UsageError: a value is impossible; names the first such configuration.
         """
         cols = knob_arrays(configs, self.training)
-        time, memory, fullest, flops = self._raw(cols)
-        noise = self.constants.memory_noise
+        return self._tabled(cols, self._raw(cols))
+
+    def _tabled(self, cols: KnobArrays, raw: "_Raw") -> EstimateTable:
+        """Estimates from uncorrected terms."""
+        (time, memory, fullest, flops), noise = raw, self.constants.memory_noise
+        time = dict(time)
         peak, memory_std = self._memory.apply(memory_groups(memory), noise)
         full, full_std = self._memory.apply(memory_groups(fullest), noise)
         pressed = self._add_retries(time, fullest, full, full_std)
@@ -271,9 +281,7 @@ class Estimator:
         """The facts that a configuration of `cols` uses."""
         return self.facts(cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index])
 
-    def _raw(
-        self, cols: KnobArrays
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    def _raw(self, cols: KnobArrays) -> "_Raw":
         """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a
         unit."""
         size = len(cols)
@@ -282,7 +290,7 @@ class Estimator:
         fullest = {name: np.zeros(size) for name in MEMORY_TERMS}
         flops = np.zeros(size)
         for variant, at in cols.variants():
-            facts = self.facts(*variant)
+            facts = with_loss(self.facts(*variant), self.training.loss)
             part = cols.take(at)
             for name, value in step_time(facts, part, self.training, self.hardware, self.constants).items():
                 time[name][at] = value
@@ -291,6 +299,9 @@ class Estimator:
                 fullest[name][at] = value
             if self.training.reported_rank != "fullest":
                 full = peak_memory(facts, part, self.training, self.constants, self.training.reported_rank)
+            if not self.training.reserved_memory:
+                none = np.zeros(len(part))
+                full = {**full, "slack": none, "context": np.minimum(full["context"], ALLOCATED_MIB)}
             for name, value in full.items():
                 memory[name][at] = value
             flops[at] = facts.model_flops(self.training.seq_len or 1)

@@ -72,7 +72,7 @@ def stage_peak(
     if not setup.gradient_copy:
         terms |= _with_gradients_that_come_and_go(rank, terms, gathered)
     terms["buffers"] = terms["buffers"] + _update(rank, terms)
-    terms["slack"] = _slack(terms, constants) if setup.reserved_memory else rank.none
+    terms["slack"] = _slack(terms, constants)
     terms["context"] = rank.none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
     terms["build"] = np.maximum(_build(rank) + terms["context"] - sum(terms.values()), 0.0)
     return {name: np.asarray(terms[name], float) / MIB for name in MEMORY_TERMS}
@@ -80,7 +80,7 @@ def stage_peak(
 
 def _beside(rank: Rank) -> np.ndarray:
     """Where weights are whole from forward to backward, beside the pieces that are updated (ZeRO 2)."""
-    return rank.setup.own & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
+    return rank.setup.in_pieces & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
 def _shares(rank: Rank, what: str) -> np.ndarray:
@@ -93,14 +93,20 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
 
     Rajbhandari et al., arXiv:1910.02054, section 3.
     """
-    weights, form, on_host = rank.weights, rank.form, rank.cols.offload == "optimizer"
+    weights, trained = rank.weights, rank.trained
+    form, on_host = rank.form, rank.cols.offload == "optimizer"
     shared = np.where(_beside(rank), rank.cols.shares.astype(float), _shares(rank, "weights"))
     return {
-        "parameters": weights * form.parameter / shared,
-        "gradients": weights * form.gradient / _shares(rank, "gradients"),
-        "optimizer": np.where(on_host, 0.0, weights * form.optimizer / _shares(rank, "optimizer")),
-        "master": np.where(on_host, 0.0, weights * form.master / _shares(rank, "optimizer")),
+        "parameters": (trained * form.parameter + (weights - trained) * form.frozen) / shared,
+        "gradients": trained * form.gradient / np.where(_whole_gradients(rank), 1.0, _shares(rank, "gradients")),
+        "optimizer": np.where(on_host, 0.0, trained * form.optimizer / _shares(rank, "optimizer")),
+        "master": np.where(on_host, 0.0, trained * form.master / _shares(rank, "optimizer")),
     }
+
+
+def _whole_gradients(rank: Rank) -> np.ndarray:
+    """Where gradients that will be cut are whole until the last micro-batch."""
+    return rank.setup.unsharded_gradients & (rank.cols.grad_accum > 1)
 
 
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
@@ -109,7 +115,7 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     weights = _matrices(rank.stage, rank.tp) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
-    gradients = rank.weights * form.parameter if rank.setup.gradient_copy else rank.none
+    gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
     return {"weight copies": weights, "gradient copies": gradients}
 
 
@@ -127,8 +133,8 @@ def _exchanged(rank: Rank) -> np.ndarray:
     """Gradients on their way: from ZeRO 2 on those of two blocks before they are scattered; below two buckets, or a
     second copy of all where they are no views of buckets (DistributedDataParallel)."""
     zero, several = rank.cols.zero, rank.replicas > 1
-    whole = rank.weights * rank.form.gradient
-    scattered = np.minimum(rank.two_blocks, rank.weights) * rank.form.gradient
+    whole = rank.trained * rank.form.gradient
+    scattered = np.minimum(rank.two_blocks, rank.trained) * rank.form.gradient
     bucket = whole if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, whole)
     return np.maximum(np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0))
 
@@ -142,7 +148,9 @@ def _activations(rank: Rank) -> dict[str, np.ndarray]:
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
     kept, boundaries = rank.none, rank.none
     for each, count in rank.stage.blocks:
-        full = _saved(rank, each, scores)
+        full = _saved(rank, each, scores) - _narrow_inputs(rank, each)
+        if rank.setup.keeps_products:
+            full = np.minimum(full, _products_kept(rank, each))
         kept = kept + count * (1 - ratio) * full
         boundaries = boundaries + count * ratio * (each.boundary / rank.sequence)
     for each in rank.stage.ends:
@@ -154,6 +162,30 @@ def _activations(rank: Rank) -> dict[str, np.ndarray]:
         outputs = _output_gradients(rank.stage, rank.tp)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
+
+
+def _narrow_inputs(rank: Rank, part: Part) -> np.ndarray:
+    """Bytes a token by which a block keeps less where products keep their inputs in 8 bits; attention keeps its output."""
+    if rank.setup.products not in ("fp8", "mxfp8", "nvfp4"):
+        return rank.none
+    width = part.attention.heads * part.attention.head_dim if part.attention is not None else 0
+    inputs = sum(
+        (item.count * item.rows * item.k / (rank.tp if item.split == "row" else rank.sequence)
+         for item in part.matmuls if item.k != width or item.split != "row"),
+        start=rank.none,
+    )  # fmt: skip
+    return (rank.form.compute - 1) * inputs
+
+
+def _products_kept(rank: Rank, part: Part) -> np.ndarray:
+    """Bytes a token that a block keeps where it keeps its input, attention's output and every other product."""
+    width = rank.form.compute
+    outputs = sum(
+        (item.count * item.rows * item.n / (rank.tp if item.split == "column" else rank.sequence) for item in part.matmuls),
+        start=rank.none,
+    )  # fmt: skip
+    heads = part.attention.heads * (part.attention.head_dim + 2) if part.attention is not None else 0
+    return part.boundary / rank.sequence + width * (outputs / 2 + heads / rank.tp)
 
 
 def _saved(rank: Rank, part: Part, scores: bool = True) -> np.ndarray:
@@ -171,7 +203,8 @@ def _recomputation(rank: Rank) -> np.ndarray:
         transient = per_token(each.transient, each, rank.tp, rank.sequence, rank.seq_len)
         saved = _saved(rank, each)
         working = np.maximum(working, transient)
-        rebuilt = np.maximum(rebuilt, np.where(rank.cols.checkpoint_ratio > 0, saved + transient, 0.0))
+        rebuilds = rank.setup.keeps_products | (rank.cols.checkpoint_ratio > 0)
+        rebuilt = np.maximum(rebuilt, np.where(rebuilds, saved + transient, 0.0))
     return np.maximum(working, rebuilt) * rank.tokens
 
 
@@ -220,7 +253,7 @@ def _with_gradients_that_come_and_go(
          for each in rank.stage.ends for item in each.matmuls),
         start=rank.none,
     )  # fmt: skip
-    only_head = np.minimum(head, rank.weights) * rank.form.gradient
+    only_head = np.minimum(head, rank.trained) * rank.form.gradient
     return {
         "gradients": np.where(transient & ~late, only_head, gradients),
         "buffers": np.where(transient & ~late & (rank.cols.zero >= 2), gathered, buffers),
@@ -235,8 +268,8 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     time."""
     form, apart = rank.form, _shares(rank, "optimizer")
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
-    updating = np.where(unneeded, 0.0, rank.weights * max(form.master, form.parameter) / apart)
-    whole_gradients = rank.weights * form.gradient / _shares(rank, "gradients")
+    updating = np.where(unneeded, 0.0, rank.trained * max(form.master, form.parameter) / apart)
+    whole_gradients = rank.trained * form.gradient / _shares(rank, "gradients")
     comes_and_goes = (
         terms["gradients"] + terms["activations"] + terms["checkpoints"] + terms["logits and loss"]
         + terms["recomputation"] + terms["buffers"] + terms["gradient copies"]

@@ -31,6 +31,8 @@ class Formats:
     """Weights in products."""
     gathered: int
     """Weights that are cut over replicas, where they are gathered."""
+    frozen: float
+    """Weights that are not trained."""
 
 
 def formats(setup: TrainingSetup, precision: str) -> Formats:
@@ -39,7 +41,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
     parameter = BYTES[setup.parameter_dtype or own.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
     kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
-    compute = 2 if own.autocast else parameter
+    compute = min(own.compute_bytes, parameter)
     # torch's optimizers keep their states in the dtype of what they update.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     return Formats(
@@ -49,6 +51,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
         optimizer=OPTIMIZERS[setup.optimizer] * state,
         compute=compute,
         gathered=BYTES[own.gathered] if setup.own else compute,
+        frozen=parameter if setup.frozen_bits is None else setup.frozen_bits / 8,
     )
 
 
@@ -139,6 +142,15 @@ class Rank:
     def weights(self) -> np.ndarray:
         """Parameters of the rank, replicas' pieces put together."""
         return local_parameters(self.stage, self.facts, self.tp)
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        """Those of them that are trained."""
+        held = (*self.stage.blocks, *((each, each.count) for each in self.stage.ends))
+        frozen = sum(
+            (count * (each.frozen - min(each.frozen, each.sharded) * (1 - 1 / self.tp)) for each, count in held), self.none
+        )  # fmt: skip
+        return np.maximum(self.weights - frozen, 0.0)
 
     @cached_property
     def form(self) -> Formats:

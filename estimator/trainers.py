@@ -34,6 +34,7 @@ class Trainer:
         return base.replace(**self.constants) if self.constants else base
 
 
+_SHARDS = {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
 _MASTER = {"precision": "bf16_pure", "master_weights": "fp32"}
 _FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
            "network_noise": 0.14}  # fmt: skip
@@ -46,12 +47,15 @@ TRAINERS: Mapping[str, Trainer] = {
         Trainer(
             name="fsdp",
             facts=("fp32 shards of weights, gradients and states, gathered in bf16; residual stream in bf16",),
-            setup={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32"},
+            setup=_SHARDS,
         ),
         Trainer(
             name="torchtitan",
-            facts=("FSDP2: fp32 shards of weights, gradients and states, gathered in bf16; residual stream in bf16",),
-            setup={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32"},
+            facts=(
+                "FSDP2: fp32 shards of weights, gradients and states, gathered in bf16; residual stream in bf16",
+                "the loss upcasts logits by operators",
+            ),
+            setup={**_SHARDS, "loss": "plain"},
         ),
         Trainer(name="trainer"),
         Trainer(
@@ -61,17 +65,11 @@ TRAINERS: Mapping[str, Trainer] = {
         ),
         Trainer(
             name="megatron",
-            facts=("16-bit weights, fp32 gradients, master weights and states; activations go in slices between stages",),
-            setup={**_MASTER, "gradient_dtype": "fp32", "gradient_copy": True, "scatter_transfers": True, "kernels": True},
-            constants={
-                **_FITTED,
-                "launch_us": 30.0,
-                # The vocabulary-parallel loss is a chain of plain operators in fp32.
-                "loss_traffic": 2.0,
-                "overlap": 0.1,
-                "sharded_overlap": 0.1,
-                "straggler_ms": 10.0,
-            },
+            facts=("16-bit weights, fp32 gradients to which products add, master weights and states; activations go in slices "
+                   "between stages; cuDNN's attention",),
+            setup={**_MASTER, "gradient_dtype": "fp32", "scatter_transfers": True, "kernels": True,
+                   "attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False},
+            constants={**_FITTED, "launch_us": 31.0, "straggler_ms": 10.0},
         ),
         Trainer(
             name="nanotron",

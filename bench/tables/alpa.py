@@ -69,7 +69,7 @@ def _run(cells: list[str], source: str, where: str) -> Run:
                     tied=True, biases=True, positions=SEQ_LEN),
         hardware=hardware,
         framework="megatron",
-        setup={"devices": devices, "seq_len": SEQ_LEN, "global_batch": SAMPLES, "gradient_dtype": "fp16", "attention": "eager", "products": "fp16"},
+        setup={"seq_len": SEQ_LEN, "global_batch": SAMPLES, "gradient_dtype": "fp16", "attention": "eager", "products": "fp16"},
         config={"checkpoint_ratio": 1.0, "precision": "bf16_pure"},
         choices=tuple(_plans(devices, layers, how)),
         step_ms=step * 1e3,

@@ -57,7 +57,7 @@ def _run(row: dict[str, str], source: str, where: str, words: str) -> Run:
             inter_node=Link(name="800 Gbit/s for 8", gb_per_s=12.5, latency_us=25.0)
         ),
         framework="fsdp" if fsdp else "megatron",
-        setup={"devices": devices, "seq_len": SEQ_LEN, "reserved_memory": False},
+        setup={"seq_len": SEQ_LEN, "reserved_memory": False},
         config=config,
         step_ms=8.0 * matrices * tokens / (flops * 1e12 * devices) * 1e3,
         memory_mib=memory_mib(row[found["memory"]], found["memory"]) if "memory" in found else None,

@@ -77,7 +77,8 @@ _COLUMNS: Mapping[str, str] = {
     "samples": r"samples/s(ec)?|th[ro]*u[gt]h?put ?\((samples?/s(ec)?|s/s)\)|train samples per second|.* samples s",
     "step_ms": r"(step|iteration) time( s)?( median)?|lat?n?tency|latency|step ms",
     "tflops": r"(model )?tflops?( ?/ ?s(ec)?)?( ?/ ?gpu)?|tflops per (gpu|device)",
-    "memory": r"max alloc( mb)?|(peak |max )?(gpu )?mem(ory)?( max)?( allocated| reserved| active| alloc)?( per gpu)?( gib| mib| gb| mb)?",
+    "memory": r"max alloc( mb)?|(peak |max )?(gpu )?mem(ory)?( max)?( allocated| reserved| active| alloc)?( per gpu)?"
+    r"( gib| mib| gb| mb)?",
 }
 _UNITS = {"gib": 1024.0, "mib": 1.0, "gb": 1e9 / MIB, "mb": 1e6 / MIB, "bytes": 1 / MIB}
 

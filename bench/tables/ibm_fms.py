@@ -69,7 +69,6 @@ def _run(row: dict[str, str], source: str, where: str, file: str, usual: int) ->
         hardware=find_hardware("l40" if "l40" in file else "a100-80gb"),
         framework="trainer",
         setup={
-            "devices": devices,
             "seq_len": max(round(length), 1) if length else usual,
             "reserved_memory": not allocated,
             "attention": "sdpa",

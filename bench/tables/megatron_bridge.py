@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from redline.estimator import Shape, find_hardware
 
@@ -12,19 +13,30 @@ from .models import model_of
 
 INFERRED = (
     "distributed optimizer (ZeRO 1), or ZeRO 3 over all replicas where FSDP is not 0",
-    "fp32 gradients and master weights; gradients and weights are exchanged behind the passes",
+    "gradients in bf16 (grad_reduce_in_fp32=False of their recipes), fp32 master weights; gradients and weights are exchanged "
+    "behind the passes, tensor parallelism's behind products",
     "Transformer Engine's fused attention and norms, fused cross-entropy; attention's scores are never kept",
     "tables without precision or device are of FP8 on H100, as their pages say; `Batch Size` of long sequences is the global one",
     "recomputation is not stated: as many blocks as memory needs (an eighth at a time), since all recipes ran",
-    "sequence parallelism wherever tp > 1; chunks of pipelines (VP) as stated",
+    "sequence parallelism wherever tp > 1; chunks of pipelines (VP) as stated, else the fastest that divide the layers",
     "GB200 and GB300 have 72 devices in one NVLink domain, the others 8",
+    "where pp * VP is more than the layers, embedding and head are layers of their own: VP is what the blocks allow",
     "left out: mixtures of experts, LoRA, and pages that repeat an earlier page's row",
 )
 _SYSTEMS = {"h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200", "b300": "b300", "gb200": "gb200", "gb300": "gb300",
             "a100": "a100-80gb"}  # fmt: skip
-_PRECISIONS = {"bf16": "bf16_pure", "fp16": "bf16_pure", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp8"}
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 
 RECOMPUTED = tuple({"checkpoint_ratio": step / 8} for step in range(9))
+
+
+def _open(pp: int, layers: int, stated: bool) -> tuple[dict[str, Any], ...]:
+    """What recipes leave open: recomputation, and chunks of a pipeline where no column has them."""
+    if stated:
+        return RECOMPUTED
+    chunks = [each for each in range(2, layers // pp + 1) if layers % (pp * each) == 0]
+    several = [{"virtual_stages": each, "pipeline_schedule": "interleaved"} for each in chunks]
+    return tuple({**each, **order} for each in RECOMPUTED for order in ({}, *several))
 
 
 def matches(path: Path, header: set[str]) -> bool:
@@ -78,6 +90,8 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
         raise Left("expert parallelism")
     split = degrees(devices, tp=tp, pp=pp, cp=cp)
     sizes = batches(split["dp"], whole(said.get("micro_batch"), 1), whole(said.get("global_batch")), None)
+    if pp * chunks > model.layers:
+        chunks = model.layers // pp  # embedding and head counted as layers of their own
     several = pp > 1 and chunks > 1
     word = (said.get("precision") or about.get("precision", "bf16")).lower()
     precision = next(
@@ -86,7 +100,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
     if precision is None:
         raise Left(f"the precision '{word}' is not known")
     config = {
-        **split, **sizes, "zero": 3 if fsdp > 1 else 1, "sequence_parallel": tp > 1, "precision": precision,
+        **split, **sizes, "zero": 3 if fsdp > 1 else 1, "sequence_parallel": tp > 1,
         **({"virtual_stages": chunks, "pipeline_schedule": "interleaved"} if several else {}),
     }  # fmt: skip
     rate, flops = number(said.get("tokens_per_device")), number(said.get("tflops"))
@@ -100,9 +114,18 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
         model=model,
         hardware=find_hardware(_SYSTEMS[system]),
         framework="megatron",
-        setup={"devices": devices, "seq_len": seq_len},
+        setup={
+            "seq_len": seq_len,
+            "loss": "fused",
+            "gradient_dtype": "bf16",
+            "overlap_gradients": True,
+            "overlap_gathers": True,
+            "overlap_transfers": pp > 1,
+            "overlap_tensor": tp > 1,
+            **({} if precision == "bf16" else {"products": precision}),
+        },
         config=config,
-        choices=RECOMPUTED,
+        choices=_open(pp, model.layers, "chunks" in said or pp == 1),
         step_ms=step_of(config, seq_len, tokens_per_device=rate),
     )
 

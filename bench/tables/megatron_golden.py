@@ -85,12 +85,13 @@ def _run(row: dict[str, str], source: str, where: str) -> Run:
         hardware=hardware,
         framework="megatron",
         setup={
-            "devices": devices,
             "seq_len": seq_len,
             "attention": "eager" if local else "sdpa",
             "reserved_memory": False,
             "reported_rank": "last",
             "pipeline": "interleaved" if chunks > 1 else "1f1b",
+            "overlap_gradients": flag(row.get("overlap-grad-reduce")),
+            "overlap_gathers": flag(row.get("overlap-param-gather")),
             "recompute_attention": row.get("recompute-granularity") == "selective",
         },
         config={

@@ -49,8 +49,9 @@ def _run(row: dict[str, str], source: str, where: str) -> Run:
         model=mpt(row["Model"], seq_len),
         hardware=find_hardware(row["GPU"].replace("_", "-")),
         framework="fsdp",
-        setup={"devices": devices, "seq_len": seq_len, "reduce_dtype": "bf16" if pure else "fp32"},
-        config={"tp": 1, "pp": 1, "dp": devices, "zero": 3, **sizes, **({"precision": "fp8"} if eight else {}),
+        setup={"seq_len": seq_len, "reduce_dtype": "bf16" if pure else "fp32", "attention_kernel": "flash1", "loss": "fused",
+               "kernels": True, **({"products": "fp8"} if eight else {})},
+        config={"tp": 1, "pp": 1, "dp": devices, "zero": 3, **sizes,
                 "checkpoint_ratio": float(flag(row["Activation Checkpointing"]))},
         step_ms=sizes["micro_batch"] * sizes["grad_accum"] * devices * seq_len / tokens * 1e3,
     )  # fmt: skip

@@ -93,14 +93,13 @@ def _made(
     if not samples:
         raise Left("it has no throughput")
     per_step = config["micro_batch"] * config["grad_accum"] * config["dp"]
-    devices = config["tp"] * config["pp"] * config["dp"]
     return Run(
         source=source,
         where=where,
         model=model,
         hardware=_machine(device),
         framework=framework,
-        setup={"devices": devices, "seq_len": seq_len, "attention": "eager", **(setup or _HALF)},
+        setup={"seq_len": seq_len, "attention": "eager", **(setup or _HALF)},
         config=config,
         step_ms=per_step / samples * 1e3,
         memory_mib=memory,

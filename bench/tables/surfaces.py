@@ -163,7 +163,14 @@ def load(path: Path) -> Measured:
         said, more = training_of(about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"))
         if framework == "megatron":
             # The tables are of 2021 and before: scores are kept, and backward writes gradients of their own.
-            said.setdefault("attention", "eager")
+            # With fp16 it adds gradients up in it, unless it is told otherwise; with bf16 in fp32.
+            half = "fp16" in str(about["training"].get("precision", ""))
+            said = {
+                "attention": "eager",
+                "gradient_copy": not half,
+                **({"gradient_dtype": "fp16"} if half else {}),
+                **said,
+            }
         setup, notes = trainer.training(**said), [*notes, *more, *trainer.facts]
     samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
     if "step_ms" not in table:

@@ -15,7 +15,8 @@ INFERRED = (
     "FSDP2, reshard after forward; gradients and reductions in fp32, gathered in bf16; under pipelines weights stay gathered",
     "selective checkpointing keeps every other product and attention of a block; memory is what the allocator reserved",
     "float8 is of linear layers but the head's; tensorwise gathers in 8 bits",
-    "interleaved pipelines have two chunks a rank; `Local batch size` of a pipeline is all its micro-batches, of one sample",
+    "interleaved pipelines have two chunks a rank; `Local batch size` of a pipeline is all its micro-batches, as "
+    "many as stages",
 )
 
 
@@ -59,15 +60,18 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
     rate = number(row[found.get("tokens_per_device") or found["tokens"]])
     if rate is None or local is None or seq_len is None:
         raise Left("throughput, batch or sequence is not stated")
-    # A pipeline's local batch is all that its ranks do in a step.
-    sizes = {"micro_batch": 1, "grad_accum": local} if pp > 1 else batches(split["dp"], local, total, None)
-    selective = re.search(r"selective activation|SAC", title) is not None
+    # A pipeline's local batch is all that its ranks do in a step: by default in as many micro-batches as stages.
+    sizes = (
+        {"micro_batch": max(local // pp, 1), "grad_accum": min(local, pp)}
+        if pp > 1
+        else batches(split["dp"], local, total, None)
+    )
+    selective = re.search(r"selective activation|SAC", title, re.IGNORECASE) is not None
     precision = row.get("Quantization", title if "float8" in title.lower() else cells).lower()
-    eight = "fp8_rowwise" if "rowwise" in precision else "fp8" if "float8" in precision else "bf16_pure"
     interleaved = "interleaved" in cells.lower()
     config = {
         **split, **sizes, "zero": 2 if pp > 1 else 3, "sequence_parallel": tp > 1, "fusion": "compile" in words,
-        "precision": eight, "checkpoint_ratio": 0.0 if selective else 1.0,
+        "checkpoint_ratio": 0.0 if selective else 1.0,
         **({"virtual_stages": 2, "pipeline_schedule": "interleaved"} if interleaved else {}),
     }  # fmt: skip
     memory = memory_mib(row[found["memory"]], found["memory"]) if "memory" in found else None
@@ -77,7 +81,12 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
         model=model_of(name[0]),
         hardware=machine(),
         framework="torchtitan",
-        setup={"devices": devices, "seq_len": seq_len, **({"recompute_attention": True} if selective else {})},
+        setup={
+            "seq_len": seq_len,
+            **({"products": "fp8"} if "float8" in precision else {}),
+            "keeps_products": selective,
+            "overlap_tensor": "asynctp" in words.lower(),
+        },
         config=config,
         step_ms=step_of(config, seq_len, tokens_per_device=rate),
         memory_mib=memory,

@@ -50,7 +50,7 @@ def _run(row: dict[str, str], done: set[str], source: str, where: str) -> Run:
         model=model_of("llama3.2-3b"),
         hardware=find_hardware("a100-80gb"),
         framework="trainer",
-        setup={"devices": 1, "seq_len": 4096, "precision": "bf16_pure", "reserved_memory": False, "fused_optimizer": True},
+        setup={"seq_len": 4096, "precision": "bf16_pure", "reserved_memory": False, "fused_optimizer": True},
         config={"tp": 1, "pp": 1, "dp": 1, "micro_batch": 2, "grad_accum": 1, "zero": 0, "fusion": "compile" in done,
                 "kernels": "chunked" in done, "checkpoint_ratio": float("checkpointing" in done)},
         step_ms=2 * 4096 / rate * 1e3 if rate else None,

@@ -10,7 +10,11 @@ from redline.base.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
-MOSAIC = """Model,SeqLen (T),# GPUs,GPU,MFU,MicroBatchSize,GradAccum,GlobalBatchSize,Throughput (T/s),Precision,MP Mode,Sharding Strategy,Activation Checkpointing,Activation CPUOffload,Colour
+MOSAIC_COLUMNS = (
+    "Model,SeqLen (T),# GPUs,GPU,MFU,MicroBatchSize,GradAccum,GlobalBatchSize,Throughput (T/s),Precision,MP Mode,"
+    "Sharding Strategy,Activation Checkpointing,Activation CPUOffload,Colour"
+)
+MOSAIC = f"""{MOSAIC_COLUMNS}
 1b,2048,8,a100_40gb,45,8,2,128,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
 1b,2048,8,a100_40gb,145,8,2,128,520000,amp_bf16,PURE,FULL_SHARD,True,False,red
 1b,2048,8,a100_40gb,45,0.5,2,8,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
@@ -40,13 +44,17 @@ Mixtral_8x7B,DGX-H100,64,BF16,128,1,4096,0,1,1,1,n/a,8,1500
 LLAMA3_70B,DGX-H100,64,BF16,256,2,8192,64,1,1,1,n/a,n/a,"1,250"
 """
 TITAN = """### Results
-**Table 9** 1D Parallelism (FSDP). Llama 3.1 8B model. 16 GPUs. Local batch size 1, global batch size 16. Full activation checkpointing.
+**Table 9** FSDP. Llama 3.1 8B model. 16 GPUs. Local batch size 1, global batch size 16. Full activation checkpointing.
 | Techniques | TPS/GPU | Memory(GiB) |
 | ----- | ----: | ----: |
 | FSDP | 5,100 | 41.5 |
 | FSDP + torch.compile + Float8 | - | 40 |
 """
-IBM = """framework_config,mem_nvidia_mem_reserved,mem_peak_torch_mem_alloc_in_bytes,model_name_or_path,num_gpus,peft_method,per_device_train_batch_size,torch_dtype,train_samples_per_second,train_tokens_per_second
+IBM_COLUMNS = (
+    "framework_config,mem_nvidia_mem_reserved,mem_peak_torch_mem_alloc_in_bytes,model_name_or_path,num_gpus,peft_method,"
+    "per_device_train_batch_size,torch_dtype,train_samples_per_second,train_tokens_per_second"
+)
+IBM = f"""{IBM_COLUMNS}
 none,60000,42949672960,mistralai/Mistral-7B-v0.1,2,,4,bfloat16,2.0,4096
 none,60000,,mistralai/Mistral-7B-v0.1,1,,16,bfloat16,,
 """
@@ -149,7 +157,7 @@ def test_a_folder_of_sources_is_read_and_a_name_that_is_not_there_is_refused(tab
 def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tables, tmp_path):
     rows = [f"1b,2048,8,a100_40gb,45,8,{accum},{64 * accum},120000,amp_bf16,PURE,FULL_SHARD,True,False,red"
             for accum in range(1, 13)]  # fmt: skip
-    found = source(tables, tmp_path / "many", some_csv="\n".join([MOSAIC.partition("\n")[0], *rows]))
+    found = source(tables, tmp_path / "many", some_csv="\n".join([MOSAIC_COLUMNS, *rows]))
     judged = tables.judging.judge(found)
     before, after = judged.errors(), judged.calibrated(5, seeds=2)
     assert before["rows"] == 12 and before["unfit"] == 0 and "auc" not in before
