@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty
 
-from redline.training import numerics
+from redline.testing import numerics
 
 CELL_SECONDS = 300
 """Longest wait for one cell: compilation of every block on every rank included."""
@@ -195,7 +195,7 @@ With `kernels` the loss is computed [without all logits](kernels.md), alone on o
 ## How it is measured
 
 Written by `python bench/numerics.py --write docs/numerics.md` on gloo ranks of one CPU host: Python {python},
-torch {torch}, transformers {transformers}. `redline/training/numerics.py` declares the table, `tests/training/test_numerics.py`
+torch {torch}, transformers {transformers}. `redline/testing/numerics.py` declares the table, `tests/training/test_numerics.py`
 holds it. Dropout is compared too: under tensor parallelism masks agree where ranks hold the same activations
 and differ where each has its own.
 """

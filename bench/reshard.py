@@ -26,8 +26,8 @@ from redline.runners.dry_run import join
 from redline.runners.host import PLAIN_IMPORTS, HostAgent
 from redline.runners.job import Job, Rendezvous
 from redline.runners.rank import RankContext
-from redline.training import resharding
-from redline.training.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, Went
+from redline.testing import resharding
+from redline.testing.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, Went
 
 CELL_SECONDS = 300.0
 MARKS = "<!-- table -->", "<!-- end of table -->"
@@ -46,7 +46,7 @@ def main() -> int:
     if options.keep and options.keep.exists():
         kept = json.loads(options.keep.read_text())
     failed = 0
-    agent = HostAgent((*PLAIN_IMPORTS, "redline.training.resharding", "torch.distributed.checkpoint"))
+    agent = HostAgent((*PLAIN_IMPORTS, "redline.testing.resharding", "torch.distributed.checkpoint"))
     try:
         with tempfile.TemporaryDirectory() as folder:
             for family in options.family or TABLE_FAMILIES:

@@ -11,7 +11,7 @@ the estimate itself.
 
 `--correlations` prints, in place of searches, how well log throughput (with `--estimate`, what is left of it
 beside the estimate) of the configurations that two tables share goes together: what the weights in
-`tuner/task_similarity.py` rest on.
+`tuner/transfer.py` rest on.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 from redline.results import Trial
-from redline.tuner.earlier_runs import EarlierRun, take
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.predictor import Predictor
+from redline.tuner.samplers.judge import Predictor
+from redline.tuner.transfer import EarlierRun, take
 from redline.tuner.warm_start import WarmStart
 from search import estimator_of
 from tables import Surface, read_folder

@@ -55,7 +55,7 @@ def worker(
     """
     from ..base.device import detect
     from ..runners.unix_user import unix_user
-    from ..service.over_http import ServerPool
+    from ..service.pool import ServerPool
     from ..service.worker import Worker
 
     watched = token == FROM_STDIN

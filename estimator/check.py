@@ -15,10 +15,10 @@ from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
 from ..models import Workload
+from ..models.architecture import shape_of
 from ..models.presets import PRESETS
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
-from ..models.shape import shape_of
 from ..space import Config
 from .document import finite
 from .estimate import Estimate

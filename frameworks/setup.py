@@ -111,7 +111,7 @@ class Setup:
         self.layers: int = shape.get("layers", 0)
         """Blocks of the model; 0 where that is not known."""
         self.shape: Mapping[str, Any] = shape if all(name in shape for name in _SHAPE) else {}
-        """The model's sizes in run.yaml's words (`redline.models.shape`); empty where they are not known."""
+        """The model's sizes in run.yaml's words (`redline.models.architecture`); empty where they are not known."""
         self.simulated: bool = bool(asked.get("simulated"))
         """Whether the trial is a prediction: nothing was run."""
         devices = asked.get("devices") or {}

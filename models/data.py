@@ -1,4 +1,4 @@
-"""Token batches for language models: seeded random tokens, or windows of a text."""
+"""Synthetic and text batches: token windows for language models, images with classes for classifiers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ from ..base.errors import WorkloadError
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
 
 Task = Literal["causal", "masked", "seq2seq", "image"]
 """What a model is trained to do: the next token, hidden tokens, another sequence, the class of an image."""
@@ -250,3 +251,26 @@ def load_tokenizer(folder: Path) -> Any:
         except refusals(OSError) as error:
             last = " ".join(str(error).split())[:300]
             raise WorkloadError(f"the tokenizer in {folder} cannot be loaded: {last}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageBatches:
+    """`batches(size, seed)`: `pixel_values`, float32, shape [size, channels, height, width], standard normal as
+    images are after normalisation; `labels`, int64, shape [size]."""
+
+    channels: int
+    """Channels of an image."""
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    classes: int
+    """Labels are below."""
+
+    def __call__(self, size: int, seed: int) -> dict[str, "torch.Tensor"]:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        pixels = torch.randn((size, self.channels, self.height, self.width), generator=generator)
+        labels = torch.randint(self.classes, (size,), generator=generator)
+        return {"pixel_values": pixels, "labels": labels}

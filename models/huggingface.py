@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
 from .architecture import Architecture, described, from_configuration, without_memory
-from .data import TokenBatches, read_text, window
+from .data import ImageBatches, TokenBatches, read_text, window
 from .families import schedule_of
-from .images import ImageBatches
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 if TYPE_CHECKING:

@@ -105,8 +105,6 @@ def _no_python_file(text: str) -> WorkloadError:
 
 
 def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None) -> Workload:
-    from .check import check_workload
-
     for what, value in (("seq_len", seq_len), ("data", data)):
         if value is not None and value != getattr(made, what, None):
             raise WorkloadError(
@@ -268,3 +266,37 @@ def _reach_hub(text: str) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def check_workload(made: Workload) -> None:
+    """Builds the model without weights, makes a small batch twice and traces a step as far as that goes.
+
+    Raises:
+        WorkloadError: the batch is not made of tensors of its size, is not the same for the same seed, or the
+            model or the loss is not what it must be.
+    """
+    if made.identity is not None:  # made here
+        return
+    import torch
+
+    from .batches import entries, make_batch
+    from .flops import flops_of
+    from .skeleton import skeleton
+    from .user_code import user_code_errors
+
+    skeleton(made)
+    with user_code_errors(f"{made.name}: batch(2, 0)"):
+        first, second = (entries(make_batch(made, 2, 0)) for _ in range(2))
+    for key in {**first, **second}:
+        value, other = first.get(key), second.get(key)
+        if (
+            value is None
+            or other is None
+            or value.shape != other.shape
+            or not torch.equal(value.nan_to_num(), other.nan_to_num())
+        ):
+            raise WorkloadError(
+                f"{made.name}: batch(2, 0) differs from one call to the next in entry {key!r}; losses of "
+                "configurations are compared, so draw from a generator that is seeded by the second argument"
+            )
+    flops_of(made)  # checks the loss on the way

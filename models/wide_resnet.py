@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..base.errors import WorkloadError
+from .data import ImageBatches
 from .families import schedule_of
-from .images import ImageBatches
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 GROUPS = 32

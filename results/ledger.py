@@ -14,15 +14,14 @@ from ..base.reading import path_of, read_named
 from ..base.writing import as_data
 from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
-from .distributions import distribution
 from .measurement import Measurement, Status, Trial
 from .records import LARGEST_LEDGER, Recorded, replay, stored, trials_of
-from .storage import contained, is_path, open_storage, open_study, quiet, words
+from .storage import contained, distribution, is_path, open_storage, open_study, quiet, words
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-    from .journal import Journal
+    from .storage import Journal
 
 
 class Ledger:

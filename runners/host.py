@@ -19,10 +19,9 @@ from ..base.scratch import sweep
 from ..results import Status
 from . import failure
 from .agent import SOCKET, AgentSetup, MoreImports
-from .deadline import Deadline
 from .helper_process import HelperProcess
 from .job import STOP, TEARDOWN_S, AgentTask, Begun, Compiling, Job, Outcome
-from .process import kill_tree
+from .process import Deadline, kill_tree
 
 PLAIN_IMPORTS = (
     "torch",

@@ -6,9 +6,8 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from .dispatch import DryRunner
 from .host import HostAgent
-from .local import LocalRunner
+from .local import LocalRunner, SharedDevices
 from .ray_runner import RayRunner
-from .shared_devices import SharedDevices
 from .slurm import SlurmRunner
 from .work import TrialTerms, Work
 

@@ -14,13 +14,11 @@ from multiprocessing.connection import Connection
 
 from ..results import Status
 from . import failure
-from .deadline import Deadline
-from .gpu_room import wait_for_room
 from .job import STOP, Begun, Compiling, Job, Outcome, RankOutcome
 from .log import LogFile
-from .process import adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
+from .memory import SAMPLE_S, Shortage, wait_for_room
+from .process import Deadline, adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
 from .rank import DUMP_STACKS, run_rank
-from .shortage import SAMPLE_S, Shortage
 
 GRACE_S = 0.2
 """After the first failure: how long others may report theirs, to tell the cause from its echoes."""

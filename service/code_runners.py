@@ -17,7 +17,7 @@ from typing import Any
 from ..base.errors import RunnerError
 from ..base.reading import Malformed, parse_json
 from ..runners.helper_process import HelperProcess
-from ..runners.shared_devices import SharedDevices
+from ..runners.local import SharedDevices
 from ..runners.unix_user import UnixUser
 from .records import Assignment
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .helper import Helper
+from .child_processes import Helper
 from .request import TARGETS, arguments
 
 SECONDS = 120.0

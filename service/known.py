@@ -12,10 +12,10 @@ from ..base.errors import UsageError
 from ..results import Measurement, Status, Trial, request as run_yaml
 from ..results.names import RUN
 from ..space import Config
-from ..tuner.earlier_runs import read_runs, take
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
+from ..tuner.transfer import read_runs, take
 from .placing import Placed, suits
 from .records import Search, SearchState
 from .store import Store

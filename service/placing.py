@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect
 from ..base.errors import RunnerError, UsageError
-from ..tuner.running import share_of_host
+from ..tuner.search_setup import share_of_host
 from . import scheduling
 from .records import Search, Worker
 from .scheduling import matches

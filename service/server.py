@@ -20,20 +20,17 @@ from ..base.lock import FolderLock
 from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
 from ..views.dashboard.serve import is_local, listen
-from .deleting import deleted
+from .child_processes import EmbeddedWorker, Helper
 from .dispatcher import Dispatcher
-from .embedded import EmbeddedWorker
 from .estimates import Estimates
-from .forgetting import Forgetting
-from .helper import Helper
 from .limits import SearcherLimits
 from .records import Role
+from .retention import Forgetting, deleted
 from .runs import Runs
-from .searcher_slots import MOST, SearcherSlots
 from .searcher_task import IMPORTS, driver_of
-from .searchers import Searchers
+from .searchers import MOST, Searchers, SearcherSlots
 from .store import Store
-from .store.alone import Alone
+from .store.connection import Alone
 from .studies import forget_ledger
 
 PORT = 8700
@@ -223,10 +220,9 @@ def _first_users(store: Store) -> Iterator[str]:
 @contextlib.contextmanager
 def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> Iterator[Any]:
     """What the routes work with, running; ended in the other order."""
+    from .api.connections import Rates
     from .api.feed import Feed
-    from .api.limits import Rates
-    from .api.metrics import Metrics
-    from .api.parts import Parts
+    from .api.parts import Metrics, Parts
 
     with contextlib.ExitStack() as held:
         dispatcher = Dispatcher(store)

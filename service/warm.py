@@ -11,10 +11,10 @@ from ..base.device import detect, visible_gpus
 from ..base.errors import RunnerError, UsageError
 from ..runners import LocalRunner, Runner
 from ..runners.host import PLAIN_IMPORTS, HostAgent
+from ..runners.local import SharedDevices
 from ..runners.ray_driver import check_listens
-from ..runners.shared_devices import SharedDevices
 from ..tuner.request import Request
-from ..tuner.running import make_runner, make_work
+from ..tuner.search_setup import make_runner, make_work
 from ..tuner.task import resolve_task
 from .records import Assignment
 from .request import arguments

@@ -27,8 +27,7 @@ from .placing import described
 from .pool import LARGEST_OUTCOME, Pool
 from .records import Assignment
 from .request import is_code
-from .store.dry_runs import lost
-from .store.forgiveness import FORGIVEN
+from .store.dry_runs import FORGIVEN, lost
 from .warm import WarmRunners
 
 RENEW_S = 2.0

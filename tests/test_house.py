@@ -13,7 +13,7 @@ FLOORS = (
     ("training", "estimator"),
     ("runners",),
     ("tuner",),
-    ("service",),
+    ("testing", "service"),
     ("cli",),
     ("train", "errors"),
 )

@@ -1,17 +1,54 @@
-"""Norms of gradients, by repeated block, whatever is spread over ranks how."""
+"""Gradients of a step: loss weights of micro-batches and ranks, norms, clipping."""
 
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..base._torch import parameters_of
+from ..models.batches import batch_slice, entries
+from ..models.data import Task
+from ..models.workload import Batch
 from ..results.probe import Computed
+from .data.samples import TrainingData, num_predicted
+from .training import Training
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from .training import Training
+
+
+def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> "torch.Tensor | None":
+    """What the loss of each micro-batch is multiplied by, so that every token that counts does so alike; all ranks call it.
+
+    Args:
+        training: whose passes follow.
+        samples: where the batches come from.
+        batches: as `Training.micro_batches` returns them.
+
+    Returns:
+        Shape [micro-batches], on the device; None where all count alike anyway.
+    """
+    if samples.even:
+        return None
+    import torch
+
+    task: Task = getattr(training.workload.batch, "task", "causal")
+    parts = _cut(batches, training.grad_accum)
+    counts = torch.stack([num_predicted(task, each) for each in parts]).double()
+    total = training.over_replicas(counts.sum())
+    return (counts * (len(parts) * training.world.replicas) / total).float()
+
+
+def _cut(batches: list[Batch], count: int) -> list[Batch]:
+    """Micro-batches, also of a pipeline, whose batch is one."""
+    if len(batches) != 1:
+        return batches
+    (batch,) = batches
+    size = next(iter(entries(batch).values())).shape[0] // count
+    return [batch_slice(batch, number * size, (number + 1) * size) for number in range(count)]
+
 
 CHUNK = 1 << 22
 """Elements whose squares are added at a time."""

@@ -17,10 +17,10 @@ from . import gradients
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
 from .data.samples import TrainingData
+from .gradients import factors
 from .hyperparameters import Hyperparameters
 from .soak import LONG, agreed, longest, unchanged
 from .training import Training
-from .weighing import factors
 
 if TYPE_CHECKING:
     import torch

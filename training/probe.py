@@ -1,26 +1,9 @@
-"""Runs one fixed batch through a built candidate, for what it computes: loss, logits, gradients.
-
-Notation:
-
-| symbol | meaning |
-|---|---|
-| P | samples of the probe, the same whatever the configuration |
-| k | those of this replica, P / dp of them, the same on all ranks of it |
-| T, V | positions of a sample and logits of a position |
-| R | random projections |
-
-First every replica trains on its k samples as it would in a step. If that drew random numbers (dropout), the
-pass is repeated with everything random off, and what is kept of the first is by how much its logits departed.
-A rank tells its part; sums over ranks are made where all parts have arrived (`runners.truth.together`).
-
-The samples are few, so that a probe costs little, in smaller micro-batches than training's. What the whole
-size does is seen in the first step (`first_step`).
-"""
+"""The probe of a candidate: perturbed weights, and the numbers that show which training it computes."""
 
 import contextlib
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -29,12 +12,85 @@ from ..models.batches import batch_slice, each_tensor, make_batch, to_device
 from ..models.workload import Batch
 from ..results.probe import Computed, Probe
 from .gradients import computed
-from .stir import stirred
 
 if TYPE_CHECKING:
     import torch
 
     from .training import Training
+
+
+STIR = 2.0**-5
+"""By how much constant parameters are moved: a number that every format has, about 0 and about 1."""
+
+
+@contextlib.contextmanager
+def perturbed(training: "Training") -> Iterator[None]:
+    """Such parameters hold a pattern around their value, the same in every configuration; all ranks enter."""
+    import torch
+
+    from ..schedule.parallel.sharding import local
+
+    names = training.outline.names
+    held = [(names[name], name, param) for name, param in training.model.named_parameters() if name in names]
+    changed = []
+    with torch.no_grad():
+        constant = _constants(training, {key: local(param) for key, _, param in held})
+        for key, name, param in held:
+            if key in constant:
+                pattern = _pattern(training, key, name, param)
+                local(param).copy_(constant[key] + STIR * pattern)
+                changed.append((param, constant[key]))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for param, value in changed:
+                local(param).fill_(value)
+
+
+def _constants(training: "Training", held: "Mapping[str, torch.Tensor]") -> dict[str, float]:
+    """The parameters, by name, that are 0 everywhere, or 1: on every rank that holds a piece."""
+    import torch
+
+    names, values = sorted(set(training.outline.names.values())), (0.0, 1.0)
+    flags = torch.ones(len(names), len(values))
+    for at, name in enumerate(names):
+        if name in held and held[name].numel():
+            ends = [float(each) for each in held[name].detach().aminmax()]
+            flags[at] = torch.tensor([ends == [value, value] for value in values])
+    if training.world.size > 1:
+        import torch.distributed as dist
+
+        flags = flags.to(training.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+    return {
+        name: value
+        for name, row in zip(names, flags.tolist())
+        for value, whole in zip(values, row)
+        if whole and name in held
+    }
+
+
+def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -> "torch.Tensor":
+    """This rank's piece of random signs of the whole parameter's shape, the same in every configuration."""
+    import torch
+
+    from ..schedule.parallel.sharding import is_dtensor, owner, piece_of, shards_of
+
+    holder, leaf = owner(training.model, name)
+    shard = shards_of(holder).get(leaf)
+    shape = param.shape if shard is None else shard.shape
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    signs = 2.0 * torch.randint(2, tuple(shape), generator=generator) - 1
+    if shard is not None:
+        signs = shard.cut(signs)
+    if is_dtensor(param):
+        # FSDP cuts as torch.chunk does; ranks beyond the last piece have none.
+        dim, ranks, rank = piece_of(param)
+        pieces = signs.chunk(ranks, dim)
+        signs = pieces[rank] if rank < len(pieces) else signs[:0]
+    return signs.to(training.device)
+
 
 PROJECTIONS = 16
 """R. Enough for a departure of the logits to show in one of them, few enough to keep with every trial."""
@@ -111,7 +167,7 @@ def take(training: "Training") -> ProbePart:
     """
     probed = _Probed(training)
     by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
-    with _undisturbed(training), stirred(training):
+    with _undisturbed(training), perturbed(training):
         lively = None if by_batch else probed.run(as_trained=True)
         if lively is not None and not probed.agree(lively.random):
             quiet = lively

@@ -1,23 +1,10 @@
-"""The leaders measured again, in turns, until one is ahead of the others or they are as good as equal.
-
-What is compared are logarithms of throughput, of contender i in round r:
-
-    y[i, r] = level[i] + round[r] + slope * load[i, r] + noise
-
-A round's own term takes in whatever the machine did to all of them, and the slope what the cores that others kept busy
-(`Measurement.foreign_cores`) did within a round, so that levels compare although the load comes and goes, and although
-not all take part in every round (a randomised block design with a covariate; Montgomery, Design and Analysis of
-Experiments, chapters 4 and 15). A slope for all is an approximation: a load costs one candidate more than another. So
-where each has had enough rounds in which the machine was theirs, only these count. The noise's variance is that of the
-residuals, moderated by what the measurements say of themselves (Smyth 2004, Linear models and empirical Bayes methods,
-section 3).
-"""
+"""The leaders measured again in interleaved turns, and the winner soaked before it is named."""
 
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,9 +13,56 @@ from ..results.again import Z95
 from ..results.columns import speed
 from ..results.summary import EQUAL
 from ..runners.load import CHANGED_CORES
+from ..runners.soak import SoakPlan
 from .budget import Stopwatch
-from .conditions import at_first_speed, unsteady
+from .history import at_first_speed, unsteady
 from .listener import SearchListener
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soaking:
+    """Soaks the winner, and where it does not hold up the next one, until one holds."""
+
+    run_folder: RunFolder
+    """Trials and files."""
+    plan: SoakPlan
+    """How long each is soaked."""
+    measure: Callable[[Trial, SoakPlan], Measurement]
+    """A trial's configuration dry-run and soaked."""
+    say: Callable[[str], None]
+    """Told what came of each."""
+    watch: Stopwatch
+    """Time left of the search."""
+
+    def expected_s(self, typical_s: float) -> float:
+        """What a soak of the winner takes, s.
+
+        Args:
+            typical_s: what a trial takes.
+        """
+        winner = summary.best(self.run_folder.trials())
+        step_ms = None if winner is None else winner.measured.step_ms
+        return 0.0 if step_ms is None else typical_s + (self.plan.steps + 2) * step_ms / 1e3
+
+    def run(self) -> None:
+        """A trial that does not hold up has the status of its soak from then on, and leads no more."""
+        while (winner := summary.best(self.run_folder.trials())) is not None:
+            if self.watch.left <= 0:
+                self.say(f"the time was up before trial {winner.number}, which leads, was soaked")
+                return
+            found = self.measure(winner, self.plan)
+            if found.ok:
+                self.say(f"trial {winner.number} held up: {found.reason}{_memory(found, winner)}")
+                return
+            failed = replace(found, reason=f"in its soak: {found.reason or found.status}")
+            self.run_folder.remeasure(winner.number, winner.remeasured, failed)
+            self.say(f"trial {winner.number} led, and did not hold up: {found.status} {failed.reason}")
+
+
+def _memory(found: Measurement, winner: Trial) -> str:
+    now, before = found.peak_memory_mib, winner.measured.peak_memory_mib
+    return f"; {now:,.0f} MiB at its peak, {before:,.0f} MiB before" if now and before else ""
+
 
 LEADERS, LEADER_WITHIN = 3, 0.85
 """Contenders beside the default configuration, at first, and the share of the best throughput they must have reached."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.reading import absolute
 from ..knobs.strategy import BLOCK_KNOBS
+from ..models.architecture import shape_of
 from ..models.server_model import ServerModel
-from ..models.shape import shape_of
 from ..results import RunFolder, summary
 from ..runners import Runner
 from ..runners.command.command import Command

@@ -17,17 +17,14 @@ from ..runners import Runner, TrialRequest
 from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
-from .conditions import Conditions
-from .confirm import Confirmation
+from .confirm import Confirmation, Soaking
 from .feasibility import OutOfMemoryKnowledge
-from .history import REFINEMENT, History
+from .history import REFINEMENT, Conditions, History
 from .listener import SearchListener
 from .samplers import Sampler
-from .soaking import Soaking
 
 if TYPE_CHECKING:
-    from .samplers.judge import Judge
-    from .samplers.predictor import Predictor
+    from .samplers.judge import Judge, Predictor
 
 ATTEMPTS = 3
 """How often a trial is tried when the machinery, not the candidate, fails."""

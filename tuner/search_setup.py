@@ -1,97 +1,230 @@
-"""What a search knows before its first trial: an estimate, earlier runs, where it begins, and who proposes."""
+"""The setup of a search, built top to bottom: what may be refused, memory, the estimate, trial 0, the sampler, the runner."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..runners.host import HostAgent
+from ..base.device import available_memory_mib, usable_cores
+from ..base.errors import UsageError
+from ..base.gpus import gpu_use
+from ..estimator.constants import Constants
+from ..models import Workload
+from ..models.architecture import Architecture
+from ..models.families.standard import StandardSchedule
+from ..models.flops import flops_of
+from ..models.server_model import ServerModel
+from ..results import RunFolder, Trial
+from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
+from ..runners.dispatch import DryRuns
+from ..runners.function import Calls
+from ..runners.host import PLAIN_IMPORTS, HostAgent
+from ..runners.local import SharedDevices
+from ..runners.registry import runner_on
 from ..runners.work import Work
+from ..space import Space
 from .default_prior import assumed_hardware, default_prior
-from .earlier_runs import Transferred
 from .first_trial import FirstTrial, first_trial
-from .predicting import estimate_to_begin_with, usable
-from .request import Request
-from .running import make_work, memory_of_rank
-from .same_devices import calibrations
+from .loggers import check_trackers
+from .predicting import described, estimate_to_begin_with, simulator, usable
+from .record import asked_of
+from .refinement import check_refinable
+from .request import IN_PROCESS, Request
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
-from .samplers.judge import Judge
+from .samplers.judge import Judge, Predictor
 from .samplers.posterior import SurrogatePrior
-from .samplers.predictor import Predictor
-from .task import Task
+from .task import Task, resolve_task
+from .transfer import Transferred, calibrations, read_runs, take
 from .warm_start import WarmStart
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
 
+_HOST_MEMORY_SHARE = 0.9
+LEAST_HELD_MIB = 300.0
+"""Memory of a GPU from which it counts as held by another process, MiB: a context, which a desktop has as well."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """What a search begins with."""
+    """Everything that a search knows before its first trial."""
 
+    request: Request
+    task: Task
+    asked: Mapping[str, Any]
+    """The request as run.yaml keeps it."""
+    agent: HostAgent | None
+    """A host agent that was started early; None where the runner starts its own."""
     work: Work | None
-    """What the processes of a trial run; None where there are none."""
+    """Runs in the processes of a trial; None where trials have no processes."""
     limit_mib: float | None
     """Memory of a rank, MiB; None for the device's own."""
     estimator: "Estimator | None"
     """Predicts the task's configurations; None where there is no model, or its machine cannot be measured."""
     first: FirstTrial
-    """Trial 0."""
     sampler: Sampler
-    """Proposes."""
     judge: Judge
-    """Says what is left to gain, whoever proposes."""
     predictor: Predictor
-    """States what is expected of a trial."""
+
+    def runner(self, earlier: Sequence[Trial]) -> Runner:
+        """The runner of the trials; `earlier` are those of a run that is resumed."""
+        return make_runner(
+            self.request,
+            self.task,
+            work=self.work,
+            limit_mib=self.limit_mib,
+            estimator=self.estimator,
+            earlier=earlier,
+            agent=self.agent,
+        )
 
 
-def begin(
-    request: Request,
-    task: Task,
-    earlier: Sequence[Transferred],
-    agent: HostAgent | None,
-    warn: Callable[[str], None],
-    *,
-    earlier_mib: float | None = None,
-) -> SearchSetup:
-    """Predicts what can be predicted, and makes who proposes.
+def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
+    """Builds the setup of a search from a request. Nothing is written, and no trial runs.
 
     Args:
-        request: what is asked.
-        task: what is tuned.
-        earlier: what counts of earlier runs.
-        agent: is waited for before this machine is measured, since its imports would be in the way.
-        warn: told what its user should know.
-        earlier_mib: memory of a rank in the run that is resumed, MiB; None for a new run.
+        request: the fields of `redline.tune`, with valid values.
+        held: closes what is opened here.
+        warn: receives what the user should know.
+
+    Raises:
+        UsageError: parts of the request contradict each other, or one of them has no effect.
     """
-    work, limit_mib = make_work(request, task), memory_of_rank(request, task, warn, earlier_mib=earlier_mib)
-    prior: Any = request.prior
-    estimator = None
-    if task.workload is not None:
-        estimator = estimate_to_begin_with(
-            task.workload,
-            task.space,
-            warn,
-            devices=task.devices,
-            hardware=request.hardware,
-            memory_limit_mib=limit_mib,
-            free_batch=task.free_batch,
-            without=task.without,
-            settle=agent.wait_ready if agent is not None else lambda: None,
-        )
-        if prior is None and estimator is not None:
-            if request.listener is not None:
-                request.listener.waiting("predicting")
-            prior = usable(estimator, task.space, warn)
-    elif prior is None and not earlier and request.sampler == BayesSampler.name:
-        prior = default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
+    agent = None
+    if request.runs_on == "local" and imports_early(request.target):
+        agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
+    task = resolve_task(
+        request,
+        cluster=request.runs_on == "slurm"
+        or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
+        simulated=described(request.hardware) if request.runs_on == "simulate" else None,
+        device=request.runner.device if isinstance(request.runner, Runner) else None,
+    )
+    if request.runs_on == "local" and task.own is not None and agent is None:
+        agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
+
+    asked = asked_of(request, task)
+    transferred = _transferred(request, task, asked)
+    _check(request, task, asked)
+    resumed = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
+
+    work = make_work(request, task)
+    limit_mib = memory_of_rank(request, task, warn, earlier_mib=resumed.get("rank_memory_mib"))
+    if limit_mib is not None:
+        asked["rank_memory_mib"] = limit_mib
+
+    estimator = _estimator(request, task, limit_mib, agent, warn)
+    prior = _prior(request, task, estimator, transferred, warn)
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
-    if earlier:
-        for each in earlier:
+    if first.note:
+        asked["first_trial"] = first.note
+
+    posterior = _surrogate_prior(request, task, estimator, prior, transferred, warn)
+    if request.sampler == BayesSampler.name:
+        sampler: Sampler = BayesSampler(task.space, seed=request.seed, knowledge=posterior)
+    else:
+        sampler = make_sampler(request.sampler, task.space, seed=request.seed)
+        if request.prior is not None or transferred:
+            warn(f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
+    return SearchSetup(
+        request=request,
+        task=task,
+        asked=asked,
+        agent=agent,
+        work=work,
+        limit_mib=limit_mib,
+        estimator=estimator,
+        first=first,
+        sampler=sampler,
+        judge=Judge(posterior),
+        predictor=Predictor(posterior),
+    )
+
+
+def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
+    """Refuses invalid requests before anything takes time.
+
+    Raises:
+        UsageError: parts of the request contradict each other, or one of them has no effect.
+    """
+    check_honoured(request, task)
+    deadline = request.timeout_s if request.given("trial_timeout") else None
+    request.budget.check_against(deadline, request.concurrency or 1, task.devices)
+    if task.simulated and request.time is not None:
+        raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
+    if request.layerwise:
+        check_refinable(task.own, task.space)
+    make_sampler(request.sampler, task.space, seed=request.seed)
+    check_trackers(request.log_to, request.out)
+    if request.out is not None:
+        RunFolder.resumable(request.out, asked, storage=request.storage, resume=request.resume)
+    elif request.resume:
+        raise UsageError("resume needs out, the folder of the run to go on with")
+
+
+def _transferred(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Transferred]:
+    """The trials of earlier runs that count in this search."""
+    warm = request.warm_start
+    runs = read_runs([warm] if isinstance(warm, (str, Path)) else warm, own=request.out)
+    return [take(run, task.space, asked, task.own.unit if task.own else "") for run in runs]
+
+
+def _estimator(
+    request: Request, task: Task, limit_mib: float | None, agent: HostAgent | None, warn: Callable[[str], None]
+) -> "Estimator | None":
+    """The estimator of the task's model. It waits for the agent's imports, which would disturb measuring the machine."""
+    if task.workload is None:
+        return None
+    return estimate_to_begin_with(
+        task.workload,
+        task.space,
+        warn,
+        devices=task.devices,
+        hardware=request.hardware,
+        memory_limit_mib=limit_mib,
+        free_batch=task.free_batch,
+        without=task.without,
+        settle=agent.wait_ready if agent is not None else lambda: None,
+    )
+
+
+def _prior(
+    request: Request,
+    task: Task,
+    estimator: "Estimator | None",
+    transferred: Sequence[Transferred],
+    warn: Callable[[str], None],
+) -> Any:
+    """The prior of throughput and memory: the given one, the estimator, or a default by the names of the knobs."""
+    if request.prior is not None:
+        return request.prior
+    if estimator is not None:
+        if request.listener is not None:
+            request.listener.waiting("predicting")
+        return usable(estimator, task.space, warn)
+    if task.workload is None and not transferred and request.sampler == BayesSampler.name:
+        return default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
+    return None
+
+
+def _surrogate_prior(
+    request: Request,
+    task: Task,
+    estimator: "Estimator | None",
+    prior: Any,
+    transferred: Sequence[Transferred],
+    warn: Callable[[str], None],
+) -> SurrogatePrior:
+    """The prior of the surrogate, with the trials of earlier runs where there are any."""
+    if transferred:
+        for each in transferred:
             warn(each.said)
-        own = calibrations(earlier, request.hardware, warn) if estimator is not None and prior is estimator else []
-        prior = WarmStart(task.space, earlier, prior, warn, own)
-    knowledge = SurrogatePrior(
+        own = calibrations(transferred, request.hardware, warn) if estimator is not None and prior is estimator else []
+        prior = WarmStart(task.space, transferred, prior, warn, own)
+    return SurrogatePrior(
         task.space,
         seed=request.seed,
         prior=prior,
@@ -100,18 +233,193 @@ def begin(
         # A command may count samples or steps where the estimate counts tokens.
         relative=task.command is not None and not task.simulated,
     )
-    if request.sampler == BayesSampler.name:
-        sampler: Sampler = BayesSampler(task.space, seed=request.seed, knowledge=knowledge)
-    else:
-        sampler = make_sampler(request.sampler, task.space, seed=request.seed)
-        if request.prior is not None or earlier:
-            warn(f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
-    return SearchSetup(
-        work=work,
-        limit_mib=limit_mib,
-        estimator=estimator,
-        first=first,
-        sampler=sampler,
-        judge=Judge(knowledge),
-        predictor=Predictor(knowledge),
+
+
+def imports_early(target: Any) -> bool:
+    """Whether a host agent may import while it is resolved what is tuned: not beside a file of Python, which may
+    set the environment that imports look at, and not for a callable, which may need none of them."""
+    if isinstance(target, (Workload, ServerModel)):
+        return True
+    return isinstance(target, (str, Path)) and ".py" not in str(target)
+
+
+def may_compile(workload: Workload, space: Space) -> bool:
+    """Whether configurations may compile: some have `fusion`, or the model or its schedule is somebody's own."""
+    if not isinstance(workload.model, Architecture) or not isinstance(workload.schedule, StandardSchedule):
+        return True
+    fusion = space.by_name.get("fusion")
+    return fusion is not None and (fusion.derived or True in fusion.values)
+
+
+def check_honoured(request: Request, task: Task) -> None:
+    """Refuses options that would silently do nothing.
+
+    Raises:
+        UsageError: one of them is given, and cannot be honoured.
+    """
+    given = request.given("trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address")
+    at_once = given.get("concurrency", 1)
+    if at_once < 1:
+        raise UsageError(f"concurrency must be at least 1, but got {at_once}")
+    if "ray_address" in given and request.runs_on != "ray":
+        raise UsageError(
+            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
+            "'ray', or leave it out"
+        )
+    if request.soak and (task.own is None or task.simulated):
+        what = (
+            "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
+        )
+        raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it has no part in {what}")
+    if task.own is not None:
+        return
+    if "measure_time" in given and task.command is None:
+        raise UsageError(
+            "measure_time belongs to a workload or a command, whose steps are timed; a callable measures itself"
+        )
+    if request.hardware is not None and task.workload is None:
+        raise UsageError("hardware belongs to a workload, of which time and memory are estimated")
+    if request.runs_on != IN_PROCESS:
+        return
+    for name in ("trial_timeout", "memory_limit"):
+        if name in given:
+            raise UsageError(
+                f"{name}={given[name]} needs a process that can be ended, but isolate=False calls the function "
+                "in this one; leave one of the two out"
+            )
+    if at_once > 1:
+        raise UsageError(
+            f"isolate=False calls the function in this process, one call at a time, but got concurrency={at_once}"
+        )
+
+
+def memory_of_rank(
+    request: Request,
+    task: Task,
+    warn: Callable[[str], None] = lambda said: None,
+    *,
+    earlier_mib: float | None = None,
+) -> float | None:
+    """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned.
+
+    Estimate and trials get the same: what other processes hold of this machine's GPUs is subtracted for both.
+
+    Args:
+        request, task: what is asked, and what it comes to.
+        warn: told what other processes hold.
+        earlier_mib: of the trials of the run that is resumed; further ones get the same.
+
+    Raises:
+        UsageError: this host has less memory left than the earlier trials had.
+    """
+    given = request.limit_mib
+    if isinstance(request.runner, Runner):
+        return given  # of what the devices of others have left, this machine knows nothing
+    if task.own is None or task.simulated:
+        return given
+    if task.device.type == "cuda":
+        return _left_of_gpus(given, warn) if request.runs_on == "local" else given
+    if given is not None:
+        return given
+    ranks = task.devices * (request.concurrency or 1)
+    if earlier_mib is None:
+        return share_of_host(ranks)
+    if (left := available_memory_mib()) < earlier_mib * ranks:
+        raise UsageError(
+            f"the trials of '{request.out}' had {earlier_mib:,.0f} MiB a rank, but this host has {left / ranks:,.0f} MiB a "
+            f"rank left: end what else uses its memory, or start another run with --out DIR"
+        )
+    return earlier_mib
+
+
+def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | None:
+    """What other processes leave of each GPU for a rank's allocator, MiB, where they hold any; else what was asked for."""
+    found = gpu_use()
+    if not found or max(each.used_mib for each in found) < LEAST_HELD_MIB:
+        return given
+    least = min(found, key=lambda each: each.total_mib - each.used_mib)
+    left = float(int(max(1.0, least.total_mib - least.used_mib - Constants().context_mib)))
+    if given is not None and given <= left:
+        return given
+    warn(
+        f"other processes hold {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
+        f"trials may take {left:,.0f} MiB of each GPU"
     )
+    return left
+
+
+def share_of_host(ranks: int) -> float:
+    """What each of so many ranks may take of the memory that this host has left, whole MiB."""
+    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
+
+
+def make_work(request: Request, task: Task) -> Work | None:
+    """What the processes of a trial run; None where there are none, or where a given runner starts them.
+
+    Raises:
+        UsageError: a callable cannot be sent to another process, or a command's program is not there.
+    """
+    if request.runs_on == IN_PROCESS or task.simulated or isinstance(request.runner, Runner):
+        return None
+    if task.command is not None:
+        task.command.check_program()
+        return task.command
+    if task.workload is not None:
+        return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
+    return Calls(task.callable)
+
+
+def make_runner(
+    request: Request,
+    task: Task,
+    *,
+    work: Work | None,
+    limit_mib: float | None,
+    estimator: "Estimator | None",
+    earlier: Sequence[Trial],
+    agent: HostAgent | None = None,
+    shared: SharedDevices | None = None,
+) -> Runner:
+    """The runner that is asked for, ready for the first trial.
+
+    Args:
+        request: what is asked.
+        task: what is tuned.
+        work: of `make_work`.
+        limit_mib: memory of a rank, MiB; None for the device's own.
+        estimator: answers where nothing is run.
+        earlier: trials of a run that is taken up again.
+        agent: for the runner `local`, one that was started beforehand.
+        shared: for the runner `local`, the devices it shares with others.
+    """
+    plan = TimingPlan(seconds=request.measure_s)
+    at_once = request.concurrency
+    if isinstance(request.runner, Runner):
+        return request.runner
+    if task.simulated:
+        assert estimator is not None, "what is simulated is a workload, which has an estimator"
+        limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
+        return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
+    if work is None:
+        return FunctionRunner(task.callable)
+    terms = TrialTerms(
+        device=task.device,
+        devices=task.devices,
+        memory_limit_mib=limit_mib,
+        timeout_s=request.timeout_s,
+        threads=max(1, usable_cores() // (task.devices * (at_once or 1))) if task.device.type == "cpu" else None,
+        plan=plan,
+        seed=request.seed,
+    )
+    made = runner_on(
+        request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, shared=shared
+    )
+    try:
+        if task.own is not None:
+            # Once here, while the workers start, rather than in every trial.
+            flops_of(task.own)
+        made.wait_ready()
+    except BaseException:
+        made.close()
+        raise
+    return made

@@ -18,8 +18,7 @@ from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
 from ..runners.command.command import Command
-from ..runners.command.foreign import completed
-from ..runners.command.trained import Trained
+from ..runners.command.trained import Trained, completed
 from ..runners.command.work import SPLITS, Commands
 from ..space import Config, Space
 

@@ -17,11 +17,9 @@ import numpy as np
 
 from ..base.errors import SpaceError
 from ..space import Config, Space
-from .earlier_runs import Transferred
-from .samplers.encoding import Encoding
-from .samplers.features import Features
+from .samplers.encoding import Encoding, Features
 from .samplers.prior import Correction, Prior
-from .transfer import Transfer
+from .transfer import Transfer, Transferred
 
 if TYPE_CHECKING:
     from ..estimator import Estimator

@@ -20,7 +20,8 @@ from redline.schedule import build, create_schedule, deferred as made_without_me
 from redline.schedule.parallel import block_attention
 from redline.schedule.parallel.block_attention import How, Queries
 from redline.schedule.parallel.sharding import is_dtensor
-from redline.training import Training, numerics
+from redline.testing import numerics
+from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take
 from torch.nn import functional

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from redline.runners.process import kill_tree
-from redline.training import numerics
+from redline.testing import numerics
 
 from . import Row, Setting
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ...models.alike import stand_ins_for
+from ...models.skeleton import stand_ins_for
 from .step_trace import Segment, Spec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ScheduleError
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement
-from ..alike import shorten
+from ..skeleton import shorten
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,11 +9,10 @@ from ...base.errors import WorkloadError
 from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture, Lora
-from .fit import differences, unlike
 from .folder import whole_folder
 from .lazy import Added, LazyTensor, Merged
 from .safetensors_files import stored_tensors
-from .weights import LazyWeights, Weights, lazy_tensors
+from .weights import LazyWeights, Weights, differences, lazy_tensors, unlike
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

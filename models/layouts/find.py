@@ -8,12 +8,11 @@ from ...base.reading import path_of
 from ..architecture import Architecture, without_memory
 from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters, write_peft
 from .dcp import METADATA, dcp_tensors
-from .fit import fit
 from .hugging_face import hugging_face, plain
 from .megatron import CONFIG as MEGATRON_CONFIG, TRACKER, iteration_folder, megatron, write_megatron
 from .save import write_hugging_face
 from .torchtitan import is_torchtitan, step_folder, torchtitan, write_torchtitan
-from .weights import Weights
+from .weights import Weights, fit
 
 LAYOUTS: Mapping[str, Callable[..., None]] = {
     "hf": write_hugging_face,

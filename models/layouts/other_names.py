@@ -7,10 +7,9 @@ from ...base.errors import WorkloadError, unknown
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
 from .adapters import is_adapter
-from .fit import differences, fit, unlike
 from .hugging_face import plain
 from .lazy import LazyTensor, LazyTensors, zeros
-from .weights import LazyWeights, Weights, lazy_tensors
+from .weights import LazyWeights, Weights, differences, fit, lazy_tensors, unlike
 
 
 class Layout(ABC):

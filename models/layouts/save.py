@@ -10,13 +10,11 @@ from ...base._transformers import as_saved, quiet
 from ...base.errors import UsageError, WorkloadError
 from ..architecture import Architecture, one_line, without_memory
 from .adapters import is_adapter
-from .beside import GENERATION
-from .fit import fit
 from .folder import whole_folder
-from .hugging_face import plain
+from .hugging_face import GENERATION, plain
 from .lazy import LazyTensor, LazyTensors, cast
 from .safetensors_files import INDEX, SINGLE, index_document
-from .weights import Weights, lazy_tensors
+from .weights import Weights, fit, lazy_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -1,10 +1,13 @@
-"""Named tensors that lie somewhere, of which a rank reads its share."""
+"""Named tensors on disk of which a rank reads its share, checked against the model's names and shapes."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .lazy import Box, LazyTensor, LazyTensors, Stored
+from ...base._transformers import may_be_left, may_be_missing, tied
+from ...base.errors import WorkloadError
+from .lazy import Box, LazyTensor, LazyTensors, Stored, narrow
 
 if TYPE_CHECKING:
     import torch
@@ -55,3 +58,99 @@ def lazy_tensors(weights: Weights) -> dict[str, LazyTensor]:
         return Stored(lambda box: weights.read(name, box), shape, dtype, fresh=True)
 
     return {name: stored(name) for name in weights.shapes}
+
+
+_SHOWN = 5
+"""How many names of a kind a message lists."""
+
+
+def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str] = (), hint: str = "") -> LazyWeights:
+    """The weights of a model, of tensors by its names.
+
+    Args:
+        found: what there is, by the model's names.
+        model: a transformers model, which may be on the meta device.
+        where: what holds the tensors, as a message begins.
+        unexpected: names of what the model has no place for.
+        hint: more that a message should say.
+
+    Raises:
+        WorkloadError: tensors are missing, of another shape, or are those of repeated blocks that the model has not.
+    """
+    notes: list[str] = []
+    own = model.state_dict()
+    buffers = {name for name, _ in model.named_buffers()}
+    tensors = {name: each for name, each in found.items() if name in own}
+    left = [*unexpected, *(name for name in found if name not in own)]
+    vocabulary = _vocabulary(model)
+    wrong: list[str] = []
+    for name, each in list(tensors.items()):
+        shape = own[name].shape
+        if each.shape == shape:
+            continue
+        if name in vocabulary and each.shape[1:] == shape[1:] and each.shape[0] > shape[0]:
+            tensors[name] = narrow(each, 0, 0, shape[0])
+            notes.append(
+                f"{where}: {name} has {each.shape[0]} rows and the model's vocabulary {shape[0]}; the first "
+                f"{shape[0]} were taken"
+            )
+        else:
+            wrong.append(unlike(name, each.shape, shape))
+    for names in tied(model):
+        first = next((each for each in names if each in tensors), None)
+        tensors |= {each: tensors[first] for each in names if first is not None}
+    missing = [each for each in own if each not in tensors and each not in buffers and not may_be_missing(model, each)]
+    left = [each for each in left if each not in buffers and not may_be_left(model, each)]
+    # What stands outside the blocks (another head, a pooler) does no harm to the rest.
+    harmless = [each for each in left if not re.search(r"\.\d+\.", each)]
+    if missing or wrong or len(harmless) < len(left):
+        raise WorkloadError(_of_another(where, model, missing, left, wrong, hint))
+    if left:
+        notes.append(f"{where}: {_some(left)} left out, for which the model has no place")
+    return LazyWeights({name: tensors[name] for name in own if name in tensors}, tuple(notes))
+
+
+def _vocabulary(model: Any) -> set[str]:
+    """Names of parameters with a row for each token."""
+    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+    own = {id(each) for module in ends for each in module.parameters(recurse=False)}
+    return {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in own}
+
+
+def _of_another(where: str, model: Any, missing: list[str], left: list[str], wrong: list[str], hint: str) -> str:
+    return (
+        f"{where} is a checkpoint of another model than this {model.config.model_type} ({type(model).__name__})."
+        f"{' ' + hint if hint else ''} {differences(missing, left, wrong)} Give the model that it was saved from, or "
+        "another checkpoint"
+    )
+
+
+def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str]) -> str:
+    """In which tensors a checkpoint and a model differ: how many of each kind, and the first of them.
+
+    Args:
+        missing: what the checkpoint lacks.
+        left: what the model has no place for.
+        wrong: what has another shape, with both.
+    """
+    kinds = ((missing, "is", "missing"), (left, "is", "not in the model"), (wrong, "has", "another shape"))
+    out = []
+    for names, verb, what in kinds:
+        if names:
+            several = {"is": "are", "has": "have"}[verb]
+            count = f"{len(names)} tensors {several}" if len(names) > 1 else f"1 tensor {verb}"
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            out.append(f"{count} {what}: {'; '.join(names[:_SHOWN])}{more}.")
+    return " ".join(out)
+
+
+def unlike(name: str, there: Sequence[int], here: Sequence[int]) -> str:
+    """A tensor that has another shape in a checkpoint than in the model."""
+    return f"{name} with {tuple(there)} there, {tuple(here)} in the model"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    if len(names) == 1:
+        return f"{shown} was"
+    return f"{shown}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} were"

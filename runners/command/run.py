@@ -20,14 +20,12 @@ import psutil
 from ...base.reporting import FILE
 from .. import failure
 from ..load import Watch, family_s, foreign_cores
-from ..memory import GpuMemory
+from ..memory import GpuMemory, Shortage
 from ..process import family
-from ..shortage import Shortage
 from ..timing import Clock, Timing, TimingPlan, measure
-from .events import Events, of_events
 from .files import Rendered
 from .objective import Objective, Requirement, chosen, usable
-from .reading import Appended, Lines, StepNumbers, Told
+from .reading import Appended, Events, Lines, StepNumbers, Told, of_events
 from .template import CommandLine, ShellLine
 
 LOOK_S = 0.25

@@ -1,12 +1,14 @@
-"""A command as what a search tries: read before the first trial, and started for each."""
+"""A command as what a search tries: read before the first trial, started for each, its runs compared."""
 
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
@@ -19,11 +21,9 @@ from ..function import measured_by_itself
 from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import HIDDEN, Command
-from .comparison import Comparison
-from .events import check_installed, of_events
 from .files import read_files
 from .objective import PREFERRED, Requirement, objective_of
-from .reading import lines_for
+from .reading import check_installed, lines_for, of_events
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandReport, CommandTrial
@@ -31,6 +31,54 @@ from .trial import CommandReport, CommandTrial
 if TYPE_CHECKING:
     from ..runner import TrialRequest
     from ..work import Known, TrialTerms
+
+
+FAR = 0.2
+"""By what share of the first run's loss another's may be off at the same steps; beyond that it is another training."""
+SCATTERS = 4.0
+"""And by how many times what the first run's loss changes from one step to the next."""
+LEAST_STEPS = 3
+"""How many steps both have to have told a loss of."""
+
+
+@dataclass
+class Comparison:
+    """The first run of a search that ended well, and others beside it."""
+
+    unit: str = ""
+    """Of its throughput."""
+    samples: float | None = None
+    """Of its steps."""
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """That it told, by step."""
+
+    def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
+        """Why a run that ended well does not count; empty where it does. The first is what others are held against.
+
+        Args:
+            measured: what it came to.
+            samples: of a step, where that is known.
+            losses: that it told, by step.
+        """
+        if not self.unit:
+            self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
+        if measured.unit != self.unit:
+            return f"it told {measured.unit}, and {self.unit} before: --metric says which counts"
+        return _far_off(losses, self.losses) if samples == self.samples else ""
+
+
+def _far_off(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
+    steps = sorted(losses.keys() & first.keys())
+    if len(steps) < LEAST_STEPS:
+        return ""
+    expected = [first[step] for step in steps]
+    off = median(losses[step] - first[step] for step in steps)
+    scatter = median(abs(after - before) for before, after in pairwise(expected))
+    if abs(off) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
+        return ""
+    at = steps[-1]
+    return f"its loss is {losses[at]:.4g} at step {at}, where that of the first run was {first[at]:.4g}"
+
 
 SPLITS = ("tp", "pp", "cp", "sp")
 """Knobs for how many devices share one replica, in each of these ways."""
@@ -53,7 +101,7 @@ class Commands(Work):
     """
 
     in_turns = False
-    imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
+    imports = ("redline.runners.supervisor", "redline.runners.command.run", "cloudpickle")
 
     def __init__(
         self,

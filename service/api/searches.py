@@ -10,10 +10,10 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...base.errors import NotFound, Refused, UsageError
 from ...frameworks import export_targets
-from ..deleting import deleted
 from ..logs import read_log
 from ..records import Role, Search, SearchState, User
 from ..request import NO_WORKLOADS, brief, is_code, without_secrets
+from ..retention import deleted
 from ..studies import forget_ledger
 from .access import Guarded, Reader, Submitter
 from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission

@@ -1,33 +1,75 @@
-"""The pool over HTTP: workers join, ask for dry runs and wait, say that they live, answer, and leave."""
+"""Worker routes of the API: join, lease dry runs by long polling, heartbeat, answer, leave."""
 
 import asyncio
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Body, Path, Query, Request
+from fastapi import APIRouter, Body as RequestBody, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field, JsonValue
 
 from ...base.errors import LeaseOver, NotFound, UsageError
 from ...results import Measurement
 from ..logs import MOST_AT_ONCE, write_log
 from ..records import Assignment, DryRun, Role, User, Worker
 from .access import Guarded, Joiner, Reader
-from .joining import JoinForm
 from .models import (
     LARGEST_ID,
+    Body,
+    Count,
     JoinAnswer,
     LeaseForm,
     LogAnswer,
     OutcomeForm,
     RenewAnswer,
+    Word,
     WorkerAnswer,
     WorkersAnswer,
+    checked,
 )
 from .parts import Parts
 from .problems import Problem
 from .searches import PartsOf
+
+LEAST_MEMORY_MIB, MOST_MEMORY_MIB = 64, 1 << 27
+"""Of a device: with less nothing runs, and there is none with more."""
+
+
+def _hardware_of_a_worker(value: dict[str, Any]) -> None:
+    from ..placing import hardware_of
+
+    hardware_of(value, "")
+
+
+class DeviceForm(Body):
+    """A kind of device, as `Device.to_dict` has it, and what its worker knows of it."""
+
+    type: Literal["cuda", "cpu"]
+    name: Word
+    count: Count
+    memory_mib: Annotated[int, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
+    capability: Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")] | None = None
+    features: Annotated[list[Word], Field(max_length=50, default_factory=list)]
+    hardware: Annotated[dict[str, JsonValue], checked(_hardware_of_a_worker)] | None = None
+    """The fields of `redline.Hardware`, of one device."""
+
+    def described(self) -> dict[str, Any]:
+        """As a worker's record has it."""
+        return self.model_dump(exclude_unset=True)
+
+
+class JoinForm(Body):
+    """A host that joins the pool."""
+
+    name: Annotated[str, Field(max_length=200)] = ""
+    host: Word
+    device: DeviceForm
+    devices: Count
+    memory_mib: Annotated[float, Field(ge=LEAST_MEMORY_MIB, le=MOST_MEMORY_MIB)]
+    software: Annotated[dict[str, JsonValue], Field(max_length=100, default_factory=dict)]
+
 
 LONGEST_WAIT_S = 25.0
 """A question for a dry run is answered after so long, with one or without: proxies cut off what is silent."""
@@ -203,7 +245,7 @@ def log(
     lease: Annotated[int, Query(ge=0, le=LARGEST_ID)],
     name: Annotated[str, Query(max_length=40)],
     offset: Annotated[int, Query(ge=0, lt=1 << 40)],
-    text: Annotated[bytes, Body(media_type="application/octet-stream", max_length=MOST_AT_ONCE)],
+    text: Annotated[bytes, RequestBody(media_type="application/octet-stream", max_length=MOST_AT_ONCE)],
     user: Joiner,
     parts: PartsOf,
 ) -> LogAnswer:

@@ -1,26 +1,28 @@
-"""The database, SQLite or Postgres: a transaction at a time, tried again where its connection is lost.
-
-SQLite writes ahead (WAL), and begins whatever writes by BEGIN IMMEDIATE: a transaction that reads first and writes then
-would else fail where another has written in between. Within a process writers queue at a lock, as SQLite's own waiting
-is a sleep and knows no order. On Postgres rows are locked by those who change them (`with_for_update`).
-"""
+"""The service's database, SQLite or Postgres: one server's lock on it, migrations, and transactions with retries."""
 
 import contextlib
 import json
+import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-# All of it at once: Optuna imports the ORM later, and what another thread does meanwhile would meet half of it.
 import sqlalchemy.orm  # noqa: F401
-from sqlalchemy import create_engine, event
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, StatementError, TimeoutError as NoConnection
 
-from ...base.errors import MissingDependency, StorageUnavailable, UsageError, unknown
+from ...base.errors import MissingDependency, StorageAhead, StorageUnavailable, StudyError, UsageError, unknown
+from ...base.lock import FolderLock
 from ...results.storage import without_password
+from ..tables import VERSIONS
+
+# All of it at once: Optuna imports the ORM later, and what another thread does meanwhile would meet half of it.
+
 
 BUSY_S = 5.0
 """How long a transaction waits for another one's lock, s."""
@@ -280,3 +282,169 @@ def _not_kept(error: Exception) -> str:
 def _first_line(error: Exception) -> str:
     original = getattr(error, "orig", None) or error
     return next(iter(str(original).strip().splitlines()), type(original).__name__)
+
+
+LOOK_S = 2.0
+"""How often it is looked whether the session still lives, s."""
+_SERVER_LOCK = 0x7265646C696E67
+_HOLDER = text(
+    "SELECT a.application_name, a.client_addr::text FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
+    "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = :high AND l.objid = :low"
+)
+_log = logging.getLogger("redline.server")
+
+
+class Alone(contextlib.AbstractContextManager["Alone"]):
+    """Holds a database for one server, until it is closed or its process is gone.
+
+    Args:
+        url: of the database.
+        lost: called, in a thread, when another server has it.
+
+    Raises:
+        StudyError: another server has it (which one).
+        StorageUnavailable: the database cannot be used.
+    """
+
+    def __init__(self, url: str, lost: Callable[[], None]) -> None:
+        self._database = Database(url)
+        self._lost = lost
+        self._file: FolderLock | None = None
+        self._session: Connection | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            if self._database.sqlite:
+                path = _path_of(url)
+                self._file = FolderLock(path.parent, f"{path.name}.server")
+            else:
+                self._session = self._database.read(lambda connection: self._taken())
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="alone")
+                self._thread.start()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another server have the database."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._file is not None:
+            self._file.release()
+        if self._session is not None:
+            with contextlib.suppress(DBAPIError):  # a session that is gone holds nothing
+                self._session.invalidate()
+                self._session.close()
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _taken(self) -> Connection:
+        """A session that has the lock.
+
+        Raises:
+            StudyError: another has.
+        """
+        session = self._database.apart()
+        try:
+            session.execute(
+                text("SELECT set_config('application_name', :name, false)"),
+                {"name": f"redline serve, process {os.getpid()} on {socket.gethostname()}"[:63]},
+            )
+            if session.execute(text("SELECT pg_try_advisory_lock(:lock)"), {"lock": _SERVER_LOCK}).scalar():
+                return session
+            parts = {"high": _SERVER_LOCK >> 32, "low": _SERVER_LOCK & 0xFFFFFFFF}
+            holder = session.execute(_HOLDER, parts).first()
+            who = holder.application_name or holder.client_addr if holder is not None else "another server"
+            raise StudyError(
+                f"{self._database.words} is in use by {who}; end it, or give --standby to take over after it"
+            )
+        except BaseException:
+            session.invalidate()
+            session.close()
+            raise
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                if self._session is not None:
+                    self._session.execute(text("SELECT 1"))
+                    continue
+                self._session = self._taken()
+                _log.warning("%s was away; this server has it again", self._database.words)
+            except DBAPIError:  # it is away: nobody can work on it, and it is tried again
+                if self._session is not None:
+                    self._session.invalidate()
+                    self._session.close()
+                    self._session = None
+            except StudyError as error:
+                _log.error("this server ends: %s", error)
+                self._lost()
+                return
+
+
+def _path_of(url: str) -> Path:
+    """SQLite's file."""
+    name = str(make_url(url).database)
+    return Path(name.removeprefix("file:").partition("?")[0]).absolute()
+
+
+SCRIPTS = Path(__file__).parents[1] / "migrations"
+_MIGRATION_LOCK = 0x7265646C696E66
+"""Postgres: whoever migrates holds this lock; SQLite has one writer anyhow."""
+
+
+def migrate(database: Database, *, change: bool) -> None:
+    """Has the tables be as this code knows them.
+
+    Args:
+        database: where they are.
+        change: whether they may be made and changed.
+
+    Raises:
+        StorageAhead: a later version has written them.
+        StorageUnavailable: they are not there, or of an earlier version, and may not be changed.
+    """
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    scripts = ScriptDirectory.from_config(config)
+    known, head = {each.revision for each in scripts.walk_revisions()}, scripts.get_current_head()
+    found = database.read(_version)
+    if found is not None and found not in known:
+        raise StorageAhead(
+            f"{database.words} is of version {found}, written by a later redline: this one knows versions up to {head}; "
+            "install the later one, or give another --storage"
+        )
+    if found == head:
+        return
+    if not change:
+        what = (
+            "has no tables of redline's" if found is None else f"is of version {found}, and this redline needs {head}"
+        )
+        raise StorageUnavailable(f"{database.words} {what}; start `redline serve` on it first")
+
+    def upgrade(connection: Connection) -> None:
+        from alembic import command
+
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+        config.attributes |= {"connection": connection, "version_table": VERSIONS}
+        command.upgrade(config, "head")
+
+    database.write(upgrade)
+
+
+def _version(connection: Connection) -> str | None:
+    """The version of a database's tables; None where it has none."""
+    from alembic.migration import MigrationContext
+
+    return MigrationContext.configure(connection, opts={"version_table": VERSIONS}).get_current_revision()

@@ -1,22 +1,50 @@
-"""Dry runs and their leases.
-
-A lease has a number, and every lease of a dry run has a higher one than those before (a fencing token): whoever answers
-names the number, and is refused where it is not the latest. A lease that ended without another one having begun is still
-the latest, so that nothing which was done is thrown away. An outcome is written once.
-"""
+"""Dry runs and their leases, the leases that count against a dry run, and what was measured."""
 
 from collections import Counter
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, func, select, update
+from sqlalchemy import Connection, Row, and_, func, or_, select, update
 
 from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
-from ..records import Assignment, DryRun, DryRunState, SearchState
+from ..records import Assignment, DryRun, DryRunState, Measured, SearchState
 from ..scheduling import matches
-from ..tables import dry_runs, searches, workers
-from .forgiveness import MOST_ATTEMPTS, attempts_when_given_back, attempts_when_leased, attempts_when_lost
+from ..tables import dry_runs, measured, searches, workers
 from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell, used, writes
-from .searches import check_attempt
+from .searches import check_attempt, counting_for
+
+MOST_ATTEMPTS = 3
+"""Leases that count, after which a dry run is a crash."""
+FORGIVEN = 10
+"""The last lease that is forgiven."""
+
+
+def attempts_when_leased(attempts: int, latest: int, *, same_worker: bool) -> int:
+    """Leases that count, with a new one.
+
+    Args:
+        attempts: that counted before.
+        latest: number of the latest lease.
+        same_worker: whether the worker that gets it is the one that let that lease end.
+    """
+    return max(1, attempts) if same_worker and latest <= FORGIVEN else attempts + 1
+
+
+def attempts_when_lost(attempts: int, latest: int, *, with_server: bool, with_others: bool) -> int:
+    """Leases that count, after the latest one was lost.
+
+    Args:
+        attempts: that counted while it ran.
+        latest: its number.
+        with_server: whether no server ran that could renew it.
+        with_others: whether others of its worker were lost in the same moment.
+    """
+    return attempts - 1 if (with_server or with_others) and latest <= FORGIVEN else attempts
+
+
+def attempts_when_given_back(attempts: int) -> int:
+    """Leases that count, after the latest one was given back."""
+    return attempts - 1
+
 
 _OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
 
@@ -317,3 +345,48 @@ def _held(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
     if row.lease != lease:
         raise LeaseOver(f"lease {lease} of the dry run {dry_run} is over: it is {row.state}, its lease {row.lease}")
     return row
+
+
+class Knowledge(Part):
+    """Measured configurations."""
+
+    @writes
+    def note_measured(
+        self,
+        connection: Connection,
+        fingerprint: str,
+        config_id: str,
+        config: dict[str, Any],
+        measurement: dict[str, Any],
+        search: str | None = None,
+    ) -> None:
+        """Keeps what a configuration measured. A search's later word on a configuration is not kept beside its first.
+
+        Args:
+            fingerprint: digest of all else that decides what is measured.
+            config_id: the configuration's id.
+            config: the configuration.
+            measurement: what came of it.
+            search: who measured it.
+        """
+        same = (measured.c.fingerprint == fingerprint, measured.c.config_id == config_id, measured.c.search == search)
+        if one(connection, select(measured.c.id).where(*same)):
+            return
+        values = {"fingerprint": as_text("fingerprint", fingerprint, longest=64, empty=False)}
+        values["config_id"] = as_text("config_id", config_id, longest=64, empty=False)
+        more = {"config": config, "measurement": measurement, "search": search, "time": self.clock()}
+        add(connection, measured, values | more)
+
+    @reads
+    def measured(self, connection: Connection, fingerprint: str, *, counts_for: int | None = None) -> list[Measured]:
+        """The configurations measured under a fingerprint, as they came; of one, the last is the latest.
+
+        Args:
+            fingerprint: as for `note_measured`.
+            counts_for: only what the searches of this user may be answered by; None for all.
+        """
+        query = select(measured).where(measured.c.fingerprint == fingerprint).order_by(measured.c.id)
+        if counts_for is not None:
+            query = query.outerjoin(searches, searches.c.id == measured.c.search)
+            query = query.where(or_(measured.c.search.is_(None), counting_for(counts_for)))
+        return [Measured(**each._mapping) for each in connection.execute(query)]

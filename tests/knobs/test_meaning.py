@@ -22,15 +22,15 @@ from redline.knobs.meaning import (
     stage_sizes,
 )
 from redline.knobs.pipeline import PIPELINE_SCHEDULES
-from redline.models.architecture import Architecture
+from redline.models.architecture import Architecture, shape_of
 from redline.models.huggingface import hugging_face_workload
-from redline.models.shape import shape_of
 from redline.models.skeleton import skeleton
 from redline.results import Measurement, Status, Trial
 from redline.schedule import create_schedule
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.parallel.replicas import BUCKET_BYTES
-from redline.training import Training, numerics
+from redline.testing import numerics
+from redline.training import Training
 
 CONFIG = {"dp": 2, "micro_batch": 4, "grad_accum": 1, "precision": "bf16"}
 SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000}

@@ -5,10 +5,9 @@ from importlib import import_module
 import pytest
 import torch
 from redline.models import workload
-from redline.models.alike import FOLLOWED, shorten, stand_ins_for
 from redline.models.families import StandardSchedule, standard
 from redline.models.families.tensor_parallel import Cuts, Regions, column_parallel, row_parallel
-from redline.models.skeleton import skeleton
+from redline.models.skeleton import FOLLOWED, shorten, skeleton, stand_ins_for
 from redline.schedule import create_schedule
 from torch import nn
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import redline as rl
+from redline.models.architecture import shape_of
 from redline.models.presets import PRESETS
-from redline.models.shape import shape_of
 from torch import nn
 
 LANGUAGE = [name for name, preset in PRESETS.items() if preset.task in ("causal", "masked")]

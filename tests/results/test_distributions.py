@@ -6,7 +6,7 @@ import optuna
 import pytest
 from hypothesis import given, strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from redline.results.distributions import distribution
+from redline.results.storage import distribution
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from redline.frameworks.common import ADAMW
 from redline.frameworks.torchtitan import PRESETS as TORCHTITAN_PRESETS
 from redline.frameworks.trainer import AVERAGING
 from redline.models import workload
+from redline.models.architecture import shape_of
 from redline.models.presets import PRESETS
-from redline.models.shape import shape_of
 from redline.results import Measurement, Status, Trial
-from redline.training.numerics import FAMILIES, tiny
+from redline.testing.numerics import FAMILIES, tiny
 from without_triton import WITHOUT_TRITON
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from redline.results import Measurement, Status
-from redline.runners.command.comparison import Comparison
+from redline.runners.command.work import Comparison
 
 
 def told(unit="samples/s"):

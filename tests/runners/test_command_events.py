@@ -12,7 +12,7 @@ from redline.base.errors import MissingDependency, UsageError
 from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.command.command import Command
-from redline.runners.command.events import Events
+from redline.runners.command.reading import Events
 from redline.runners.command.work import Commands
 from redline.space import Space
 

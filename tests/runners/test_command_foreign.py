@@ -4,7 +4,7 @@ import pytest
 from redline.base.errors import UsageError
 from redline.frameworks.stated_space import ForeignSpace
 from redline.runners.command.command import Command
-from redline.runners.command.foreign import completed
+from redline.runners.command.trained import completed
 from redline.space import Space
 
 

@@ -16,7 +16,7 @@ from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.command import run as run_module
 from redline.runners.command.command import Command
-from redline.runners.command.ending import outcome
+from redline.runners.command.trial import outcome
 from redline.runners.command.work import Commands
 from redline.runners.host import HostAgent
 from redline.space import Space

@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from redline.runners.deadline import Deadline
 from redline.runners.job import COLLECTIVE_MARGIN_S, Job
+from redline.runners.process import Deadline
 
 
 def test_without_compilation_it_is_the_trials_own_time():

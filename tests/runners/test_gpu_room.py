@@ -14,18 +14,17 @@ from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
 from redline.results import Measurement, RankReport, Status, Trial
-from redline.runners import gpu_room, supervisor
+from redline.runners import memory, supervisor
 from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
-from redline.runners.gpu_room import wait_for_room
 from redline.runners.job import Job
 from redline.runners.load import GpuWatch
 from redline.runners.log import LogFile
-from redline.runners.memory import MIB, CudaMemoryMeter
+from redline.runners.memory import MIB, CudaMemoryMeter, wait_for_room
 from redline.runners.rank import RankContext
 from redline.runners.runner import TrialRequest
 from redline.runners.work import TrialTerms
 from redline.space import Config
-from redline.tuner import running
+from redline.tuner import search_setup
 
 LLAMA = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
 
@@ -44,8 +43,8 @@ def used(*mib, name="0"):
 def clock(monkeypatch):
     """Time that passes only by sleeping."""
     now = [0.0]
-    monkeypatch.setattr(gpu_room.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(gpu_room.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     return now
 
 
@@ -54,7 +53,7 @@ def test_a_trial_waits_until_the_memory_of_the_one_before_is_back(tmp_path, cloc
     assert wait_for_room(("0",), tmp_path, said.append, use=used(600)) == 600
     assert clock == [0] and not said
     assert wait_for_room(("0",), tmp_path, said.append, use=used(70_000, 40_000, 9_000, 630)) == 630
-    assert clock[0] == pytest.approx(3 * gpu_room.POLL_S)
+    assert clock[0] == pytest.approx(3 * memory.POLL_S)
     assert said == ["waited 0.3 s until the memory of GPU 0 was free again"]
 
 
@@ -62,7 +61,7 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
     said = []
     wait_for_room(("0",), tmp_path, said.append, use=used(600))
     assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600)) == 20_600
-    assert clock[0] == pytest.approx(gpu_room.WAIT_S, abs=0.2)
+    assert clock[0] == pytest.approx(memory.WAIT_S, abs=0.2)
     assert said == [
         "GPU 0: after 30 s 20,600 of 80,000 MiB are still used, 20,000 more than before; other processes hold them now"
     ]
@@ -71,7 +70,7 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
     assert clock[0] == before and len(said) == 1
     wait_for_room(("0",), tmp_path, said.append, use=used(600))  # the other process has ended
     assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600, 610)) == 610
-    assert clock[0] == pytest.approx(before + gpu_room.POLL_S)
+    assert clock[0] == pytest.approx(before + memory.POLL_S)
 
 
 def test_nobody_waits_for_a_trial_that_is_given_up(tmp_path, clock):
@@ -167,14 +166,14 @@ def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, ask
     said = []
     request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
     task = SimpleNamespace(own=object(), simulated=False, device=SimpleNamespace(type="cuda"), devices=2)
-    limit_mib = running.memory_of_rank(request, task, said.append)
+    limit_mib = search_setup.memory_of_rank(request, task, said.append)
     assert limit_mib == expected
     assert bool(said) == (expected == 58_800) and ("20,000 of the 80,000 MiB of GPU 1" in "".join(said)) == bool(said)
     if limit_mib is not None:
         setup = TrainingSetup(seq_len=512, global_batch=8, memory_limit_mib=limit_mib)
         assert Estimator(LLAMA, "h100", setup).memory_limit_mib == limit_mib
     elsewhere = SimpleNamespace(limit_mib=asked, runner="ray", runs_on="ray", concurrency=None)
-    assert running.memory_of_rank(elsewhere, task) == asked
+    assert search_setup.memory_of_rank(elsewhere, task) == asked
 
 
 def test_a_rank_reports_what_it_takes_beside_the_allocator_s_memory(monkeypatch):

@@ -13,7 +13,8 @@ from redline.base.device import Device
 from redline.models import make_space
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together
-from redline.training import Training, numerics
+from redline.testing import numerics
+from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take
 from tiers import tiered

@@ -2,7 +2,7 @@
 
 import threading
 
-from redline.runners.shared_devices import SharedDevices
+from redline.runners.local import SharedDevices
 
 
 def test_devices_are_taken_in_order_and_given_back():

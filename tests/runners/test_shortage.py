@@ -15,7 +15,7 @@ import pytest
 from redline.base.host_memory import MIB, memory_groups
 from redline.results import Status
 from redline.runners.job import Begun, Job
-from redline.runners.shortage import KernelLog, Shortage
+from redline.runners.memory import KernelLog, Shortage
 from redline.runners.supervisor import Supervisor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

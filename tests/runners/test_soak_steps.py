@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from redline.models.data import ImageBatches
 from redline.models.huggingface import language_model
-from redline.models.images import ImageBatches
 from redline.models.workload import Workload
 from redline.runners.soak import SoakPlan, SoakReport, soak
 from redline.training import Training

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from redline.schedule import build, create_schedule
 from redline.schedule.rounding import allowance, unit_roundoff
-from redline.training import numerics
+from redline.testing import numerics
 from torch import nn
 
 

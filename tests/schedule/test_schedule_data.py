@@ -8,7 +8,7 @@ from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import allowance
-from redline.training import numerics
+from redline.testing import numerics
 from torch import nn
 
 

@@ -15,7 +15,7 @@ from redline.results import Measurement, Status, Trial
 from redline.schedule import build, create_schedule
 from redline.schedule.compare import Numbers, weights_of
 from redline.schedule.rounding import allowance
-from redline.training import numerics
+from redline.testing import numerics
 from torch import nn
 from torch.nn import functional as F
 

@@ -18,7 +18,7 @@ from redline.schedule import (
 )
 from redline.schedule.parallel.sharding import shards_of, whole
 from redline.schedule.rounding import allowance
-from redline.training import numerics
+from redline.testing import numerics
 from torch import nn
 
 

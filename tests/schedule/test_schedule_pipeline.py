@@ -10,7 +10,7 @@ from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, full_state_dict, verify
 from redline.schedule.parallel import split
 from redline.schedule.rounding import allowance, loss_allowance
-from redline.training import numerics
+from redline.testing import numerics
 from tiers import tiered
 from torch import nn
 

@@ -10,8 +10,7 @@ from redline.cli.main import redline as command_line
 from redline.results.ledger import Ledger
 from redline.results.names import RUN
 from redline.results.request import read
-from redline.service.deleting import deleted
-from redline.service.forgetting import Forgetting
+from redline.service.retention import Forgetting, deleted
 from redline.service.studies import forget_ledger
 from served import SPACE, served
 

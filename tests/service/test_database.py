@@ -16,10 +16,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from redline.base.errors import StorageAhead, StorageUnavailable, StudyError, UsageError
-from redline.service.store import Store, alone
-from redline.service.store.alone import Alone
-from redline.service.store.connection import Database
-from redline.service.store.migrating import SCRIPTS
+from redline.service.store import Store, connection
+from redline.service.store.connection import SCRIPTS, Alone, Database
 from redline.service.tables import METADATA, VERSIONS
 from sqlalchemy import text
 
@@ -236,7 +234,7 @@ def test_one_server_has_a_database_until_it_ends(url):
 
 
 def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresql_url, monkeypatch):
-    monkeypatch.setattr(alone, "LOOK_S", 0.05)
+    monkeypatch.setattr(connection, "LOOK_S", 0.05)
     lost = threading.Event()
 
     def cut(database):

@@ -11,8 +11,7 @@ import pytest
 from pools import a_store
 from redline.results import View
 from redline.service.records import SearchState
-from redline.service.searcher_slots import SearcherSlots
-from redline.service.searchers import Searchers
+from redline.service.searchers import Searchers, SearcherSlots
 
 pytestmark = pytest.mark.slow
 REQUEST = {

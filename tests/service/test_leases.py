@@ -3,7 +3,7 @@
 import pytest
 from redline.base.errors import AttemptOver, LeaseOver, NotFound, Refused, UsageError
 from redline.service.records import DryRunState
-from redline.service.store.forgiveness import FORGIVEN, MOST_ATTEMPTS
+from redline.service.store.dry_runs import FORGIVEN, MOST_ATTEMPTS
 
 OK = {"status": "ok", "throughput": 12.5}
 

@@ -10,7 +10,7 @@ import pool_process
 import pytest
 from redline.service.records import DryRunState
 from redline.service.store import Store
-from redline.service.store.forgiveness import MOST_ATTEMPTS
+from redline.service.store.dry_runs import MOST_ATTEMPTS
 from redline.service.store.part import tell
 
 

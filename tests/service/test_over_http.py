@@ -5,7 +5,7 @@ import time
 
 import pytest
 from redline.base.errors import LeaseOver, NotFound, Refused, UsageError
-from redline.service.over_http import ServerPool
+from redline.service.pool import ServerPool
 from redline.service.transport import Away
 from redline.service.worker import small
 from served import SEARCH, served

@@ -12,10 +12,9 @@ import psutil
 import pytest
 from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
-from redline.service import searcher_slots, searchers as module
+from redline.service import searchers as module
 from redline.service.records import SearchState
-from redline.service.searcher_slots import SearcherSlots
-from redline.service.searchers import MOST_DEATHS, Searchers
+from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
 
 
 @pytest.fixture
@@ -89,8 +88,8 @@ def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_a
 
 def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch):
     """A user over their quota held every slot with no device busy."""
-    monkeypatch.setattr(searcher_slots, "UNABLE_S", 0.2)
-    monkeypatch.setattr(searcher_slots, "DECIDE_S", 0.05)
+    monkeypatch.setattr(module, "UNABLE_S", 0.2)
+    monkeypatch.setattr(module, "DECIDE_S", 0.05)
     store, searching = service
     store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
     bob = store.add_user("bob")

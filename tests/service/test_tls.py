@@ -12,7 +12,7 @@ import redline as rl
 from certificates import authority
 from redline.base.errors import UsageError
 from redline.cli.worker import worker as worker_command
-from redline.service.over_http import ServerPool
+from redline.service.pool import ServerPool
 from redline.service.server import ServeOptions, _check
 from redline.service.transport import Away
 from served import served

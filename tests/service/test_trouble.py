@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from redline.base.errors import RunnerError, StorageAhead
-from redline.service.helper import MOST_WAITING, Helper
+from redline.service.child_processes import MOST_WAITING, Helper
 from redline.service.server import ServeOptions, serve
 from redline.service.store import connection as connections
 from redline.service.tables import VERSIONS

@@ -6,7 +6,7 @@ from redline.models.architecture import Architecture
 from redline.models.layouts.lazy import Stored
 from redline.models.layouts.weights import LazyWeights
 from redline.models.lora import AdaptedArchitecture, Lora
-from redline.training.numerics import FAMILIES
+from redline.testing.numerics import FAMILIES
 
 
 def architecture(family, *, lora=None, **more):

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from redline.schedule import create_schedule, rounding
 from redline.schedule.liger import replace_modules
-from redline.training import numerics
+from redline.testing import numerics
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 

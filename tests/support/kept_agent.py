@@ -29,9 +29,9 @@ def kept_agent():
 def _one_agent(kept_agent):
     """What runs on this machine has that agent, which is started when it is first needed."""
     from redline.runners import local
-    from redline.tuner import tuning
+    from redline.tuner import search_setup
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "HostAgent", kept_agent)
-        patch.setattr(tuning, "HostAgent", kept_agent)
+        patch.setattr(search_setup, "HostAgent", kept_agent)
         yield

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from redline.schedule import rounding
 from redline.schedule.compare import Comparison
 from redline.schedule.parallel.replicas import whole_gradient
-from redline.training import numerics
+from redline.testing import numerics
 
 MARGIN = 3.0
 """A planted fault departs by more than this times the tolerance; the rest must stay below it by as much

@@ -11,8 +11,8 @@ from redline.results.names import holds_run
 from redline.runners import TrialRequest
 from redline.service.placing import Placed
 from redline.service.pool_runner import PoolRunner
+from redline.service.searcher import Telling
 from redline.service.store import Store
-from redline.service.telling import Telling
 from redline.space import Space
 from redline.tuner import tune
 

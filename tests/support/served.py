@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 import httpx
 from redline.service.api.app import make_app
-from redline.service.api.connections import GuardedServer, guarded
+from redline.service.api.connections import GuardedServer, Rates, guarded
 from redline.service.api.feed import Feed
-from redline.service.api.limits import Rates
-from redline.service.api.metrics import Metrics
-from redline.service.api.parts import Parts
+from redline.service.api.parts import Metrics, Parts
+from redline.service.child_processes import Helper
 from redline.service.dispatcher import Dispatcher
 from redline.service.estimates import Estimates
-from redline.service.helper import Helper
 from redline.service.runs import Runs
-from redline.service.searcher_slots import SearcherSlots
+from redline.service.searchers import SearcherSlots
 from redline.service.server import STUDIES_WAITING
 from redline.service.store import Store
 

@@ -14,7 +14,8 @@ from redline.models.spaces import default_space
 from redline.schedule import create_schedule
 from redline.schedule.forward import layers_of
 from redline.schedule.primitives.fused import FusedLoss
-from redline.training import Training, numerics
+from redline.testing import numerics
+from redline.training import Training
 from torch import nn
 from torch.nn import functional as F
 

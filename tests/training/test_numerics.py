@@ -12,7 +12,8 @@ from redline.models.families import schedule_of
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
 from redline.schedule.parallel.collectives import PlannedMesh
-from redline.training import Training, numerics
+from redline.testing import numerics
+from redline.training import Training
 from tiers import tiered
 from transformers import BertConfig, LlamaConfig
 

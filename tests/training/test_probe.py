@@ -14,8 +14,8 @@ from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together
 from redline.training import Training
 from redline.training.first_step import first_step
-from redline.training.model_structure import ModelStructure
 from redline.training.probe import Cut, samples, take
+from redline.training.training import ModelStructure
 from tiers import tiered
 from torch import nn
 from torch.nn import functional as F
@@ -156,7 +156,7 @@ def restless_ranks(knobs):
 
 
 def restless_norms():
-    from redline.training import numerics
+    from redline.testing import numerics
 
     made = numerics.tiny("gpt2")
     return replace(made, model=replace(made.model, arguments={**made.model.arguments, "resid_pdrop": 0.1}))
@@ -192,7 +192,7 @@ def spread(pool, workload, **knobs):
 
 @pytest.fixture(scope="module")
 def gpt2_on_two(two):
-    from redline.training import numerics
+    from redline.testing import numerics
 
     workload = numerics.tiny("gpt2")
     return workload, spread(two, workload, dp=2, micro_batch=4)
@@ -234,7 +234,7 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_norms_count_pieces_once_however_many_groups_hold_them(four, seed, zero):
-    from redline.training import numerics
+    from redline.testing import numerics
 
     workload = numerics.tiny("gpt2")
     expected = spread(four, workload, dp=4, micro_batch=2)
@@ -256,7 +256,7 @@ def not_summed_over_groups(workload, knobs):
 
 
 def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
-    from redline.training import numerics
+    from redline.testing import numerics
 
     workload = numerics.tiny("gpt2")
     expected = spread(four, workload, dp=4, micro_batch=2)
@@ -266,7 +266,7 @@ def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
 
 @pytest.fixture(scope="module")
 def deeper_gpt2_on_two(two):
-    from redline.training import numerics
+    from redline.testing import numerics
 
     workload = numerics.tiny("gpt2", "pp2 zbv")
     return workload, spread(two, workload, dp=2, micro_batch=4)
@@ -478,7 +478,7 @@ def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
 def test_adapters_that_begin_as_nothing_are_seen_however_they_are_spread(two, knobs):
     pytest.importorskip("peft")
     from redline.models.lora import Lora, with_lora
-    from redline.training import numerics
+    from redline.testing import numerics
 
     workload = with_lora(numerics.tiny("llama"), Lora(r=4))
     expected = spread(two, workload, dp=2)

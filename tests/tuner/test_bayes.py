@@ -7,8 +7,8 @@ import pytest
 import redline as rl
 from redline.results import Measurement, Status, Trial
 from redline.space import Space
+from redline.testing.samplers import boundless_space, failed, finished, ok, search
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.conformance import boundless_space, failed, finished, ok, search
 
 LIMIT = 1000.0
 

@@ -8,8 +8,7 @@ import pytest
 from redline.results import Measurement, Status, Trial
 from redline.runners.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
-from redline.tuner.conditions import Conditions, at_first_speed
-from redline.tuner.history import History
+from redline.tuner.history import Conditions, History, at_first_speed
 from redline.tuner.listener import SearchListener
 
 

@@ -1,5 +1,6 @@
 """Where nobody names the model, what the knobs' standard names say guides the search, and misleads it briefly at most."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -14,8 +15,7 @@ from redline.tuner.default_prior import CPU, assumed_hardware, default_prior
 from redline.tuner.request import Request
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.posterior import SearchPosterior, SurrogatePrior
-from redline.tuner.search_setup import begin
-from redline.tuner.task import resolve_task
+from redline.tuner.search_setup import set_up
 
 H100 = find_hardware("h100-80gb")
 TOTAL = 64
@@ -189,7 +189,8 @@ def test_it_states_no_prediction_of_a_trial():
 def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better():
     def begun(**asked):
         request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
-        return begin(request, resolve_task(request), [], None, lambda message: None)
+        with contextlib.ExitStack() as held:
+            return set_up(request, held, lambda message: None)
 
     assert begun().sampler.knowledge.shape_prior is not None
     assert begun(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None

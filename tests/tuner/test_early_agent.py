@@ -12,7 +12,7 @@ import redline as rl
 from redline.estimator import measuring
 from redline.models.request import TrainingRequest
 from redline.runners.host import HostAgent
-from redline.tuner import running, tuning
+from redline.tuner import search_setup
 from redline.tuner.task import resolve_task
 from torch import nn
 
@@ -30,7 +30,7 @@ def started(monkeypatch):
         def also_import(self, imports):
             """Left out."""
 
-    monkeypatch.setattr(tuning, "HostAgent", Quick)
+    monkeypatch.setattr(search_setup, "HostAgent", Quick)
     yield made
     for each in made:
         each.close()
@@ -106,8 +106,8 @@ def test_what_compiles_is_imported_where_something_may_compile(options, compiles
     task = resolve_task(TrainingRequest("gpt2-tiny", devices=1, **options))
     if "fusion" not in task.space.by_name:
         pytest.skip("nothing compiles on this machine")
-    assert running.may_compile(task.workload, task.space) is compiles
-    assert running.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
+    assert search_setup.may_compile(task.workload, task.space) is compiles
+    assert search_setup.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
 
 
 def test_an_interrupt_while_it_imports_leaves_no_process(tmp_path):

@@ -10,7 +10,7 @@ from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener
 from redline.tuner.loggers import Listeners, logger_names, logging_to
-from redline.tuner.loggers.logger import TrialLogger, metrics_of
+from redline.tuner.loggers.tracker import TrialLogger, metrics_of
 
 
 def train(config):

@@ -8,7 +8,7 @@ import yaml
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status
 from redline.runners import Runner
-from redline.tuner import tuning
+from redline.tuner import search_setup
 from redline.tuner.listener import SearchListener
 from redline.tuner.search import ATTEMPTS
 
@@ -47,7 +47,7 @@ def lost(tmp_path, monkeypatch):
         space = rl.Space()
         space.choice("x", [1, 2, 3, 4, 5])
         made, heard = Fails(works), Ended()
-        monkeypatch.setattr(tuning, "make_runner", lambda *_, **__: made)
+        monkeypatch.setattr(search_setup, "make_runner", lambda *_, **__: made)
         with pytest.raises(RunnerError) as caught:
             rl.tune(lambda config: 0.0, space, sampler="grid", out=tmp_path / "run", listener=heard, **options)
         return made, heard, str(caught.value)
@@ -72,7 +72,7 @@ def test_the_run_is_closed_and_can_be_resumed(lost, tmp_path, monkeypatch):
     lost(3)
     space = rl.Space()
     space.choice("x", [1, 2, 3, 4, 5])
-    monkeypatch.setattr(tuning, "make_runner", lambda *_, **__: Fails(1000))
+    monkeypatch.setattr(search_setup, "make_runner", lambda *_, **__: Fails(1000))
     result = rl.tune(lambda config: 0.0, space, sampler="grid", out=tmp_path / "run", resume=True)
     assert sorted(trial.config["x"] for trial in result.all_trials) == [1, 2, 3, 4, 5]
     assert [trial.number for trial in result.all_trials] == list(range(5))

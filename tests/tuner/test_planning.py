@@ -12,8 +12,7 @@ from redline.base.errors import NothingFound, SpaceError
 from redline.estimator import Estimator, TrainingSetup
 from redline.space import Config
 from redline.tuner import planning
-from redline.tuner.planning import CLEARLY_LESS, plan, safer
-from redline.tuner.same_training import beginning_with, smallest, training_space, with_samples_of
+from redline.tuner.planning import CLEARLY_LESS, beginning_with, plan, safer, smallest, training_space, with_samples_of
 from tiers import tiered
 
 H100, A100 = "h100-80gb", "a100-80gb"

@@ -9,7 +9,7 @@ from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial
 from redline.space import Config
-from redline.tuner import running
+from redline.tuner import search_setup
 from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.result import make_result
 from redline.tuner.search import Search
@@ -85,12 +85,12 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
 def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):
     request = SimpleNamespace(limit_mib=None, runner=None, concurrency=None, runs_on="local", out="runs/a")
     task = SimpleNamespace(own=object(), simulated=False, devices=2, device=SimpleNamespace(type="cpu"))
-    monkeypatch.setattr(running, "available_memory_mib", lambda: 16000)
-    assert running.memory_of_rank(request, task) == 7200.0
-    assert running.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
-    monkeypatch.setattr(running, "available_memory_mib", lambda: 7388)
+    monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 16000)
+    assert search_setup.memory_of_rank(request, task) == 7200.0
+    assert search_setup.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
+    monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 7388)
     with pytest.raises(UsageError, match=r"'runs/a' had 7,799 MiB a rank, but this host has 3,694 MiB a rank left"):
-        running.memory_of_rank(request, task, earlier_mib=7799.0)
+        search_setup.memory_of_rank(request, task, earlier_mib=7799.0)
     with RunFolder.open(tmp_path / "a", {"rank_memory_mib": 7799.0}, knobs={"a": [1]}):
         pass
     assert RunFolder.asked(tmp_path / "a")["rank_memory_mib"] == 7799.0

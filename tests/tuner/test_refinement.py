@@ -16,10 +16,10 @@ from redline.results.again import judged
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
-from redline.tuner.earlier_runs import read_runs
 from redline.tuner.listener import SearchListener
-from redline.tuner.predicting import refiner
+from redline.tuner.refinement import refiner
 from redline.tuner.search import REFINEMENT, Refinement, Search
+from redline.tuner.transfer import read_runs
 
 
 class Memory:

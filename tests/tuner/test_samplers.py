@@ -13,8 +13,7 @@ import pytest
 from redline.base.errors import MissingDependency, UsageError
 from redline.results import Status
 from redline.space import Space
-from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.conformance import (
+from redline.testing.samplers import (
     boundless_space,
     conditional_space,
     failed,
@@ -26,6 +25,7 @@ from redline.tuner.samplers.conformance import (
     vast_space,
     wide_space,
 )
+from redline.tuner.samplers import make_sampler, sampler_names
 from redline.tuner.samplers.containment import contained
 
 
@@ -42,7 +42,7 @@ PROPOSALS = """
 import json
 import optuna, scipy.optimize, scipy.sparse, scipy.stats, torch
 from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.conformance import finished, plausible, process_state, wide_space
+from redline.testing.samplers import finished, plausible, process_state, wide_space
 space = wide_space()
 trials = finished(space.sample(14, 9), plausible)
 proposals, changes = {}, {}
@@ -101,7 +101,7 @@ class TestRegistry:
         code = """
 import sys
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.conformance import small_space
+from redline.testing.samplers import small_space
 make_sampler("random", small_space()).propose([], 2)
 print([name for name in ("hebo", "gpytorch", "sklearn") if name in sys.modules])
 """
@@ -169,7 +169,7 @@ class TestTPE:
     def test_many_skipped_trials_do_not_drown_the_few_that_worked(self):
         from redline.tuner.samplers.encoding import Encoding
         from redline.tuner.samplers.observations import observe
-        from redline.tuner.samplers.tpe import _without_surplus_failures
+        from redline.tuner.samplers.optuna_samplers import _without_surplus_failures
 
         space = wide_space()
         configs = space.sample(100, 0)
@@ -181,10 +181,12 @@ class TestTPE:
 
     @pytest.mark.parametrize(("declare", "tried"), [(wide_space, 100), (conditional_space, 10)])
     def test_points_it_draws_are_valid_and_new_without_being_moved(self, monkeypatch, declare, tried):
-        from redline.tuner.samplers import tpe
+        from redline.tuner.samplers import optuna_samplers
 
         asked = []
-        monkeypatch.setattr(tpe, "ask", lambda *args, ask=tpe.ask: asked.append(ask(*args)) or asked[-1])
+        monkeypatch.setattr(
+            optuna_samplers, "ask", lambda *args, ask=optuna_samplers.ask: asked.append(ask(*args)) or asked[-1]
+        )
         space = declare()
         trials = finished(space.sample(tried, 1), lambda config: ok(float(int(config.id, 16) % 97 + 1)))
         moved = 0
@@ -197,10 +199,12 @@ class TestTPE:
 
 class TestGP:
     def test_the_best_candidate_is_taken_as_it_is(self, monkeypatch):
-        from redline.tuner.samplers import gp
+        from redline.tuner.samplers import optuna_samplers
 
         asked = []
-        monkeypatch.setattr(gp, "ask", lambda *args, ask=gp.ask: asked.append(ask(*args)) or asked[-1])
+        monkeypatch.setattr(
+            optuna_samplers, "ask", lambda *args, ask=optuna_samplers.ask: asked.append(ask(*args)) or asked[-1]
+        )
         space = conditional_space()
         trials = finished(space.sample(10, 1), lambda c: ok(float(c["tp"] + 2 * c["checkpoint"])))
         for seed in range(3):

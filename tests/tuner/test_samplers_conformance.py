@@ -1,8 +1,8 @@
 """Every sampler keeps every promise of `SamplerConformance`."""
 
 import pytest
+from redline.testing.samplers import SamplerConformance
 from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.conformance import SamplerConformance
 from tiers import tiered
 
 QUICKER = {"hebo": {"epochs": 10}}

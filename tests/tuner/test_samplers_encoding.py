@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
-from redline.tuner.samplers.candidates import remaining
-from redline.tuner.samplers.conformance import (
+from redline.testing.samplers import (
     boundless_space,
     conditional_space,
     failed,
@@ -19,6 +18,7 @@ from redline.tuner.samplers.conformance import (
     vast_space,
     wide_space,
 )
+from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.encoding import ABSENT, MAX_LISTED, Encoding
 from redline.tuner.samplers.model_based import spread, thin
 from redline.tuner.samplers.observations import observe

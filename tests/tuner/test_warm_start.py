@@ -9,10 +9,9 @@ import redline as rl
 import yaml
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
-from redline.tuner.earlier_runs import EarlierRun, read_runs, take
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.predictor import Predictor
-from redline.tuner.task_similarity import task_similarity
+from redline.tuner.samplers.judge import Predictor
+from redline.tuner.transfer import EarlierRun, read_runs, take, task_similarity
 from redline.tuner.warm_start import WarmStart
 
 HERE = {
@@ -398,7 +397,7 @@ def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
     """A network a third as fast as stated: what another model's run found of it is known before the first trial."""
     from redline.estimator import find_hardware
     from redline.tuner.predicting import estimator_of
-    from redline.tuner.same_devices import calibrations
+    from redline.tuner.transfer import calibrations
 
     hardware = find_hardware("h100-80gb")
     slow = hardware.replace(intra_node=replace(hardware.intra_node, gb_per_s=hardware.intra_node.gb_per_s / 3))

@@ -1,8 +1,4 @@
-"""The folder of a training's checkpoints: whole ones by their steps, the last few of them, each file with its checksum.
-
-A checkpoint is written beside and renamed once it is whole, so that whatever ends a process leaves those before as they
-were. Its `manifest.json` says what it is of, the size and SHA-256 of each of its files, and a SHA-256 of all that.
-"""
+"""The checkpoint folder: its layout, manifest, retention and validation."""
 
 import contextlib
 import hashlib
@@ -10,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +15,38 @@ from typing import Any, BinaryIO
 
 from ...base.errors import StudyError
 from ...base.writing import sync_folder, write_atomic
-from .reading import Reading, Report, ignore
+
+EVERY_S = 5.0
+"""How often it is reported, s. What is read sooner is not reported at all."""
+Report = Callable[[Mapping[str, Any]], None]
+"""Takes lines of a training's log."""
+
+
+def ignore(line: Mapping[str, Any]) -> None:
+    """Reports nothing."""
+
+
+class Reading:
+    """Counts the bytes that a rank has read.
+
+    Args:
+        what: is read, in words.
+        of: bytes that this rank reads in all.
+        report: takes a line of kind `progress` with `what`, `bytes` and `of`, at most every `EVERY_S`.
+    """
+
+    def __init__(self, what: str, of: int, report: Report) -> None:
+        self._what, self._of, self._report = what, of, report
+        self._bytes, self._reported_at = 0, time.monotonic()
+
+    def __call__(self, size: int) -> None:
+        """Counts bytes that were read just now."""
+        self._bytes += size
+        now = time.monotonic()
+        if now - self._reported_at >= EVERY_S:
+            self._reported_at = now
+            self._report({"kind": "progress", "what": self._what, "bytes": self._bytes, "of": self._of})
+
 
 MANIFEST = "manifest.json"
 FROZEN = "frozen"

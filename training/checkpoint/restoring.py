@@ -7,8 +7,7 @@ from ...base.errors import StudyError
 from ...models.layouts.dcp import dcp_tensors
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights
-from .folder import KEPT, REPLACES, Checkpoint, CheckpointFolder, put_aside
-from .reading import Report, ignore
+from .folder import KEPT, REPLACES, Checkpoint, CheckpointFolder, Report, ignore, put_aside
 from .saver import Saver
 from .state import State
 

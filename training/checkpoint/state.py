@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from ...models.layouts.fit import differences, unlike
 from ...models.layouts.lazy import LazyTensors
-from ...models.layouts.weights import Weights, lazy_tensors
-from .reading import Reading, Report, ignore
+from ...models.layouts.weights import Weights, differences, lazy_tensors, unlike
+from .folder import Reading, Report, ignore
 
 if TYPE_CHECKING:
     import torch

@@ -1,18 +1,244 @@
-"""Documents read from files, a piece at a time: never more than a few MiB of them are in memory."""
+"""Documents of a corpus: local files and datasets, plain text and chats."""
 
 import codecs
 import gzip
 import importlib
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from ...base._transformers import refusals
 from ...base.errors import MissingDependency, WorkloadError, unknown
-from ...base.reading import Malformed, parse_json
-from .sources import GZIP, Source
+from ...base.reading import Malformed, parse_json, path_of
+from .order import TrainOn
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Chat = tuple[np.ndarray, np.ndarray | None]
+"""Tokens of a conversation, uint32, and which of them are predicted, bool; None for all."""
+
+
+def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: TrainOn) -> list[Chat]:
+    """Conversations as tokens; the template writes all special tokens.
+
+    What the assistant says is what the template marks with `{% generation %}`. Where it marks nothing, it is what a
+    message of the assistant adds to the text up to where its answer begins, up to its end.
+
+    Raises:
+        WorkloadError: there is no template, it refuses a conversation, or where an answer begins and ends cannot be told.
+    """
+    template = None if tokenizer is None else tokenizer.chat_template
+    if not template:
+        whose = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
+        raise WorkloadError(
+            f"{pieces[0].where} is a conversation, but {whose} has no chat template; give a tokenizer with one, or a "
+            "field that holds text"
+        )
+    if train_on == "assistant" and not tokenizer.is_fast:
+        raise WorkloadError(
+            f"the tokenizer in {tokenizer.name_or_path} does not tell which characters a token is made of, by which the "
+            "assistant's are found; give train_on=all, or a tokenizer with a tokenizer.json"
+        )
+    if train_on == "assistant" and _GENERATION.search(tokenizer.get_chat_template()):
+        return _marked_by_template(tokenizer, pieces)
+    whole = [_rendered(tokenizer, _messages(piece), piece.where) for piece in pieces]
+    spans = [
+        _answers(tokenizer, piece, text) if train_on == "assistant" else None for piece, text in zip(pieces, whole)
+    ]
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=train_on == "assistant", **options)
+    out: list[Chat] = []
+    for number, found in enumerate(spans):
+        ids = np.asarray(made["input_ids"][number], dtype=np.uint32)
+        out.append((ids, None if found is None else _within(made["offset_mapping"][number], found)))
+    return out
+
+
+def _marked_by_template(tokenizer: Any, pieces: "Sequence[Piece]") -> list[Chat]:
+    conversations = [_messages(piece) for piece in pieces]
+    for piece, conversation in zip(pieces, conversations):
+        _rendered(tokenizer, conversation, piece.where)  # the batch below would not say which one is refused
+    made = tokenizer.apply_chat_template(
+        conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},
+    )  # fmt: skip
+    return [
+        (np.asarray(ids, dtype=np.uint32), np.asarray(mask, dtype=bool))
+        for ids, mask in zip(made["input_ids"], made["assistant_masks"])
+    ]
+
+
+def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]]:
+    """Where in a conversation's text the assistant's messages begin and end, in characters."""
+    messages = _messages(piece)
+    out = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _rendered(tokenizer, messages[:number], piece.where, answer_follows=True) if number else ""
+        until = _rendered(tokenizer, messages[: number + 1], piece.where)
+        if not (until.startswith(before) and whole.startswith(until)):
+            raise WorkloadError(
+                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} in another way "
+                "where others follow, so that what the assistant says cannot be told; mark it in the template with "
+                "{% generation %}, or give train_on=all"
+            )
+        out.append((len(before), len(until)))
+    return out
+
+
+def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Of tokens that reach from one character to another, those that lie in spans; bool."""
+    begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    out = np.zeros(len(begins), dtype=bool)
+    for first, last in spans:
+        out |= (begins >= first) & (ends <= last) & (ends > begins)
+    return out
+
+
+def _rendered(tokenizer: Any, messages: "Conversation", where: str, *, answer_follows: bool = False) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
+    except refusals(TemplateError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {said}") from error
+    return str(text)
+
+
+def _messages(piece: "Piece") -> "Conversation":
+    assert isinstance(piece.content, list)
+    return piece.content
+
+
+Kind = Literal["text", "jsonl", "parquet", "datasets", "tokens", "indexed"]
+
+KINDS: dict[str, Kind] = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".bin": "tokens",
+    ".idx": "indexed",
+}
+"""Kinds by a file's ending; a `.bin` with an `.idx` beside it is `indexed`."""
+GZIP = ".gz"
+"""What stands behind the ending of a text or of JSON lines that gzip has compressed."""
+KINDS |= {f"{ending}{GZIP}": kind for ending, kind in KINDS.items() if kind in ("text", "jsonl")}
+OF_TOKENS = ("tokens", "indexed")
+_ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
+"""Names, without ending, of files that lie beside data and are none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A file with data, or what counts as one."""
+
+    path: Path
+    """The file; of `indexed` the `.bin`; of `datasets` the folder."""
+    kind: Kind
+    """What it holds."""
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Path, size in bytes and time of the last change in ns of each of its files: they differ where data does.
+
+        Contents are not read for this: that takes as long as reading the data at every start. What tokens came of
+        them has a digest of its own.
+        """
+        files = [self.path]
+        if self.kind == "indexed":
+            files.append(self.path.with_suffix(".idx"))
+        elif self.kind == "datasets":
+            files = sorted(each for each in self.path.iterdir() if each.is_file())
+        try:
+            about = [(os.path.abspath(each), each.stat()) for each in files]
+        except OSError as error:
+            raise WorkloadError(f"cannot read the data in {self.path}: {error.strerror}") from None
+        return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in about]
+
+
+def find_sources(paths: Iterable[str]) -> list[Source]:
+    """The sources that files and folders hold, those of a folder by name.
+
+    Raises:
+        WorkloadError: one is not there, is of no known kind, or tokens and texts are mixed.
+    """
+    found = [source for path in paths for source in _sources_at(path_of(path))]
+    tokens = [each for each in found if each.kind in OF_TOKENS]
+    if tokens and len(tokens) < len(found):
+        other = next(each for each in found if each.kind not in OF_TOKENS)
+        raise WorkloadError(
+            f"{tokens[0].path} holds tokens and {other.path} text; give data of one of the two, or make tokens of both"
+        )
+    return found
+
+
+def _sources_at(path: Path) -> Iterator[Source]:
+    if path.is_dir():
+        yield from _in_folder(path)
+    elif path.is_file():
+        kind = KINDS.get(_ending(path))
+        if kind is None:
+            said = unknown("ending of a data file", _ending(path) or "none", KINDS)
+            raise WorkloadError(f"{path}: {said}")
+        yield _file(path, kind)
+    elif path.with_name(path.name + ".idx").is_file():
+        yield _file(path.with_name(path.name + ".bin"), "indexed")
+    else:
+        raise WorkloadError(f"the data file or folder {path} does not exist")
+
+
+def _file(path: Path, kind: Kind) -> Source:
+    if kind == "tokens" and path.with_suffix(".idx").is_file():
+        kind = "indexed"
+    if kind == "indexed":
+        for part in (path.with_suffix(".bin"), path.with_suffix(".idx")):
+            if not part.is_file():
+                raise WorkloadError(f"{path}: tokens with an index need a .bin and an .idx, but {part} does not exist")
+        path = path.with_suffix(".bin")
+    return Source(path=path, kind=kind)
+
+
+def _in_folder(folder: Path) -> Iterator[Source]:
+    """What a folder holds: `datasets`, or files of one kind; of such with splits in their names, those of training."""
+    if (folder / "dataset_dict.json").is_file():
+        if not (folder / "train").is_dir():
+            names = sorted(each.name for each in folder.iterdir() if each.is_dir())
+            raise WorkloadError(f"{folder} has no split 'train'; give the folder of one of {', '.join(names)}")
+        folder = folder / "train"
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        yield Source(path=folder, kind="datasets")
+        return
+    files = [each for each in sorted(folder.rglob("*")) if each.is_file() and _is_data(each.relative_to(folder))]
+    found = list(dict.fromkeys(_file(each, KINDS[_ending(each)]) for each in files))
+    if not found:
+        raise WorkloadError(f"the folder {folder} holds no data: no file ends in {', '.join(KINDS)}")
+    kinds = sorted({each.kind for each in found})
+    if len(kinds) > 1:
+        raise WorkloadError(f"the folder {folder} holds data of several kinds ({', '.join(kinds)}); name the files")
+    yield from [each for each in found if each.path.name.startswith("train")] or found
+
+
+def _is_data(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts)
+    ending = _ending(path)
+    return not hidden and ending in KINDS and path.name.lower().removesuffix(ending) not in _ABOUT_DATA
+
+
+def _ending(path: Path) -> str:
+    """The ending of a file's name, with what is before `.gz`."""
+    packed = path.suffix.lower() == GZIP
+    return "".join(path.suffixes[-2:] if packed else path.suffixes[-1:]).lower()
+
 
 Conversation = list[dict[str, Any]]
 PIECE = 1 << 20

@@ -10,9 +10,8 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import BYTE_OFFSET, load_tokenizer
-from .chat import Chat, encode_conversations
-from .documents import BadRows, Piece
-from .plan import BYTES, TrainOn
+from .documents import BadRows, Chat, Piece, encode_conversations
+from .order import BYTES, TrainOn
 
 BATCH_CHARACTERS = 1 << 21
 """Text that is tokenised at once: enough for all threads of a fast tokenizer."""

@@ -1,13 +1,22 @@
-"""Samples from a workload that makes its own batches."""
+"""Batches from a workload's own batch maker or from a dataset object."""
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ...base.errors import WorkloadError
 from ...models.batches import batch_slice, each_tensor, entries, make_batch
-from ...models.data import TokenBatches
+from ...models.data import Task, TokenBatches
 from ...models.workload import Batch, Workload
 from ..seeds import step_seed
+from .order import DataPlan, shuffled
+from .preparing import Heard, prepare
+from .samples import TrainingData
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FromWorkload:
@@ -98,3 +107,174 @@ def _joined(pieces: list[Batch]) -> Batch:
     held = [entries(each) for each in pieces]
     joined: dict[Any, Any] = {key: torch.cat([each[key] for each in held]) for key in held[0]}
     return joined if isinstance(pieces[0], dict) else tuple(joined.values())
+
+
+def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard = lambda share: None) -> TrainingData:
+    """What a workload is trained on.
+
+    Args:
+        plan: what is asked; without paths it is the workload's own data.
+        workload: what is trained.
+        cache: a folder for tokens.
+        heard: told now and then which share of files that are read for the first time is read, from 0 to 1.
+
+    Raises:
+        WorkloadError: as `prepare`; files are given for a workload that makes its own batches.
+    """
+    batch = workload.batch
+    if not plan.paths:
+        return FromWorkload(workload, seed=plan.seed, num_evaluation=4 * workload.global_batch)
+    if not isinstance(batch, TokenBatches):
+        raise WorkloadError(
+            f"{workload.name} makes its own batches, which files do not replace: leave --data out, or read them in its batch "
+            "function"
+        )
+    return prepare(
+        plan, seq_len=batch.seq_len, task=batch.task, vocab_size=batch.vocab_size, cache=cache, pad_id=batch.pad_id,
+        heard=heard,
+    )  # fmt: skip
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Dataset(Protocol):
+    """What PyTorch calls a map-style data set, as Hugging Face `datasets` and lists are too."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class FromDataset:
+    """A data set as `TrainingData`: epochs follow each other, each in an order of its own that follows from the seed.
+
+    Args:
+        dataset: samples by their numbers, each a dict, a tuple or a single one of tensors, arrays, numbers or lists of them.
+        collate: makes a batch of a list of samples; None stacks them.
+        task: what language models of tokens learn, which says which labels count; None where all samples count alike.
+        shuffle: whether an epoch has an order of its own; otherwise all have that of the data set.
+        seed: of the order.
+
+    Raises:
+        WorkloadError: it cannot be read by number, or is empty, or its samples make no batch.
+    """
+
+    num_evaluation = 0
+    """None are set apart: whoever has a data set has another for that."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        collate: Collate | None = None,
+        task: Task | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        check_dataset(dataset)
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.collate = collate or stacked
+        labels = entries(self._made([0])).get("labels")
+        self.even = task in (None, "image") or labels is None or labels.dim() < 2
+
+    @property
+    def num_training(self) -> int:
+        """Samples of an epoch."""
+        return len(self.dataset)
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """Samples at these positions by their number, int64, shape [count]."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        return shuffled(positions, len(self.dataset), self.seed) if self.shuffle else positions % len(self.dataset)
+
+    def __call__(self, start: int, count: int) -> Batch:
+        """The samples at these positions."""
+        return self._made(self.ids(start, count).tolist())
+
+    def evaluation(self, start: int, count: int) -> Batch:
+        """There are none.
+
+        Raises:
+            IndexError: always.
+        """
+        raise IndexError(f"samples {start} to {start + count - 1} were asked for, but none are held out of a data set")
+
+    def describe(self) -> dict[str, Any]:
+        """What the data is, as plain data."""
+        follows = {"samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+        kind = type(self.dataset).__name__
+        return {"paths": [], "name": kind, **follows, "digest": "-".join(map(str, (kind, *follows.values())))}
+
+    def _made(self, numbers: list[int]) -> Batch:
+        batch = self.collate([self.dataset[number] for number in numbers])
+        if isinstance(batch, Mapping):
+            return dict(batch)
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuses what has no samples by number.
+
+    Raises:
+        WorkloadError: says what to give instead.
+    """
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if isinstance(dataset, DataLoader):
+        raise WorkloadError(
+            "a DataLoader decides on batches itself, which must follow from the strategy here: give its dataset, and its "
+            "collate_fn as collate="
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise WorkloadError(
+            f"a {type(dataset).__name__} cannot be read by number, so that the order of its samples would hang on the ranks "
+            "that read it: give a data set with __len__ and __getitem__, or files"
+        )
+    if not len(dataset):
+        raise WorkloadError(f"the {type(dataset).__name__} that is to be trained on is empty")
+
+
+def stacked(samples: Sequence[Any]) -> Batch:
+    """A batch of samples whose parts have one shape: a dict of dicts, a tuple of all others.
+
+    Raises:
+        WorkloadError: a part is no number or tensor, or has several shapes.
+    """
+    import torch
+
+    parts = [_parts(each) for each in samples]
+    for each in parts:
+        if each.keys() != parts[0].keys():
+            raise WorkloadError(f"samples have other parts: {_names(parts[0])}, and {_names(each)}")
+    made = {name: torch.stack(_tensors(name, [each[name] for each in parts])) for name in parts[0]}
+    return {str(name): each for name, each in made.items()} if isinstance(samples[0], Mapping) else tuple(made.values())
+
+
+def _parts(sample: Any) -> dict[str | int, Any]:
+    if isinstance(sample, Mapping):
+        return entries(dict(sample))
+    return entries(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,))
+
+
+def _names(parts: Mapping[str | int, Any]) -> str:
+    return ", ".join(map(str, parts))
+
+
+def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
+    import torch
+
+    try:
+        made = [torch.as_tensor(each) for each in values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WorkloadError(
+            f"part {name!r} of a sample is a {type(values[0]).__name__}, of which no tensor can be made ({error}); leave it out "
+            "of the data set, or give collate="
+        ) from error
+    other = next((each.shape for each in made if each.shape != made[0].shape), None)
+    if other is not None:
+        raise WorkloadError(
+            f"part {name!r} of the samples has the shapes {tuple(made[0].shape)} and {tuple(other)}, which make no batch: pad "
+            "the samples to one length, or give collate=, such as a transformers data collator"
+        )
+    return made

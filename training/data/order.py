@@ -1,20 +1,67 @@
-"""Order and chance as functions of numbers alone, the same on every machine and with every version of a library.
+"""The order of samples: train and validation split, shuffling, and which rank reads which of each step."""
 
-    x         position or sample number                       [count], uint64
-    key       what a permutation or a stream is told by       [count] or scalar, uint64
-    n         numbers that are permuted, 0 to n - 1
-
-Numbers are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195). A permutation
-is a Feistel network over the smallest power of two that holds n, walked until it comes to a number below n (Black and
-Rogaway, 2002, doi:10.1007/3-540-45760-7_9): any place of it is known at once, and nothing is stored.
-"""
-
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import numpy as np
 
+from ...base.errors import WorkloadError, unknown
+from ...models.request import Asked
+
 if TYPE_CHECKING:
     import torch
+
+
+STRETCHES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The last samples of each of up to 64 equal stretches of the data are held out.
+
+    They come from all over the data, follow from it alone (not from the seed, so that trainings can be compared), and
+    few of them lie beside a sample of training that is cut from the same document.
+    """
+
+    samples: int
+    """Of the data."""
+    evaluation: int
+    """Of these, held out."""
+
+    @staticmethod
+    def of(samples: int, share: float) -> "Split":
+        """So that a share of the samples is held out: of more than one at least one, and never all."""
+        wanted = max(1, round(samples * share)) if share else 0
+        return Split(samples=samples, evaluation=min(wanted, max(samples - 1, 0)))
+
+    @property
+    def training(self) -> int:
+        """Samples that are not held out."""
+        return self.samples - self.evaluation
+
+    @cached_property
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the stretches: where they begin, and how many samples of training and of evaluation come before."""
+        stretches = max(1, min(STRETCHES, self.evaluation))
+        numbers = np.arange(stretches + 1, dtype=np.int64)
+        begins = numbers * self.samples // stretches
+        before = numbers * self.evaluation // stretches
+        return begins, begins - before, before
+
+    def training_ids(self, numbers: np.ndarray) -> np.ndarray:
+        """Sample ids of the training split's samples by their numbers there, int64."""
+        begins, training, _ = self._bounds
+        stretch = np.searchsorted(training, numbers, side="right") - 1
+        return begins[stretch] + numbers - training[stretch]
+
+    def evaluation_ids(self, numbers: np.ndarray) -> np.ndarray:
+        """Sample ids of the held-out samples by their numbers there, int64."""
+        begins, _, evaluation = self._bounds
+        stretch = np.searchsorted(evaluation, numbers, side="right") - 1
+        held = evaluation[stretch + 1] - evaluation[stretch]
+        return begins[stretch + 1] - held + numbers - evaluation[stretch]
+
 
 ROUNDS = 8
 """Of the network: with few bits in a half, fewer are not yet even."""
@@ -96,3 +143,84 @@ class HashedDraw:
 
     def below(self, bound: int, shape: tuple[int, int]) -> "torch.Tensor":
         return (self.uniform(shape) * bound).long()
+
+
+Packing = Literal["packed", "documents", "padded"]
+TrainOn = Literal["all", "assistant"]
+BYTES = "bytes"
+"""The tokenizer that takes text by bytes."""
+LARGEST_SHARE = 0.5
+"""Of the samples, what may be held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """What is asked of the data of a training.
+
+    Raises:
+        WorkloadError: a field is not what it must be.
+    """
+
+    paths: Annotated[
+        tuple[str, ...],
+        Asked(
+            "Text, JSON lines, Parquet, datasets folders or token files; repeatable.",
+            flag="data",
+            metavar="FILE",
+            many=True,
+        ),
+    ] = ()
+    """Files or folders: text (`.txt`, `.md`) and JSON lines (`.jsonl`, `.ndjson`, `.json`), either as it is or with `.gz`,
+    Parquet, a folder of such or of Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron
+    by either or their prefix."""
+    tokenizer: Annotated[
+        str | None,
+        Asked("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
+    ] = None
+    """Folder of a Hugging Face tokenizer; None or `bytes` takes text by bytes. Of a `.bin` it says which token ends a
+    document."""
+    field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
+    """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content`, or
+    ShareGPT's `from` and `value`, there is a conversation, written as text by the tokenizer's chat template."""
+    packing: Annotated[
+        Packing | None,
+        Asked(
+            "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
+            metavar="NAME",
+        ),
+    ] = None
+    """`packed`: samples are cut from all documents in a row. `documents`: the same, but no token sees or is predicted
+    from another document. `padded`: a document a sample, cut and padded. None: `padded` for conversations, else `packed`."""
+    train_on: Annotated[
+        TrainOn | None,
+        Asked("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="NAME"),
+    ] = None
+    """`assistant`: of conversations only what the assistant says is predicted. None: `assistant` for conversations, else
+    `all`."""
+    held_out: Annotated[float, Asked("Share of samples held out for evaluation.", type=float)] = 0.0
+    """Share of the samples that is set apart for evaluation, from 0 to 0.5."""
+    shuffle: Annotated[bool, Asked("Reorder samples in each epoch.")] = True
+    """Whether each epoch has an order of its own; otherwise all have that of the data."""
+    skip_bad_rows: Annotated[bool, Asked("Skip and count rows that cannot be read.")] = False
+    """Whether rows of JSON lines, Parquet and datasets that cannot be read, or hold no text or conversation, are left out and
+    counted; otherwise the first of them is refused."""
+    seed: Annotated[int, Asked("Seed of weights, order and dropout.", type=range(1 << 63))] = 0
+    """Of the order, and of what masked language models hide."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.paths, str):
+            raise WorkloadError(f"data must be a sequence of files or folders, but got {self.paths!r}")
+        if not all(self.paths):
+            raise WorkloadError(
+                "the data must be files or folders, but one is an empty text; give a path, or leave it out"
+            )
+        if not self.field:
+            raise WorkloadError("the field of the data must be the name of a column, but is empty; give field=text")
+        if self.packing is not None and self.packing not in get_args(Packing):
+            raise WorkloadError(unknown("packing", self.packing, get_args(Packing)))
+        if self.train_on is not None and self.train_on not in get_args(TrainOn):
+            raise WorkloadError(unknown("train_on", self.train_on, get_args(TrainOn)))
+        if not 0 <= self.held_out <= LARGEST_SHARE:
+            raise WorkloadError(
+                f"held_out must be a share of the samples from 0 to {LARGEST_SHARE}, but is {self.held_out}"
+            )

@@ -15,9 +15,8 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import Task
-from .cache import made_once, read_about
-from .plan import DataPlan, Packing
-from .store import TokenStore
+from .order import DataPlan, Packing
+from .store import TokenStore, made_once, read_about
 
 if TYPE_CHECKING:
     from torch import nn

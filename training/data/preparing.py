@@ -11,16 +11,12 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import Task, window
-from .cache import made_once
-from .documents import BadRows, Piece, pieces_of
+from .documents import OF_TOKENS, BadRows, Piece, Source, find_sources, pieces_of
 from .encoder import encoded, encoder_of, tokenizer_digest
+from .order import BYTES, DataPlan, Split
 from .packing import Layout, Usable, usable_rows
-from .plan import BYTES, DataPlan
 from .samples import Samples
-from .sources import OF_TOKENS, Source, find_sources
-from .split import Split
-from .store import TokenStore, write_about_tokens, write_texts
-from .token_files import TokenFile, indexed_tokens, plain_tokens
+from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
 
 FORMAT = 1
 """Of what is kept in the cache; another where tokens of the same files would be others."""

@@ -10,10 +10,8 @@ import numpy as np
 
 from ...models.data import Task, inputs_and_labels
 from ...models.workload import Batch
-from .order import HashedDraw, shuffled
+from .order import DataPlan, HashedDraw, Split, shuffled
 from .packing import Layout, Usable
-from .plan import DataPlan
-from .split import Split
 
 if TYPE_CHECKING:
     import torch

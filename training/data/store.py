@@ -1,8 +1,17 @@
-"""Tokens, document boundaries and what is trained on, in files: how they are written, and read through memory maps."""
+"""Token files on disk: made once under a lock, written in shards, read by memory map."""
 
+import fcntl
 import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +19,242 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import WorkloadError
-from .cache import read_about
+from ...base.writing import cannot_write, make_folder
+from .documents import Source
 from .encoder import Encoded, Encoder
-from .token_files import TokenFile, chunks
+
+ABOUT = "about.json"
+"""In each such folder: what it was made of and what it holds, written last."""
+ABANDONED_S = 3600.0
+"""Time without a change after which the unfinished folder of another host counts as left behind, s."""
+
+
+def made_once(cache: Path, wanted: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]) -> Path:
+    """The folder of what is wanted: found, or made while others that want it wait.
+
+    It is made under another name and then renamed, so that a process that is killed leaves nothing that counts. They wait
+    by flock(2), which a process that is gone does not hold. Where a file system has no locks, several make it, and the first
+    that is done wins.
+
+    Args:
+        cache: the folder it will be in.
+        wanted: all that it follows from, as plain data.
+        make: fills an empty folder, and says what it holds as plain data; `files` there are its files' sizes in bytes.
+
+    Raises:
+        StudyError: the cache cannot be written.
+    """
+    key = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
+    folder = cache / key
+    if _whole(folder):
+        return folder
+    make_folder(cache)
+    try:
+        with _lock(cache / f".{key}.lock"):
+            if not _whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # it was altered
+                _sweep(cache, key)
+                _make(folder, wanted, make)
+    except OSError as error:
+        raise cannot_write(cache, error) from error
+    return folder
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What such a folder holds."""
+    return dict(json.loads((folder / ABOUT).read_bytes()))
+
+
+def _whole(folder: Path) -> bool:
+    """Whether it is there, each file with its size."""
+    try:
+        sizes = read_about(folder)["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _make(folder: Path, wanted: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]) -> None:
+    unfinished = folder.with_name(f".{folder.name}.{_host()}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        holds = make(unfinished)
+        files = {}
+        for each in sorted(unfinished.iterdir()):
+            files[each.name] = each.stat().st_size
+            _sync(each)
+        about = {**holds, "wanted": wanted, "files": files}
+        (unfinished / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        _sync(unfinished / ABOUT)
+        try:
+            os.rename(unfinished, folder)
+        except OSError:
+            if not _whole(folder):  # without locks another may have been quicker
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _sweep(cache: Path, key: str) -> None:
+    """Removes what killed processes left: of this host at once, since none of it holds the lock, of others by age."""
+    for each in cache.glob(f".{key}.*.*"):
+        mine = each.name.rpartition(".")[0] == f".{key}.{_host()}"
+        with suppress(OSError):
+            newest = max((part.stat().st_mtime for part in (each, *each.iterdir())), default=0.0)
+            if (mine and not _running(each.name)) or time.time() - newest > ABANDONED_S:
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def _running(name: str) -> bool:
+    """Whether the process of this host whose number a name ends with is there."""
+    number = name.rpartition(".")[2]
+    return number.isdigit() and Path(f"/proc/{number}").exists() and int(number) != os.getpid()
+
+
+def _host() -> str:
+    return re.sub(r"[^\w-]", "_", socket.gethostname())
+
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CHUNK = 1 << 22
+"""Numbers that are looked at together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFile:
+    """Tokens in a file, as they lie there."""
+
+    path: str
+    """The file."""
+    dtype: str
+    """Their type, as NumPy names it."""
+    count: int
+    """How many."""
+
+    def open(self) -> np.ndarray:
+        """The tokens, mapped into memory."""
+        return np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.count,)))
+
+
+def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
+    """The tokens of a nanoGPT file.
+
+    Raises:
+        WorkloadError: it is empty, not of whole tokens, or its tokens are wider than the vocabulary needs.
+    """
+    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    size = source.path.stat().st_size
+    if not size:
+        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
+    if size % dtype.itemsize:
+        raise WorkloadError(
+            f"{source.path} has {size} bytes, and tokens of a vocabulary of {vocab_size} have {dtype.itemsize} each"
+        )
+    found = TokenFile(path=str(source.path.absolute()), dtype=dtype.name, count=size // dtype.itemsize)
+    begin = found.open()[:CHUNK]
+    if dtype == np.uint16 and len(begin) >= 4 and not begin[1::2].any() and begin.any():
+        raise WorkloadError(
+            f"{source.path}: every other token is 0, as if tokens had 4 bytes, but those of a vocabulary of {vocab_size} "
+            "have 2; write them as uint16"
+        )
+    return found
+
+
+def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
+    """The tokens of Megatron's files, and the tokens that their documents begin at, with the end of the last, int64.
+
+    Raises:
+        WorkloadError: the index is damaged, is not of these tokens, or does not name them in a row.
+    """
+    index = source.path.with_suffix(".idx")
+    data = np.memmap(index, dtype=np.uint8, mode="r") if index.stat().st_size >= _HEADER.size else np.zeros(0, np.uint8)
+    magic, version, code, sequences, marks = (
+        _HEADER.unpack(data[: _HEADER.size].tobytes()) if len(data) else (b"", 0, 0, 0, 0)
+    )
+    if magic != _MAGIC:
+        raise WorkloadError(f"{index} is no index of Megatron's: it does not begin with MMIDIDX")
+    if version != 1 or code not in _TYPES:
+        raise WorkloadError(
+            f"{index} has version {version} and type {code}; known are version 1 and types {list(_TYPES)}"
+        )
+    if len(data) < _HEADER.size + 12 * sequences + 8 * marks:
+        raise WorkloadError(f"{index} is cut short: it has {len(data)} bytes for {sequences} sequences; copy it again")
+    lengths, pointers, documents = _parts(data, sequences, marks)
+    dtype = np.dtype(_TYPES[code])
+    count = _in_a_row(index, lengths, pointers, dtype.itemsize)
+    size = source.path.stat().st_size
+    if size != count * dtype.itemsize:
+        raise WorkloadError(
+            f"{source.path} has {size} bytes, but its index names {count} tokens of {dtype.itemsize} bytes; they do not "
+            "belong together"
+        )
+    if not count:
+        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
+    ordered = not (np.diff(documents) < 0).any()
+    if not marks or documents[0] or not ordered or documents[-1] != sequences:
+        raise WorkloadError(f"{index} is damaged: its documents are not those of its {sequences} sequences")
+    begins = np.append(np.asarray(pointers) // dtype.itemsize, count)[np.asarray(documents)]
+    return TokenFile(path=str(source.path.absolute()), dtype=dtype.name, count=count), np.unique(begins)
+
+
+def _parts(data: np.ndarray, sequences: int, marks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    at = _HEADER.size
+    parts = []
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", marks)):
+        size = np.dtype(dtype).itemsize * count
+        parts.append(data[at : at + size].view(dtype))
+        at += size
+    return parts[0], parts[1], parts[2]
+
+
+def _in_a_row(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """How many tokens the sequences have, each of which must begin where the one before ends."""
+    count = 0
+    for at in range(0, len(lengths), CHUNK):
+        some = np.asarray(lengths[at : at + CHUNK], dtype=np.int64)
+        ends = count + np.cumsum(some)
+        if (some < 0).any() or not np.array_equal(pointers[at : at + CHUNK], (ends - some) * itemsize):
+            raise WorkloadError(f"{index}: its sequences do not follow each other in the .bin; build the files anew")
+        count = int(ends[-1])
+    return count
+
+
+def chunks(file: TokenFile, vocab_size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The tokens of a file a chunk at a time, with the number of each chunk's first.
+
+    Raises:
+        WorkloadError: a token is not of the vocabulary.
+    """
+    tokens: Any = file.open()
+    for at in range(0, file.count, CHUNK):
+        some = tokens[at : at + CHUNK]
+        for wrong in (int(some.max()), int(some.min())):
+            if not 0 <= wrong < vocab_size:
+                raise WorkloadError(
+                    f"{file.path} holds token {wrong}, but the model's vocabulary has {vocab_size}; they do not belong "
+                    "together"
+                )
+        yield at, some
+
 
 TOKENS, BOUNDARIES, TRAINED = "tokens.bin", "boundaries.bin", "trained.bin"
 

@@ -13,9 +13,8 @@ from ...knobs.strategy import BLOCK_KNOBS, STANDARD
 from ...models import Workload
 from ...models.spaces import make_space
 from ...space import Config, Knob
-from ..planning import plan
+from ..planning import plan, with_samples_of
 from ..ranks import Place
-from ..same_training import with_samples_of
 from ..train.chosen import in_words
 from ..train.strategy import read_source
 from .optimisations import Followed, follow, read_list

@@ -1,10 +1,14 @@
-"""A tracker of experiments: opened, written to and closed, and left alone once it has failed."""
+"""Experiment trackers: the interface, and the trials of a search written to one."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...results import Trial, summary
 from ...results.columns import fold
+from ..listener import SearchListener, SearchPlan
+from ..result import Result
 
 
 class Tracker:
@@ -47,3 +51,81 @@ class Tracker:
         except self.failures as error:
             self._state = "failed"
             self._say(f"nothing more is logged to {self.name}, which failed: {fold(str(error))[:300]}")
+
+
+METRICS = (
+    "throughput",
+    "step_ms",
+    "step_ms_spread",
+    "peak_memory_mib",
+    "tflops_per_device",
+    "mfu",
+    "loss",
+    "seconds_total",
+    "predicted_throughput",
+    "predicted_memory_mib",
+)
+"""The numbers of a trial that are logged, by their columns' names."""
+
+
+class TrialLogger(Tracker, SearchListener):
+    """Writes each trial to a tracker. A subclass fills in `open`, `log`, `summarise` and `close`.
+
+    Args:
+        folder: the run's folder.
+        say: told what the user should know.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(folder, say)
+        self._best: float | None = None
+
+    def open(self, plan: SearchPlan) -> None:
+        """The search starts."""
+        raise NotImplementedError
+
+    def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
+        """A trial has ended. `best` is the highest throughput so far."""
+        raise NotImplementedError
+
+    def summarise(self, result: Result) -> None:
+        """The search has ended with a result."""
+
+    def began(self, plan: SearchPlan) -> None:
+        self._guarded("open", plan)
+
+    def finished(self, trial: Trial) -> None:
+        if trial.ok and (self._best is None or trial.throughput > self._best):
+            self._best = trial.throughput
+        self._guarded("log", trial, metrics_of(trial), self._best)
+
+    def ended(self, result: Result) -> None:
+        self._guarded("summarise", result)
+
+
+def metrics_of(trial: Trial) -> dict[str, float]:
+    """The finite numbers of a finished trial by name."""
+    measured = trial.measurement
+    own = {
+        "predicted_throughput": trial.predicted_throughput,
+        "predicted_memory_mib": trial.predicted_memory_mib,
+    }
+    found = {name: own[name] if name in own else getattr(measured, name) for name in METRICS}
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(float(value))}
+
+
+def knobs_of(trial: Trial) -> dict[str, bool | int | float | str]:
+    """The configuration as values every tracker takes."""
+    plain = (bool, int, float, str)
+    return {name: each if isinstance(each, plain) else str(each) for name, each in trial.config.items()}
+
+
+def headline_of(result: Result) -> dict[str, float]:
+    """The numbers of the result: the winner's and the default's throughput and their ratio, as far as known."""
+    found = {
+        "best_throughput": result.best.throughput if result.best else None,
+        "default_throughput": result.default.throughput if result.default else None,
+        "gain": result.gain,
+    }
+    found |= {f"trials_{status}": count for status, count in summary.counts(result.all_trials).items()}
+    return {name: float(value) for name, value in found.items() if value is not None}

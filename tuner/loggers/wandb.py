@@ -11,8 +11,7 @@ from ..listener import SearchPlan
 from ..result import Result
 from ..train.listener import Begun
 from . import training as trained
-from .logger import TrialLogger, headline_of, knobs_of
-from .tracker import Tracker
+from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
 
 PROJECT = "redline"

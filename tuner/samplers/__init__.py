@@ -12,8 +12,8 @@ _SAMPLERS = {
     "bayes": ("bayes", "BayesSampler"),
     "random": ("random_search", "RandomSampler"),
     "grid": ("grid", "GridSampler"),
-    "tpe": ("tpe", "TPESampler"),
-    "gp": ("gp", "GPSampler"),
+    "tpe": ("optuna_samplers", "TPESampler"),
+    "gp": ("optuna_samplers", "GPSampler"),
     "hebo": ("hebo", "HEBOSampler"),
 }
 

@@ -1,4 +1,4 @@
-"""What is left to gain, whoever proposes: the search ends where that is not worth its time."""
+"""Judgements of the posterior: what is left to gain, and the measurement expected of a trial."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,36 @@ import numpy as np
 from scipy.special import stdtr
 
 from ...results import Trial
+from ...space import Config
 from .containment import one_blas_thread
 from .posterior import SearchPosterior, SurrogatePrior
+
+
+class Predictor:
+    """States what the estimate of a search says.
+
+    Args:
+        knowledge: of the space.
+    """
+
+    def __init__(self, knowledge: SurrogatePrior) -> None:
+        self.knowledge = knowledge
+
+    def prediction(self, config: Config) -> tuple[float | None, float | None]:
+        """Throughput and peak memory (MiB) that the prior states; None where it states none."""
+        answers = self.knowledge.answers
+        if answers is None or self.knowledge.relative:
+            return None, None
+        if not answers.knows(config) and self.knowledge.small:
+            answers.of(list(self.knowledge.space))  # all at once: what is wrong with the prior is said of all
+        found = answers.of([config])
+        throughput, memory = found.log_throughput[0], found.log_memory[0]
+        return _number(throughput), _number(memory)
+
+
+def _number(log: float) -> float | None:
+    return float(np.exp(log)) if np.isfinite(log) else None
+
 
 WORTHWHILE = 0.01
 """Gain in log throughput for which a search goes on."""

@@ -9,8 +9,7 @@ from ...base.errors import UsageError
 from ...results import Measurement, Status, Trial
 from ...space import Config, Space
 from .candidates import Candidates, remaining
-from .encoding import Encoding
-from .features import Features
+from .encoding import Encoding, Features
 from .gaussian_process import Kernel, Posterior, Scales
 from .model_based import SAMPLE
 from .observations import observe

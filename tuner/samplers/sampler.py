@@ -16,7 +16,7 @@ class Sampler(ABC):
     comes with `trials`, which holds finished, failed and pending trials alike. The same seed and the
     same trials give the same proposals, in any process.
 
-    A new sampler proves itself by inheriting `redline.tuner.samplers.conformance.SamplerConformance`.
+    A new sampler proves itself by inheriting `redline.testing.samplers.SamplerConformance`.
 
     Args:
         space: the valid configurations.

@@ -8,8 +8,8 @@ from ...base.errors import StudyError, UsageError, unknown
 from ...base.reading import path_of
 from ...models.architecture import Architecture
 from ...models.layouts.adapters import merged
-from ...models.layouts.beside import own_generation, own_tokenizer
 from ...models.layouts.find import LAYOUTS
+from ...models.layouts.hugging_face import own_generation, own_tokenizer
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.save import main_dtype
 from ...models.layouts.weights import LazyWeights, Weights
@@ -19,7 +19,7 @@ from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
 from ...training.checkpoint.restoring import check, stored_in
 from ...training.checkpoint.state import AVERAGE, MODEL
-from ...training.data.plan import BYTES
+from ...training.data.order import BYTES
 from .request import TrainRequest
 from .strategy import Source
 

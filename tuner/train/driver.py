@@ -45,12 +45,10 @@ from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import Ended, LoopPlan
 from ..loggers import logging_training_to
-from .again import taken_up, with_schedule
 from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener
-from .request import TrainRequest
+from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import Source, after_oom, anew, read_source, winner
-from .tokenizer import with_tokenizer
 
 LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""

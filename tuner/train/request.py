@@ -1,21 +1,52 @@
-"""What is asked of a training: the one form that `redline.train` and the command line fill in."""
+"""The request for a training: the form that `redline.train` and the command line fill in, and what a resumed one may change."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 from ...base.errors import UsageError, unknown
 from ...base.reading import absolute
+from ...models.layouts.hugging_face import difference, own_tokenizer
 from ...models.request import Asked, either
 from ...runners.registry import RUNNERS
 from ...training.data import DataPlan
-from ...training.data.plan import BYTES
+from ...training.data.documents import OF_TOKENS, find_sources
+from ...training.data.order import BYTES
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ..budget import parse_memory
 from ..loggers import logger_names
+
+
+def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "TrainRequest":
+    """The request, with the tokenizer of the checkpoint that it begins with where it names none and its data is text.
+
+    Args:
+        request: what is asked.
+        say: told what a user should know: that another tokenizer is given than the weights were learnt with, or none is there.
+
+    Raises:
+        WorkloadError: the data is not there, or a tokenizer cannot be loaded.
+    """
+    if request.weights is None or not request.paths or find_sources(request.paths)[0].kind in OF_TOKENS:
+        return request
+    own = own_tokenizer(request.weights)
+    if request.tokenizer is None:
+        if own is not None:
+            return replace(request, tokenizer=str(own))
+        say(
+            f"'{request.weights}' has no tokenizer and none is given: text is read by bytes; --tokenizer names a folder of one"
+        )
+    elif own is not None and request.tokenizer == BYTES:
+        say(f"text is read by bytes, as asked, but the weights were learnt with the tokenizer in '{own}'")
+    elif own is not None and (how := difference(Path(request.tokenizer), own)):
+        say(
+            f"the tokenizer in '{request.tokenizer}' is another than the one in '{own}', with which the weights were learnt: "
+            f"{how}; without --tokenizer the checkpoint's is taken"
+        )
+    return request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +194,56 @@ MAY_CHANGE = (
 """What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 """Of a request, as they are read."""
+
+
+def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
+    """A request to go on with what was asked before.
+
+    Raises:
+        UsageError: it contradicts that; names what.
+    """
+    before, given = TrainRequest.again(request.source, asked), request.given()
+    was = before.given()
+    for name, value in given.items():
+        if name not in MAY_CHANGE and value != as_listed(getattr(before, name)):
+            raise UsageError(
+                f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot go "
+                f"on with {value!r}; start another one for that"
+            )
+    starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
+    return TrainRequest.again(request.source, asked, **{**given, **starts})
+
+
+def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:
+    """A request that has other steps than the training had so far, with a learning rate that goes on by the schedule of
+    before; and what a user should know of that, empty where there is nothing to know.
+
+    The schedule moves along with the steps only where that changes nothing at the step the training goes on from, as in the
+    stable part of `wsd`; otherwise the rate would jump.
+
+    Args:
+        request: what is asked.
+        before: what was asked until now.
+        step: steps that are done.
+    """
+    old, new = before.section(Hyperparameters), request.section(Hyperparameters)
+    was, horizon = old.lr_factor(step), old.lr_steps or old.steps
+    if new.lr_factor(step) == was:
+        return request, ""
+    if request.lr_steps == before.lr_steps:
+        request = replace(request, lr_steps=horizon)
+        kept = request.section(Hyperparameters)
+        end = f" and stays at {_rate(kept, horizon)} behind it" if request.steps > horizon else ""
+        return request, (
+            f"the learning rate goes on by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
+            f"--lr-steps {request.steps} has it fall over all {request.steps}, from {_rate(new, step)}"
+        )
+    return request, (
+        f"by --lr-steps {request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
+    )
+
+
+def _rate(hyper: Hyperparameters, step: int) -> str:
+    """The learning rate of a step, in words."""
+    factor = hyper.lr_factor(step)
+    return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"

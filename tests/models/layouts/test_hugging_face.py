@@ -14,7 +14,7 @@ from redline.models.layouts.hugging_face import hugging_face
 from redline.models.layouts.safetensors_files import stored_tensors
 from redline.models.layouts.save import write_hugging_face
 from redline.models.layouts.weights import LazyWeights
-from redline.training.numerics import FAMILIES
+from redline.testing.numerics import FAMILIES
 from safetensors.torch import load_file, save_file
 
 MADE = {

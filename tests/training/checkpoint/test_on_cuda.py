@@ -4,8 +4,7 @@ import threading
 
 import torch
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.saver import Saver
-from redline.training.checkpoint.storage import Part, write
+from redline.training.checkpoint.saver import Part, Saver, write
 
 
 def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch, tmp_path):

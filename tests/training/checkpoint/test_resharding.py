@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from redline.models import flops_of
-from redline.training import resharding
+from redline.testing import resharding
 from tiers import tiered
 
 QUICK = [

@@ -14,9 +14,8 @@ from redline.models.layouts.weights import LazyWeights
 from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint import saver
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.saver import shared_out
+from redline.training.checkpoint.saver import parts_of, shared_out, write
 from redline.training.checkpoint.state import State
-from redline.training.checkpoint.storage import parts_of, write
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
 from redline.training.loop import averages

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from redline.base.errors import StudyError, WorkloadError
-from redline.training.data import DataPlan, cache as caches, prepare, preparing, store
+from redline.training.data import DataPlan, prepare, preparing, store
 from texts import TOPICS
 
 FORK = multiprocessing.get_context("fork")
@@ -68,7 +68,7 @@ def test_where_nothing_can_be_locked_they_all_make_it_and_one_counts(corpus, tmp
     def none(fd, how):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(caches.fcntl, "flock", none)
+    monkeypatch.setattr(store.fcntl, "flock", none)
     begin, out = FORK.Event(), FORK.Queue()
     ranks = [FORK.Process(target=_rank, args=(corpus, tmp_path / "cache", None, begin, out)) for _ in range(3)]
     for each in ranks:

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 from redline.base.errors import WorkloadError
+from redline.testing.numerics import FAMILIES, tiny
 from redline.training.data import DataPlan, check_packing, num_predicted
-from redline.training.numerics import FAMILIES, tiny
 
 APART = ["gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3"]
 PLAN = DataPlan(paths=("a.txt",), packing="documents")

@@ -4,8 +4,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from redline.training.data.order import HashedDraw, mix, permuted, shuffled
-from redline.training.data.split import Split
+from redline.training.data.order import HashedDraw, Split, mix, permuted, shuffled
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 9, 63, 64, 65, 1000, 4097])

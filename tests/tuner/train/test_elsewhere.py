@@ -8,8 +8,7 @@ import yaml
 from redline.base.errors import UsageError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.tuner.train.again import taken_up
-from redline.tuner.train.request import TrainRequest
+from redline.tuner.train.request import TrainRequest, taken_up
 from redline.tuner.train.strategy import read_source
 from train_commands import SIZES, curve, trained
 from trainings import unequal

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 from redline.training.hyperparameters import Hyperparameters
-from redline.tuner.train.again import with_schedule
-from redline.tuner.train.request import TrainRequest
+from redline.tuner.train.request import TrainRequest, with_schedule
 from train_commands import ended, lines_of, trained
 
 pytestmark = pytest.mark.timeout(900)

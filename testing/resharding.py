@@ -99,13 +99,13 @@ def part(
     import torch
     import torch.distributed as dist
 
-    from .checkpoint.folder import CheckpointFolder
-    from .checkpoint.restoring import latest, restore
-    from .checkpoint.state import State
-    from .data import FromWorkload
-    from .hyperparameters import Hyperparameters
-    from .loop import Loop, LoopPlan, averages
-    from .training import Training
+    from ..training.checkpoint.folder import CheckpointFolder
+    from ..training.checkpoint.restoring import latest, restore
+    from ..training.checkpoint.state import State
+    from ..training.data import FromWorkload
+    from ..training.hyperparameters import Hyperparameters
+    from ..training.loop import Loop, LoopPlan, averages
+    from ..training.training import Training
 
     hyper = Hyperparameters(steps=BEFORE + AFTER, lr=1e-3, warmup=2, average=0.9)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -145,8 +145,8 @@ def part(
 def _saver(where: Path, rank: int, group: "torch.distributed.ProcessGroup | None") -> Any:
     import torch.distributed as dist
 
-    from .checkpoint.folder import CheckpointFolder
-    from .checkpoint.saver import Saver
+    from ..training.checkpoint.folder import CheckpointFolder
+    from ..training.checkpoint.saver import Saver
 
     folder = CheckpointFolder(where)
     if rank == 0:
@@ -161,7 +161,7 @@ def unequal(one: Path, other: Path) -> list[str]:
     import torch
 
     from ..models.layouts.dcp import dcp_tensors
-    from .checkpoint.folder import CheckpointFolder
+    from ..training.checkpoint.folder import CheckpointFolder
 
     here, there = (dcp_tensors(CheckpointFolder(each).all()[0].path) for each in (one, other))
     missing = sorted(here.keys() ^ there.keys())

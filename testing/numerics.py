@@ -288,7 +288,7 @@ def _train(
     import torch
     import torch.distributed as dist
 
-    from .training import Training
+    from ..training.training import Training
 
     cuda = torch.cuda.is_initialized()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from ...base.errors import UsageError
-from ...results import Measurement, Status, Trial
-from ...space import Config, Space
-from .sampler import Sampler
+from ..base.errors import UsageError
+from ..results import Measurement, Status, Trial
+from ..space import Config, Space
+from ..tuner.samplers.sampler import Sampler
 
 Outcome = Callable[[Config], Measurement]
 FAILURES = [Status.OOM, Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPPED]

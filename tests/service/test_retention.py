@@ -1,8 +1,8 @@
 """Events of searches that are long over are forgotten; the rest stays, and numbers go on."""
 
 import pytest
-from redline.service import forgetting
-from redline.service.forgetting import DAY_S, Forgetting
+from redline.service import retention
+from redline.service.retention import DAY_S, Forgetting
 
 
 def told(store, search=None):
@@ -10,7 +10,7 @@ def told(store, search=None):
 
 
 def test_what_happened_in_a_search_that_ended_long_ago_is_forgotten_and_how_it_ended_is_not(pool, clock, monkeypatch):
-    monkeypatch.setattr("redline.service.store.events.MOST_FORGOTTEN", 3)
+    monkeypatch.setattr("redline.service.store.store.MOST_FORGOTTEN", 3)
     store, old = pool.store, pool.search.id
     running, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)
     for number in range(10):
@@ -54,4 +54,4 @@ def test_a_server_forgets_after_so_many_days(pool, clock, days, left):
     thread.close()
     kinds = [each[0] for each in told(store) if each[0] in ("said", "worker") and each[1] != "joined"]
     assert len(kinds) == left
-    assert forgetting.ROUND_S >= 60
+    assert retention.ROUND_S >= 60

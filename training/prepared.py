@@ -1,0 +1,552 @@
+"""The parts of a training loop of somebody's own that `redline.accelerate` returns: model, optimizer, loader, info."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..base.errors import StudyError, UsageError
+from ..models.batches import batch_slice, each_tensor, entries, to_device
+from ..models.workload import Batch
+from . import gradients
+from .checkpoint.folder import Checkpoint, CheckpointFolder
+from .checkpoint.restoring import latest, restore
+from .checkpoint.saver import Saver
+from .checkpoint.state import State
+from .data.samples import TrainingData
+from .gradients import factors
+from .training import Training
+from .world import World
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class PreparedModel(nn.Module):
+    """`loss = model(**batch)`, for a tuple `model(*batch)`, in any configuration; then `loss.backward()`.
+
+    A call takes this replica's samples of a step, runs their forward and backward passes (micro-batch by micro-batch, or
+    through the pipeline) and returns the mean loss over the global batch, the same on all ranks. `loss.backward()` makes the
+    gradients those of what it is called on: `(loss / 2).backward()` halves them. Under `torch.no_grad()` the forward passes
+    run alone, with any number of samples.
+
+    The model that is trained is `model.module`: scheduled, and this rank's part of it.
+    """
+
+    def __init__(self, steps: "Steps") -> None:
+        super().__init__()
+        self.module = steps.training.model
+        self.__dict__["steps"] = steps
+        self.__dict__["anchor"] = torch.zeros((), device=steps.training.device, requires_grad=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of a batch."""
+        steps: Steps = self.__dict__["steps"]
+        batch = kwargs or args
+        if not torch.is_grad_enabled():
+            return steps.evaluated(batch)
+        loss: torch.Tensor = _Computed.apply(self.__dict__["anchor"], steps.loss(batch), steps.backward)
+        return loss
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of `module`: this rank's part, by the names of the original model. `info.state_dict()` puts it together."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of `module`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class _Computed(torch.autograd.Function):
+    """A loss whose gradients are in place already: going back from it tells what they are to be multiplied by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, told: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.told = told
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.told(gradient)
+        return None, None, None
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose `step` does what the configuration needs: unscales float16, clips where asked, steps.
+
+    Parameter groups and state are those of `optimizer`, the one that the loop asked for, over this rank's parameters:
+    learning-rate schedulers of PyTorch work on it. Behind `step` the gradients are gone; `zero_grad` without a step drops them.
+    """
+
+    def __init__(self, steps: "Steps") -> None:
+        self._steps = steps
+        self.optimizer = steps.training.optimizer
+        """The one that steps."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """That of the optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the optimizer."""
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> None:
+        """One step.
+
+        Raises:
+            UsageError: a closure is given, or there are no gradients.
+        """
+        if closure is not None:
+            raise UsageError("optimizer.step() takes no closure: a step's passes run once, in the call of the model")
+        self._steps.update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients."""
+        self._steps.drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of this rank's part; `info.save` keeps the whole, for any other configuration."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """That of this rank's part."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters are cut and exchanged by what was known when they were prepared."""
+        raise UsageError("parameters cannot be added to a prepared optimizer; freeze or group them in optimizer=")
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+
+class Loader:
+    """This replica's samples of one step after another, on the device, while those of the next are read.
+
+    `for batch in loader` runs to the end of the epoch, and the next loop goes on with the next one; data without epochs, as a
+    workload makes it, goes on for ever. Which samples a step has follows from the seed and from how many steps there were
+    before, whatever the configuration and however often the training was taken up again. A loop that ends earlier, with a
+    batch that it was handed and took no step of, leaves that batch to the next loop.
+
+    Args:
+        steps: of the training whose replica this is.
+        samples: what it is trained on.
+    """
+
+    def __init__(self, steps: "Steps", samples: TrainingData) -> None:
+        self.samples = samples
+        self._steps, self._training = steps, steps.training
+        self._begun, self._since = 0, steps.step
+        """A position, and the steps that were done there."""
+        self._set = 0
+        """How often the position was set."""
+        self._past = 0
+        """Where the last loop that came to an epoch's end was."""
+
+    @property
+    def position(self) -> int:
+        """Samples that the steps so far took, of all replicas together, whatever else was handed out, as by `zip` or ahead of
+        the steps; set it to go on from there."""
+        return self._begun + (self._steps.step - self._since) * self._training.samples_per_step
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._begun, self._since, self._past = value, self._steps.step, value
+        self._set += 1
+
+    def __len__(self) -> int:
+        """Steps that are left of this epoch.
+
+        Raises:
+            TypeError: the data has no epochs.
+        """
+        end = self._end()
+        if end is None:
+            raise TypeError("the data of this loader has no epochs, and so no length")
+        return -(-(end - self.position) // self._training.samples_per_step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.position < self._past:  # batches of the epoch that no step was taken of are over as well
+            self.position = self._past
+        end, step, known = self._end(), self._training.samples_per_step, self._set
+        with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
+            at = self.position
+            following = reader.submit(self._read, at)
+            while end is None or at < end:
+                if known != self._set:  # somebody has set it
+                    at, known = self.position, self._set
+                    following = reader.submit(self._read, at)
+                share = following.result()
+                at += step
+                if end is None or at < end:
+                    following = reader.submit(self._read, at)
+                yield to_device(share, self._training.device)
+        self._past = at
+
+    def _end(self) -> int | None:
+        """Behind the epoch that the position is in."""
+        size = self.samples.num_training
+        return None if size is None else (self.position // size + 1) * size
+
+    def _read(self, first: int) -> Batch:
+        share = self._training.share(self.samples, first)
+        return each_tensor(share, lambda each: each.pin_memory()) if self._training.device.type == "cuda" else share
+
+
+class Steps:
+    """Optimizer steps of a training, in the parts that a loop calls one by one.
+
+    A step is the same in every configuration: the loss of this replica's share of the global batch, its gradients, the
+    optimizer's part. How many micro-batches it is made of, and in what order stages of a pipeline run them, is its own affair.
+
+    Args:
+        training: made without data of its own.
+        samples: where batches come from.
+        clip: largest norm of all gradients together; None for no limit.
+    """
+
+    def __init__(self, training: Training, samples: TrainingData, clip: float | None = None) -> None:
+        if clip is not None and not clip > 0:
+            raise UsageError(f"clip must be a norm above 0, or None for no limit, but got {clip!r}")
+        self.training, self.samples = training, samples
+        self.step = 0
+        """Steps that are done."""
+        self.norm: torch.Tensor | None = None
+        """Norm of all gradients of the last step that was clipped, before that; float64, a scalar on the device."""
+        self._clip = clip
+        self._computed = self._unscaled = self._clipped = False
+
+    def loss(self, batch: Batch) -> "torch.Tensor":
+        """The mean loss over the global batch, the same on all ranks; its gradients are in place afterwards.
+
+        Args:
+            batch: this replica's samples of a step.
+
+        Raises:
+            UsageError: they are not as many, or the step before was not ended.
+        """
+        training = self.training
+        if self._computed:
+            raise UsageError(
+                "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
+                "included, so that every call with gradients is followed by loss.backward() and optimizer.step()"
+            )
+        mine, given = training.micro_batch * training.grad_accum, _size(batch)
+        if given != mine:
+            raise UsageError(
+                f"the model takes this replica's {mine} samples of a step, as the loader gives them, but got {given}; under "
+                "torch.no_grad() it takes any number"
+            )
+        training.reseed(self.step)
+        batches = training.micro_batches(to_device(batch, training.device))
+        total = training.passes(batches, factors=factors(training, self.samples, batches))
+        self._computed = True
+        return total.detach()
+
+    def evaluated(self, batch: Batch) -> "torch.Tensor":
+        """The mean loss over what all replicas give, without gradients; all ranks call it, with as many samples.
+
+        Raises:
+            UsageError: a step is under way whose gradients this would take away.
+        """
+        training = self.training
+        if training.world.pp > 1:
+            if self._computed:
+                raise UsageError(
+                    "in a pipeline an evaluation takes away the gradients: call optimizer.step() before it evaluates"
+                )
+            return training.passes([to_device(batch, training.device)])
+        size, count = training.micro_batch, _size(batch)
+        parts = [batch_slice(batch, at, min(at + size, count)) for at in range(0, count, size)]
+        batches = [to_device(each, training.device) for each in parts]
+        weights = factors(training, self.samples, batches)
+        if weights is None and count % size:
+            import torch
+
+            shares = [_size(each) * len(parts) / count for each in parts]
+            weights = torch.tensor(shares, device=training.device)
+        return training.passes(batches, factors=weights)
+
+    def backward(self, factor: "torch.Tensor | float" = 1.0) -> None:
+        """Makes the gradients those of the loss times a factor."""
+        if not self._computed:
+            raise UsageError("there is no loss to go back from: call the model first, with gradients switched on")
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        import torch
+
+        scale = torch.as_tensor(factor, device=self.training.device)
+        if scale.device.type == "cpu" and float(scale) == 1.0:
+            return
+        gradients.multiply(self.training, scale.float())
+
+    def clip(self, max_norm: float) -> "torch.Tensor":
+        """Clips all gradients by their norm together, over all ranks.
+
+        Returns:
+            The norm before, float64, a scalar on the device.
+        """
+        if not self._computed:
+            raise UsageError("there are no gradients to clip: call the model and loss.backward() first")
+        training = self.training
+        self._unscale()
+        total = gradients.square(training)
+        if training.world.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(total)
+        self.norm = total.sqrt()
+        gradients.multiply(training, (max_norm / (self.norm + 1e-6)).clamp(max=1.0).float())
+        self._clipped = True
+        return self.norm
+
+    def update(self) -> None:
+        """The optimizer's part; the gradients are gone after it.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if not self._computed:
+            raise UsageError(
+                "optimizer.step() has no gradients: call the model with a batch of the loader, and loss.backward(), before"
+            )
+        if self._clip is not None and not self._clipped:
+            self.clip(self._clip)
+        self._unscale()
+        self.training.precision.step(self.training.optimizer)
+        self.step += 1
+        self.drop()
+
+    def drop(self) -> None:
+        """Takes the gradients away, be they used or not."""
+        self.training.optimizer.zero_grad(set_to_none=True)
+        self._computed = self._unscaled = self._clipped = False
+
+    def _unscale(self) -> None:
+        if not self._unscaled:
+            self.training.precision.unscale(self.training.optimizer)
+            self._unscaled = True
+
+
+def _size(batch: Batch) -> int:
+    """Samples of a batch."""
+    parts = entries(batch)
+    if not parts:
+        kind = "names" if isinstance(batch, Mapping) else "positions"
+        raise UsageError(f"the model was called without a batch: give the loader's, whose {kind} it takes")
+    return int(next(iter(parts.values())).shape[0])
+
+
+class Info:
+    """The configuration of a training, why it is that, and what acts on all ranks together.
+
+    Args:
+        steps: of the training.
+        loader: of its batches.
+        why: why it is that configuration, in a sentence for people.
+        notes: what of a strategy could not be followed, a sentence each.
+        predicted: throughput, as it was measured in a dry run or estimated; None where neither was.
+        group: of all ranks, of the gloo backend; None for one rank.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        loader: Loader,
+        *,
+        why: str,
+        notes: tuple[str, ...] = (),
+        predicted: float | None = None,
+        group: "ProcessGroup | None" = None,
+    ) -> None:
+        self.why, self.notes, self.predicted = why, notes, predicted
+        self.training = steps.training
+        """Model, optimizer and sizes in this configuration."""
+        self._steps, self._loader, self._group = steps, loader, group
+        self._found: Checkpoint | None = None
+        """The latest checkpoint of this course of steps: loaded, or saved."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration."""
+        return dict(self.training.config)
+
+    @property
+    def world(self) -> World:
+        """What this rank is: its `rank` among `size`, and the degrees `tp`, `pp` and `dp`."""
+        return self.training.world
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, which prints."""
+        return self.world.rank == 0
+
+    @property
+    def device(self) -> "torch.device":
+        """Where this rank trains."""
+        return self.training.device
+
+    @property
+    def precision(self) -> str:
+        """The number formats, by the knob's name."""
+        return str(self.training.config.get("precision", "fp32"))
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.training.samples_per_step
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return self.training.workload.unit
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return self._steps.step
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of all gradients of the last step that was clipped, before that. Reading it waits for the device."""
+        return None if self._steps.norm is None else float(self._steps.norm)
+
+    def backward(self, loss: "torch.Tensor") -> None:
+        """`loss.backward()`, for loops that are written so."""
+        loss.backward()
+
+    def clip(self, max_norm: float) -> "torch.Tensor":
+        """Clips the norm of all gradients together, whatever is cut over ranks how; all ranks call it, between `backward` and
+        `step`. PyTorch's `clip_grad_norm_` would see this rank's part only.
+
+        Returns:
+            The norm before, a scalar on the device.
+        """
+        return self._steps.clip(max_norm)
+
+    def save(self, path: str | Path, *, keep: int = 3, facts: Mapping[str, Any] | None = None) -> Path:
+        """Saves a checkpoint of model, optimizer and position in a folder of checkpoints, for any configuration and any
+        number of ranks; all ranks call it.
+
+        Args:
+            path: the folder, on a file system that all ranks share: a new one, an empty one, or one of checkpoints.
+            keep: checkpoints that it keeps.
+            facts: what the checkpoint is to say beside, as plain data.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            StudyError: it cannot be written, or the folder holds checkpoints of later steps, or something else and no
+                checkpoint; what is there is untouched.
+        """
+        folder = CheckpointFolder(Path(path).absolute(), keep)
+        self._prepare(folder)
+        saver = Saver(folder, self.world.rank, self._group)
+        about = {
+            **(facts or {}),
+            "samples": self._loader.position,
+            "loss_scale": self.training.precision.loss_scale,
+            "configuration": self.config,
+            "devices": self.world.size,
+        }
+        try:
+            saver.save(State(self.training), self.step, about)
+            saved = saver.wait()
+        finally:
+            saver.close()
+        if saved is not None and saved.failure:
+            raise StudyError(f"no checkpoint of step {self.step} could be saved in '{path}': {saved.failure}")
+        self._found = folder.whole(self.step)
+        return self._found.path
+
+    def _prepare(self, folder: CheckpointFolder) -> None:
+        """Has rank 0 make a folder, before any rank writes into it."""
+        failure = [self._made(folder) if self.main else ""]
+        if self._group is not None:
+            import torch.distributed as dist
+
+            dist.broadcast_object_list(failure, src=0, group=self._group)
+        if failure[0]:
+            raise StudyError(failure[0])
+
+    def _made(self, folder: CheckpointFolder) -> str:
+        """Makes a folder; why it cannot take a checkpoint of this step, empty where it can."""
+        here = self._found if self._found is not None and self._found.path.parent == folder.path else None
+        try:
+            folder.prepare(here)
+        except StudyError as error:
+            return str(error)
+        except OSError as error:
+            return f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"
+        later = [str(each.step) for each in folder.all() if each.step > self.step]
+        if not later:
+            return ""
+        return (
+            f"'{folder.path}' holds checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did not "
+            "go on from them; call info.load before the loop, or give another folder"
+        )
+
+    def load(self, path: str | Path) -> bool:
+        """Goes on from the latest checkpoint in a folder, whatever configuration it was saved in; all ranks call it, before
+        the loop.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            StudyError: all there are damaged.
+            WorkloadError: it is of another model.
+        """
+        import warnings
+
+        def say(note: str) -> None:
+            if self.main:
+                warnings.warn(note, RuntimeWarning, stacklevel=3)
+
+        found = latest(CheckpointFolder(Path(path).absolute()), self._group, say)
+        if found is None:
+            return False
+        self._found = found
+        restore(State(self.training), found)
+        self.training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
+        self._steps.step, self._loader.position = found.step, int(found.manifest["samples"])
+        return True
+
+    def state_dict(self) -> "dict[str, torch.Tensor]":
+        """A copy of the whole model's state by the names of the original, on the CPU; all ranks call it.
+
+        Returns:
+            On rank 0; empty on the others.
+        """
+        from ..schedule import full_state_dict
+
+        world = self.world
+        mine = {name: each.detach().to("cpu", copy=True) for name, each in full_state_dict(self.training.model).items()}
+        if world.pp == 1:
+            return mine if self.main else {}
+        import torch.distributed as dist
+
+        # Every stage has the weights of its layers.
+        first = world.dp_rank == 0 and world.tp_rank == 0
+        stages: list[Any] | None = [None] * world.size if self.main else None
+        dist.gather_object(mine if first else {}, stages, group=self._group)
+        return {name: each for stage in stages or () for name, each in stage.items()}
+
+    def __repr__(self) -> str:
+        knobs = " ".join(f"{name}={value}" for name, value in self.config.items())
+        return f"Info({knobs}; {self.why})"

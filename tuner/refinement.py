@@ -1,0 +1,81 @@
+"""Refinement of the winner: checkpointing chosen per block by the estimator, as a further trial."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..base.errors import UsageError
+from ..models import Workload
+from ..results import Trial, summary
+from ..space import Config, Space
+from .history import REFINEMENT
+from .search import Refinement
+
+if TYPE_CHECKING:
+    from ..estimator import Estimator
+
+
+def check_refinable(workload: Workload | None, space: Space) -> None:
+    """Refuses what no refinement block by block can follow.
+
+    Raises:
+        UsageError: so it is.
+    """
+    from ..estimator.layerwise import followed
+
+    if workload is None:
+        raise UsageError(
+            "layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable or a command"
+        )
+    if not followed(workload):
+        raise UsageError(
+            "layerwise needs a schedule that follows checkpoint_blocks, but the workload has one of its own"
+        )
+    if "checkpoint_ratio" not in space.by_name:
+        raise UsageError("layerwise refines checkpoint_ratio, but the space has no such knob")
+
+
+def refiner(
+    estimator: "Estimator | None", space: Space, headroom: float, warn: Callable[[str], None]
+) -> Callable[[Sequence[Trial]], Refinement | None]:
+    """What makes of trials their winner refined block by block, for `Search.refine`.
+
+    The estimator learns from the trials first: which blocks have to be recomputed depends on how much memory is left.
+    Where there is none, or it cannot predict this model, nothing is refined, and `warn` is told why.
+    """
+
+    def refined(trials: Sequence[Trial]) -> Refinement | None:
+        from ..estimator.knob_arrays import knob_arrays
+        from ..estimator.layerwise import MARGIN, refine, relatives
+        from ..estimator.survey import Ranked
+
+        winner = summary.best(trials)
+        if winner is None or winner.sampler == REFINEMENT:
+            return None
+        if estimator is None:
+            warn("the winner is not refined layer by layer: there is no estimate")
+            return None
+        try:
+            learned = estimator.calibrate([trial for trial in trials if not trial.pending])
+            facts = learned.facts_of(knob_arrays([winner.config], learned.training), 0)
+            found = refine(
+                learned,
+                Ranked(config=winner.config, estimate=learned(winner.config)),
+                facts,
+                relatives(space, winner.config),
+                margin=min(MARGIN, 1.0 - headroom),
+            )
+        except UsageError as error:
+            warn(f"the winner is not refined layer by layer: {error}")
+            return None
+        known = found.amounts_to(facts.blocks)
+        if found.gain <= 0 or any(dict(trial.config) == known for trial in trials):
+            return None
+        return Refinement(
+            config=Config(found.config),
+            # What is predicted is the gain: how fast the uniform one is, was measured.
+            predicted_throughput=(1 + found.gain) * winner.throughput,
+            predicted_memory_mib=found.peak_memory_mib,
+            said="\n".join(found.lines()),
+        )
+
+    return refined

@@ -1,0 +1,188 @@
+"""Optuna's samplers: TPE and Gaussian process, over the trials so far as an Optuna study."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, GPSampler as OptunaGPSampler, TPESampler as OptunaTPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from ...space import Config
+from .candidates import Candidates
+from .containment import one_thread
+from .encoding import ABSENT, Encoding
+from .model_based import ModelSampler, thin
+from .observations import Observations
+
+
+def distributions(encoding: Encoding) -> dict[str, BaseDistribution]:
+    """A distribution per free knob, over its codes: ordered knobs as integers, all others as categories.
+
+    A conditional knob is absent below its lowest value, so that every trial has every parameter: Optuna's
+    models leave trials aside that lack one.
+    """
+    out: dict[str, BaseDistribution] = {}
+    for column, name in enumerate(encoding.names):
+        low, high = (ABSENT if encoding.optional[column] else 0), int(encoding.sizes[column]) - 1
+        if encoding.ordered[column]:
+            out[name] = IntDistribution(low, high)
+        else:
+            out[name] = CategoricalDistribution(range(low, high + 1))
+    return out
+
+
+def build_study(sampler: BaseSampler, encoding: Encoding, seen: Observations) -> Study:
+    """A study in memory that maximises the objective and holds every trial seen.
+
+    Failures are told as completed trials of poor value that violate a constraint. It is built afresh for
+    each proposal, which costs milliseconds: a sampler that keeps nothing proposes the same in a resumed run.
+    """
+    with quiet():
+        study = optuna.create_study(sampler=sampler, direction="maximize")
+        space = distributions(encoding)
+        study.add_trials([_trial(space, seen, row) for row in range(len(seen.codes))])
+    return study
+
+
+def _trial(space: dict[str, BaseDistribution], seen: Observations, row: int) -> FrozenTrial:
+    params = dict(zip(space, seen.codes[row].tolist()))
+    if seen.pending[row]:
+        return create_trial(state=TrialState.RUNNING, params=params, distributions=space)
+    # A sampler takes constraints for granted in every trial or in none, and models them at a cost.
+    constraints = {"works": float(seen.violation[row])} if seen.failed.any() else None
+    value = seen.poor if seen.failed[row] else float(seen.objective[row])
+    return create_trial(params=params, distributions=space, value=value, constraints=constraints)
+
+
+def ask(study: Study, encoding: Encoding) -> np.ndarray:
+    """The code that the study's sampler proposes, shape (knobs,); it need not be valid or new."""
+    with quiet():
+        params = study.ask(distributions(encoding)).params
+    return np.array([params[name] for name in encoding.names], dtype=np.int32)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps Optuna from logging that a study was created, and puts its verbosity back."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+class TPESampler(ModelSampler):
+    """Draws where good trials are dense and bad, failed and pending ones are not.
+
+    Multivariate TPE with the constant liar (https://arxiv.org/abs/2304.11127); failures violate a
+    constraint and count among the bad. Of the points that TPE draws, the best that is valid and new is
+    taken; where none is, the nearest one that is.
+    """
+
+    name = "tpe"
+
+    def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
+        tpe = _ConfinedTPE(candidates, seed=int(rng.integers(2**31)))
+        study = build_study(tpe, self._encoding, _without_surplus_failures(seen))
+        return candidates.closest(ask(study, self._encoding), rng)
+
+
+def _without_surplus_failures(seen: Observations) -> Observations:
+    """The trials with all failures beyond twice the successes as pending ones.
+
+    TPE counts a tenth of all finished trials as good. Where most of them failed (a space may be full of
+    configurations that are known not to fit) that would be every success, fast or slow, and failures too.
+    Pending trials count as bad whatever their number.
+    """
+    surplus = np.flatnonzero(seen.failed)[2 * int(seen.ok.sum()) :]
+    violation = seen.violation.copy()
+    violation[surplus] = np.nan
+    return replace(seen, violation=violation)
+
+
+class _ConfinedTPE(OptunaTPESampler):
+    """TPE that prefers, among the points it draws, those that can be proposed."""
+
+    def __init__(self, candidates: Candidates, *, seed: int) -> None:
+        super().__init__(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True, n_ei_candidates=64)
+        self._candidates = candidates
+
+    # Optuna calls this with the points it drew. Were it not to any longer, `closest` would still see to it
+    # that only valid and new configurations are proposed.
+    def _compute_acquisition_func(self, samples: dict[str, np.ndarray], *estimators: object) -> np.ndarray:
+        score = super()._compute_acquisition_func(samples, *estimators)
+        encoding: Encoding = self._candidates.encoding
+        # Optuna numbers categories from 0; the codes of a conditional knob start at ABSENT.
+        codes = np.stack([samples[name] for name in encoding.names], axis=1).astype(np.int32)
+        codes -= (encoding.optional & ~encoding.ordered).astype(np.int32)
+        found: dict[bytes, bool] = {}
+        for i in np.argsort(-score):
+            key = codes[i].tobytes()
+            if key not in found:
+                found[key] = self._candidates.lookup(codes[i]) is not None
+            if found[key]:
+                score[i] = np.inf
+                break
+        return score
+
+
+LIMIT = 4096
+"""Candidates that are scored, at most."""
+CHUNK = 256
+"""Candidates that are scored at once: memory grows with this times trials times knobs."""
+
+
+class GPSampler(ModelSampler):
+    """Takes the candidate with the largest expected improvement times the chance that it works.
+
+    Optuna's Gaussian process with a Matern 5/2 kernel and log constrained expected improvement
+    (https://arxiv.org/abs/2310.20708); a second process learns how far trials are from failing, and
+    pending trials are integrated over. Optuna searches the acquisition function's maximum over a box; here
+    it is evaluated on the valid configurations themselves, which is both exact and quicker.
+    """
+
+    name = "gp"
+
+    def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
+        scored = thin(candidates, LIMIT, seen, rng)
+        gp = _ConfinedGP(scored, seed=int(rng.integers(2**31)))
+        with one_thread():
+            code = ask(build_study(gp, self._encoding, seen), self._encoding)
+        return candidates.closest(code, rng)
+
+
+class _ConfinedGP(OptunaGPSampler):
+    """A GPSampler whose acquisition function is maximised over given candidates."""
+
+    def __init__(self, candidates: Candidates, *, seed: int) -> None:
+        super().__init__(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
+        self._candidates = candidates
+        self._names: tuple[str, ...] = ()
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        self._names = tuple(search_space)
+        return super().sample_relative(study, trial, search_space)
+
+    # Optuna offers this method for overriding but promises nothing for later versions. Were it not to call
+    # it any longer, `closest` would still see to it that only valid and new configurations are proposed.
+    def _optimize_acqf(self, acqf: Any, best_params: np.ndarray | None) -> np.ndarray:
+        points = _normalised(self._candidates.encoding, self._candidates.codes, self._names)
+        scores = [acqf.eval_acqf_no_grad(points[i : i + CHUNK]) for i in range(0, len(points), CHUNK)]
+        return points[np.argmax(np.concatenate(scores))]
+
+
+def _normalised(encoding: Encoding, codes: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    """Codes as Optuna's processes take them, shape (n, names): integers in the middle of equal parts of
+    0 to 1, categories as their number."""
+    columns = [encoding.names.index(name) for name in names]
+    start = codes[:, columns] + encoding.optional[columns]
+    parts = encoding.sizes[columns] + encoding.optional[columns]
+    return np.where(encoding.ordered[columns], (start + 0.5) / parts, start.astype(np.float64))
