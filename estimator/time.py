@@ -112,6 +112,7 @@ def _part_work(
     setup: TrainingSetup,
     hardware: Hardware,
     constants: Constants,
+    distinct: tuple[np.ndarray, np.ndarray],
 ) -> _Work:
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
@@ -122,9 +123,10 @@ def _part_work(
     matmul, back, inputs, outputs = zero, zero, zero, zero
     half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
     kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
+    first, alike = distinct
     for item in part.matmuls:
-        one, two = matmul_seconds(item, tokens, tp, width, hardware, kind_of_product, constants)
-        matmul, back = matmul + one, back + two
+        one, two = matmul_seconds(item, tokens[first], tp[first], width, hardware, kind_of_product, constants)
+        matmul, back = matmul + one[alike], back + two[alike]
         inputs = inputs + item.count * item.rows * item.k / (tp if item.split == "row" else 1.0)
         outputs = outputs + item.count * item.rows * item.n / (tp if item.split == "column" else 1.0)
     attention = zero
@@ -162,6 +164,13 @@ def _part_work(
     )
 
 
+def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
+    """Of many configurations the first of each size of products, and which of these each has."""
+    sizes = (cols.micro_batch * 65536 + cols.tp) * 65536 + cols.sharers
+    _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
+    return first, alike
+
+
 def step_time(
     facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware, constants: Constants
 ) -> Mapping[str, np.ndarray]:
@@ -173,7 +182,8 @@ def step_time(
     out = {name: np.zeros(size) for name in TIME_TERMS}
     out["fixed"][:] = np.inf
     # A part's work is the same in every stage.
-    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
+    distinct = _distinct(cols)
+    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
     for split, at in cols.splits():
         pp, sub = split.pp, cols.take(at)
         cut = staged(facts, split, setup.balance, sub)
@@ -220,7 +230,8 @@ def stage_times(
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp`
     stages."""
-    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
+    distinct = _distinct(cols)
+    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
     return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import UsageError, unknown
+from ..frameworks.registry import find_framework
 from .constants import Constants
 from .setup import TrainingSetup
 
@@ -18,12 +19,23 @@ class Trainer:
     """The facts of a trainer."""
 
     name: str
-    facts: tuple[str, ...] = ()
-    """In words, for people who read an estimate."""
-    setup: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TrainingSetup` that differ from redline's."""
+    reads: str | None = None
+    """The framework of `redline.frameworks` whose conventions it has."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `TrainingSetup` that differ from redline's."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Constants that differ from redline's."""
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        """Fields of `TrainingSetup` that differ from redline's, of a training in bf16."""
+        said = find_framework(self.reads).conventions({"precision": "bf16"}) if self.reads else {}
+        return {**said, **self.own}
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Its facts in words, for people who read an estimate."""
+        return assumed(self.setup)
 
     def training(self, **asked: Any) -> TrainingSetup:
         """The setup of a training by it; what is asked for counts before its facts."""
@@ -34,8 +46,6 @@ class Trainer:
         return base.replace(**self.constants) if self.constants else base
 
 
-_SHARDS = {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-_MASTER = {"precision": "bf16_pure", "master_weights": "fp32"}
 _FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
            "network_noise": 0.14}  # fmt: skip
 """Constants that were fitted to runs of a trainer leave less to doubt."""
@@ -46,36 +56,21 @@ TRAINERS: Mapping[str, Trainer] = {
         Trainer(name="redline"),
         Trainer(
             name="fsdp",
-            facts=("fp32 shards of weights, gradients and states, gathered in bf16; residual stream in bf16",),
-            setup=_SHARDS,
+            own={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True},
         ),
-        Trainer(
-            name="torchtitan",
-            facts=(
-                "FSDP2: fp32 shards of weights, gradients and states, gathered in bf16; residual stream in bf16",
-                "the loss upcasts logits by operators",
-            ),
-            setup={**_SHARDS, "loss": "plain"},
-        ),
+        Trainer(name="torchtitan", reads="torchtitan"),
         Trainer(name="trainer"),
-        Trainer(
-            name="deepspeed",
-            facts=("16-bit weights and gradients beside fp32 master weights and states",),
-            setup={**_MASTER, "gradient_dtype": "bf16"},
-        ),
+        Trainer(name="deepspeed", reads="deepspeed"),
         Trainer(
             name="megatron",
-            facts=("16-bit weights, fp32 gradients to which products add, master weights and states; activations go in slices "
-                   "between stages; cuDNN's attention",),
-            setup={**_MASTER, "gradient_dtype": "fp32", "scatter_transfers": True, "kernels": True,
-                   "attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False},
+            reads="megatron",
+            own={"kernels": True},
             constants={**_FITTED, "launch_us": 31.0, "straggler_ms": 10.0},
         ),
         Trainer(
             name="nanotron",
-            facts=("bf16 weights and gradients beside fp32 accumulators, master weights and states; plain kernels",),
-            setup={**_MASTER, "gradient_dtype": "fp32", "gradient_copy": True, "attention": "flash_attention_2",
-                   "balance": "cost", "reported_rank": "first"},
+            own={"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True,
+                 "attention": "flash_attention_2", "balance": "cost", "reported_rank": "first"},
             constants={
                 **_FITTED,
                 "slack": 0.12,
@@ -110,3 +105,42 @@ def find_trainer(name: str) -> Trainer:
     if name not in TRAINERS:
         raise UsageError(unknown("framework", name, TRAINERS))
     return TRAINERS[name]
+
+
+_LIKE = {"megatron-bridge": "megatron", "nemo": "megatron", "flagscale": "megatron"}
+
+
+def trainer_of(framework: str) -> Trainer:
+    """The facts of what `redline.frameworks` reads, or of what that is built upon; the Trainer's where nothing is known."""
+    return TRAINERS.get(_LIKE.get(framework, framework), TRAINERS["trainer"])
+
+
+def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
+    """What conventions mean for memory, in words."""
+    said = []
+    for name, words in (
+        ("parameter_dtype", "weights are kept in {}"),
+        ("master_weights", "master weights in {}"),
+        ("gradient_dtype", "gradients in {}"),
+    ):
+        if setup.get(name) not in (None, "none"):
+            said.append(words.format(setup[name]))
+    if setup.get("pieces"):
+        said.append("replicas keep pieces of the weights and gather them in 16 bits")
+    if setup.get("gradient_copy"):
+        said.append("backward writes gradients of its own before they are added")
+    if setup.get("keeps_products"):
+        said.append("blocks keep attention and every other product, and recompute the rest")
+    if setup.get("unsharded_gradients"):
+        said.append("gradients are whole while they accumulate")
+    losses = {
+        "plain": "the loss upcasts logits by operators",
+        "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",
+        "fused": "the loss is one kernel over 16-bit logits",
+        "chunked": "the loss never forms the logits",
+    }
+    if setup.get("loss") in losses:
+        said.append(losses[setup["loss"]])
+    if setup.get("products"):
+        said.append(f"products of blocks in {setup['products']}")
+    return tuple(said)
