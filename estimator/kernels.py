@@ -15,6 +15,7 @@ Attention: a kernel's share of the peak at long sequences, from its authors' tab
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def products_of(hardware: Hardware) -> Products:
 
 
 def product_seconds(
-    m: np.ndarray, n: "np.ndarray | float", k: "np.ndarray | float", *, width: float, peak: float, bandwidth: float,
+    m: "np.ndarray | float", n: "np.ndarray | float", k: "np.ndarray | float", *, width: float, peak: float, bandwidth: float,
     like: Products, share: float,
 ) -> np.ndarray:  # fmt: skip
     """Seconds of a product of (m, k) with (k, n).
@@ -97,12 +98,12 @@ def product_seconds(
         like: how the device multiplies.
         share: of that rate that it keeps up.
     """
-    best: np.ndarray | None = None
+    best: Any = np.inf
     for a, b in TILES:
         waves = np.ceil(np.ceil(m / a) * np.ceil(n / b) / like.units)
         rate = peak * like.rate * share * (a * b / WHOLE_TILE) ** like.small
         time = waves * like.units * (2.0 * a * b * (k + like.lost)) / rate
-        best = time if best is None else np.minimum(best, time)
+        best = np.minimum(best, time)
     moved = width * (m * k + k * n + m * n) / (bandwidth * like.bandwidth)
     return like.fixed_us * 1e-6 + np.maximum(best, moved)
 

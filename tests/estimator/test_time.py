@@ -421,9 +421,7 @@ LLAMA2_70B = {
         ({**LLAMA2_70B, "vocabulary": 128256}, 8192, 1, 1.0, 331),
     ],
 )
-def test_torchtitans_published_speeds_are_met_although_nothing_was_fitted_to_them(
-    shape, seq_len, micro_batch, ratio, published
-):
+def test_torchtitans_published_speeds_on_a100_are_met(shape, seq_len, micro_batch, ratio, published):
     # docs/performance.md of pytorch/torchtitan: tokens/s a device under FSDP2 on 64 A100-80GB.
     setup = TrainingSetup(
         devices=64, seq_len=seq_len, global_batch=64 * micro_batch, micro_batch=micro_batch, zero=3,
