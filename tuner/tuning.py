@@ -3,11 +3,11 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import RunnerError, UsageError
+from ..base.errors import RunnerError, SpaceError, UsageError
 from ..base.scratch import Scratch
 from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, summary
@@ -77,11 +77,26 @@ def run_search(request: Request) -> Result:
             asked["first_trial"] = beginning.first.note
         told.listener = held.enter_context(logging_to(request.log_to, request.out, told.listener))
         folder = held.enter_context(_open(request, task, asked, held.enter_context(_folder(request.out)), told))
+        wanted = _wanted(request, task, told)
         begun = (beginning.first.note,) if beginning.first.note and not folder.resumed else ()
         for note in (*folder.notes, *task.notes, *begun):
             told.warn(note)
-        ended, lost = _search(request, task, beginning, folder, watch, agent, told)
+        ended, lost = _search(request, task, beginning, wanted, folder, watch, agent, told)
         return _conclude(request, task, beginning, folder, ended, lost, told)
+
+
+def _wanted(request: Request, task: Task, told: "_Told") -> list[Config]:
+    """The configurations to begin with that are valid here; a note names each of the others."""
+    from ..estimator.survey import checked_config
+
+    found = []
+    for each in request.begin_with:
+        try:
+            found.append(checked_config(task.space, each))
+        except SpaceError as error:
+            what = " ".join(f"{name}={value}" for name, value in each.items())
+            told.warn(f"not tried, because it is not valid here: {what} ({' '.join(str(error).split())[:200]})")
+    return list(dict.fromkeys(found))
 
 
 class _Told:
@@ -140,6 +155,7 @@ def _search(
     request: Request,
     task: Task,
     beginning: SearchSetup,
+    wanted: Sequence[Config],
     folder: RunFolder,
     watch: Stopwatch,
     agent: HostAgent | None,
@@ -164,7 +180,7 @@ def _search(
                 sampler=beginning.sampler,
                 runner=runner,
                 budget=request.budget,
-                first=(first.config,),
+                first=(first.config, *wanted),
                 fallback=first.fallback,
                 trial_timeout_s=request.timeout_s,
                 listener=told.listener,
