@@ -33,6 +33,7 @@ def document(
     command: Sequence[str],
     environment: Mapping[str, Any],
     asked: Mapping[str, Any] | None = None,
+    again_s: float | None = None,
 ) -> dict[str, Any]:
     """What best.yaml says about these trials.
 
@@ -42,7 +43,7 @@ def document(
     the re-measurements
     where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
     measured `again`. `trains` is what of `asked`, run.yaml's, a training by this file alone needs to know.
-    `reproduce` is the command line, quoted for a shell.
+    `seconds_again` is what measuring the leaders again took, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -60,6 +61,8 @@ def document(
         for trial in trials
         if trial.first is not None
     }
+    if again_s:
+        out["seconds_again"] = round(again_s, 1)
     if asked:
         out["trains"] = _trains(asked)
     out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}

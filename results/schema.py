@@ -159,6 +159,7 @@ BEST: Shape = {
     "why": text,
     "gain": number,
     "gain_interval": [number],
+    "seconds_again": number,
     "remeasured": {...: {"first": number, "again": [number]}},
     "trials": {...: count},
     "environment": _ENVIRONMENT,

@@ -82,7 +82,7 @@ def run_search(request: Request) -> Result:
         for note in (*folder.notes, *task.notes, *begun):
             told.warn(note)
         ended, lost = _search(request, task, beginning, wanted, folder, watch, agent, told)
-        return _conclude(request, task, beginning, folder, ended, lost, told)
+        return _conclude(request, task, beginning, folder, ended, lost, told, watch)
 
 
 def _wanted(request: Request, task: Task, told: "_Told") -> list[Config]:
@@ -105,6 +105,8 @@ class _Told:
     def __init__(self, listener: SearchListener) -> None:
         self.listener = listener
         self.notes: list[str] = []
+        self.again_s = 0.0
+        """What measuring the leaders again took, s."""
 
     def warn(self, message: str) -> None:
         """Something the user should know."""
@@ -197,7 +199,10 @@ def _search(
             ended = search.ended
             if request.layerwise:
                 search.refine(refiner(estimator, task.space, request.headroom, told.warn))
-            search.confirm()
+            try:
+                search.confirm()
+            finally:
+                told.again_s = search.again_s
             search.soak(told.warn)
     except KeyboardInterrupt as interrupt:
         return "interrupted", interrupt
@@ -214,6 +219,7 @@ def _conclude(
     ended: str,
     cause: BaseException | None,
     told: _Told,
+    watch: Stopwatch,
 ) -> Result:
     """Writes best.yaml and makes the result.
 
@@ -228,7 +234,8 @@ def _conclude(
         own = folder.path.absolute() / "trials" / str(winner.number)
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
         told.warn(f"the winner's command: {task.command.whole(winner.config, winner.number, own, hosts=hosts)}")
-    folder.write_best(command_of(request, task, beginning.limit_mib, done), devices=task.device.to_dict())
+    command = command_of(request, task, beginning.limit_mib, done)
+    folder.write_best(command, devices=task.device.to_dict(), again_s=told.again_s)
     result = make_result(
         done,
         folder.knobs,
@@ -237,6 +244,8 @@ def _conclude(
         interrupted=interrupted,
         notes=told.notes,
         simulated=task.simulated,
+        seconds=watch.elapsed,
+        seconds_again=told.again_s,
     )
     told.listener.ended(result)
     if isinstance(cause, RunnerError):
