@@ -118,7 +118,9 @@ def estimate(
             say=lambda what: status.update(what),
         )
         if not as_json:
-            click.echo("\n".join(estimate_text.head(document)))
+            status.stop()  # or what is printed begins behind it
+            click.echo("\n".join(estimate_text.head(document, width)))
+            status.start()
         status.update("looking for plans on fewer devices")
         more = {**given, "global_batch": request.global_batch or given["global_batch"]}
         document = with_fewer_devices(

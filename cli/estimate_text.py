@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..estimator.survey import Ranked, Survey
 
 
-def head(document: "EstimateDocument") -> list[str]:
+def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     """What is estimated, and the verdict: whether it fits, how fast it is, and how much faster than untuned."""
     request, setup = document.request, document.request.estimator.training
     sizes = [f"{_count(document.facts.parameters)} parameters"]
@@ -20,7 +20,7 @@ def head(document: "EstimateDocument") -> list[str]:
         sizes.append(f"sequences of {setup.seq_len:,} tokens")
     if request.global_batch:
         sizes.append(f"global batch {request.global_batch:,}")
-    lines = [f"{request.name} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"]
+    lines = _wrapped(f"{request.name} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}", "", width)
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     if document.survey is not None and document.ranked:
@@ -127,7 +127,7 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
             own = {name: value for name, value in each.config.items() if common.get(name, common) != value}
         lines += _wrapped(_config(own, each.lossy), indent, width)
     if common:
-        lines += ["", *_wrapped(f"all plans but untuned: {_config(common, best.lossy)}", "", width)]
+        lines += ["", *_wrapped(f"in all plans but untuned: {_config(common, best.lossy)}", "", width)]
     return [*lines, "", *_legend(document, width)] if document.survey is not None else lines
 
 

@@ -160,7 +160,7 @@ class TerminalListener(ProgressListener):
     def finished(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
-        line = trial_line(trial, self._plan, narrow=self._console.width < _NARROW)
+        line = shortened(trial_line(trial, self._plan, narrow=self._console.width < _NARROW), self._console.width)
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
@@ -221,7 +221,9 @@ class TerminalListener(ProgressListener):
             limits.append(plan.seconds - (time.monotonic() - self._begin))
         known = [trial.measured.seconds_total or 0.0 for trial in self._finished]
         if plan.trials is not None and known:
-            limits.append((plan.trials - done) * statistics.mean(known))
+            usual = statistics.mean(known)
+            under_way = sum(min(time.monotonic() - since, usual) for _, since in self._running.values())
+            limits.append((plan.trials - done) * usual - under_way)
         return max(0.0, min(limits)) if limits else None
 
 
@@ -260,6 +262,20 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     if measured.reason:
         line.append(f"  ({fold(measured.reason)})", style="dim")
     return line
+
+
+def shortened(line: Text, width: int) -> Text:
+    """A line that fits a width: cut behind a word, not within one, where there is a word to cut behind.
+
+    >>> shortened(Text("0  ok  micro_batch=8 precision=fp32"), 28).plain
+    '0  ok  micro_batch=8 …'
+    """
+    if line.cell_len <= width:
+        return line
+    end = line.plain.rfind(" ", 0, width - 1)
+    if end < width // 2:
+        return line
+    return line[:end].append(" …")
 
 
 def _turn(done: int, total: int) -> str:
