@@ -8,16 +8,20 @@ command, page and export then has the same winner, `summary.best`.
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ..base.errors import NothingFound, StudyError, UsageError
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..knobs.lossy import lossy_values
 from . import schema, summary
-from .measurement import Trial
-from .names import BEST
+from .measurement import Measurement, Status, Trial
+from .names import BEST, holds_run
 
-TRAINS = ("model", "workload", "seq_len", "global_batch", "memory_limit_mib")
+PLANNED = "estimate"
+"""Who proposed the configuration of a plan, which was predicted and not run."""
+TRAINS = ("model", "workload", "shape", "seq_len", "global_batch", "memory_limit_mib", "simulated")
 """What of a run's request says what is trained, and in what memory."""
 OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")
 """What of its devices says on what."""
@@ -29,6 +33,7 @@ def document(
     command: Sequence[str],
     environment: Mapping[str, Any],
     asked: Mapping[str, Any] | None = None,
+    again_s: float | None = None,
 ) -> dict[str, Any]:
     """What best.yaml says about these trials.
 
@@ -38,7 +43,7 @@ def document(
     the re-measurements
     where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
     measured `again`. `trains` is what of `asked`, run.yaml's, a training by this file alone needs to know.
-    `reproduce` is the command line, quoted for a shell.
+    `seconds_again` is what measuring the leaders again took, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -56,6 +61,8 @@ def document(
         for trial in trials
         if trial.first is not None
     }
+    if again_s:
+        out["seconds_again"] = round(again_s, 1)
     if asked:
         out["trains"] = _trains(asked)
     out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
@@ -94,6 +101,93 @@ def _entry(trial: Trial) -> dict[str, Any]:
     measured.pop("probe", None)  # a hundred numbers that only `wrong` is judged by; the ledger keeps them
     out["measurement"] = measured
     return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A file with a configuration: a best.yaml outside its run, or a plan of `redline estimate`."""
+
+    trial: Trial
+    """The configuration, with what was measured or predicted of it."""
+    document: Mapping[str, Any]
+    """What is trained, and on what, as run.yaml has it."""
+    others: tuple[Mapping[str, Any], ...] = ()
+    """The configurations of the other plans for as many devices."""
+
+    @property
+    def trains(self) -> Mapping[str, Any]:
+        """What is trained, and on what."""
+        found: Mapping[str, Any] = self.document["asked"]
+        return found
+
+
+def is_plan(path: Path) -> bool:
+    """Whether `load` is to read it: a file in YAML, but for the best.yaml in its run's folder."""
+    named = path.name.endswith((".yaml", ".yml")) and path.is_file()
+    return named and (path.name != BEST or not holds_run(path.parent))
+
+
+def load(path: Path) -> Plan:
+    """Reads a best.yaml that lies outside its run, or a plan of `redline estimate`.
+
+    Raises:
+        StudyError: it is something else, or cannot be read.
+        NothingFound: it names no winner.
+    """
+    try:
+        document = parse_yaml(read_inside(path.parent, path.name, at_most=LARGEST_DOCUMENT))
+    except (OSError, Malformed) as error:
+        raise StudyError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if isinstance(document, Mapping) and "best" in document and document["best"] is None:
+        raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
+    found, _ = schema.clean(document, schema.BEST, path.name) if isinstance(document, Mapping) else ({}, [])
+    winner = found.get("best") or {}
+    if not winner.get("configuration"):
+        raise StudyError(
+            f"'{path}' is neither a best.yaml of redline nor a plan of `redline estimate -o`: "
+            "it has no best with a configuration"
+        )
+    asked = dict(found.get("trains") or {}) | ({"simulated": True} if found.get("simulated") else {})
+    used = (asked.get("devices") or {}).get("used")
+    others = [*(found.get("alternatives") or ()), found.get("default") or {}]
+    return Plan(
+        trial=_trial(winner, used, path),
+        document={"asked": asked, "environment": found.get("environment") or {}},
+        others=tuple(
+            each["configuration"]
+            for each in others
+            if each.get("configuration") and each.get("devices", used) == used and asked.get("simulated")
+        ),
+    )
+
+
+def _trial(winner: Mapping[str, Any], devices: int | None, path: Path) -> Trial:
+    """The trial of an entry, of which either a measurement or a prediction is known."""
+    predicted = winner.get("prediction") or {}
+    throughput, memory = predicted.get("throughput"), predicted.get("memory_mib")
+    reached = winner.get("throughput")  # in best.yaml what came of measuring again
+    try:
+        if winner.get("measurement") is not None:
+            measured = Measurement.from_dict(winner["measurement"])
+            measured = measured if reached is None else replace(measured, throughput=reached)
+        else:
+            measured = Measurement(
+                status=Status.OK,
+                throughput=throughput if reached is None else reached,
+                unit=predicted.get("unit") or winner.get("unit") or "",
+                peak_memory_mib=memory,
+                devices=devices,
+            )
+    except UsageError as error:
+        raise StudyError(f"'{path}' is damaged: {error}") from error
+    return Trial(
+        number=winner.get("trial") or 0,
+        config=dict(winner["configuration"]),
+        sampler=winner.get("sampler") or PLANNED,
+        predicted_throughput=throughput,
+        predicted_memory_mib=memory,
+        measurement=measured,
+    )
 
 
 def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ of one in the products, 4 or 2. See `schedule/fused_logits.py` for what is compu
 
 from dataclasses import replace
 
+from ...knobs.meaning import most_chunk
 from .model_facts import Matmul, ModelFacts, PerToken, bytes_of
 
 ON_A_CHUNK = 40
@@ -24,8 +25,6 @@ OPERATORS = 20.0
 
 def unformed(facts: ModelFacts) -> ModelFacts:
     """The facts with the logits unformed, from those with them; as they are where there is no vocabulary."""
-    from ...schedule.fused_logits import most_chunk
-
     head = _head(facts)
     if head is None:
         note = "kernels: no head onto a vocabulary; as without it"
