@@ -44,12 +44,12 @@ class FolderLock:
         self._fd = fd
         try:
             os.ftruncate(fd, 0)
-            owner = {
+            details = {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
-            os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
+            os.pwrite(fd, json.dumps(details).encode() + b"\n", 0)
         except OSError as error:
             self.release()
             raise cannot_write(folder, error) from error

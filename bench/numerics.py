@@ -63,7 +63,11 @@ def main() -> int:
                     kept.setdefault(cell[0], {})[cell[1]] = outcome
                     options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
-    text = table(found, families, combinations, failed)
+    spread = [each for each in combinations if "ep" in numerics.COMBINATIONS[each]]
+    mixtures = [each for each in families if (each, next(iter(spread), "")) not in excluded]
+    text = table(found, families, [each for each in combinations if each not in spread], failed)
+    if spread and mixtures:
+        text += f"\n{EXPERTS}\n{table(found, mixtures, spread, failed)}"
     print("\n" + text)
     if options.write:
         options.write.write_text(page(text), encoding="utf-8")
@@ -163,6 +167,11 @@ def page(text: str) -> str:
     )
 
 
+EXPERTS = """## Experts over ranks
+
+Families with experts, which `ep` ranks [share](parallel.md#experts-over-ranks), beside all else: `ep2·dp2` is four replicas, of
+which two share the experts. A family without experts refuses `ep`: the model has no experts, so that ep must be 1.
+"""
 PAGE = """# Equal numerics
 
 A configuration may change how fast a model trains, never what it computes. For every family and combination of

@@ -154,10 +154,11 @@ def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
 
 
 TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "compute": ("matmul", "attention", "memory-bound", "recomputation", "optimizer"),
+    "compute": ("matmul", "attention", "memory-bound", "recomputation", "expert imbalance", "optimizer"),
     "launches": ("launches", "fixed"),
     "links": (
-        "tensor parallel", "sequence exchange", "data parallel", "parameter gathers", "pipeline transfers", "offload",
+        "tensor parallel", "sequence exchange", "expert exchange", "data parallel", "parameter gathers",
+        "pipeline transfers", "offload",
     ),
     "stalls": ("stalls", "allocator retries"),
 }  # fmt: skip
@@ -173,7 +174,17 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
     "overhead": ("context",),
 }  # fmt: skip
 """Terms of the peak by group."""
-_IN_SLOTS = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "sequence exchange")
+_IN_SLOTS = (
+    "matmul",
+    "attention",
+    "memory-bound",
+    "recomputation",
+    "launches",
+    "tensor parallel",
+    "sequence exchange",
+    "expert exchange",
+    "expert imbalance",
+)
 
 
 def time_names() -> tuple[str, ...]:
@@ -187,6 +198,7 @@ def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     return {
         "tensor parallel": cols.tp > per_node,
         "sequence exchange": cols.tp * cols.sharers > per_node,
+        "expert exchange": cols.tp * cols.ep > per_node,
         "data parallel": stage,
         "parameter gathers": cols.tp * cols.shares > per_node,
         "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),

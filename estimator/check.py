@@ -38,6 +38,7 @@ SPARE = 0.95
 _LINKS = {
     "tensor parallel": "tp",
     "sequence exchange": "cp",
+    "expert exchange": "ep",
     "data parallel": "dp",
     "parameter gathers": "dp",
     "pipeline transfers": "pp",
@@ -243,7 +244,8 @@ def _estimated(config: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, A
 
 def _fullest(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate) -> str:
     if trainer.config.get("pp", 1) == 1:
-        return "all ranks alike"
+        uneven = trainer.config.get("ep", 1) > 1
+        return "the rank to whose experts most tokens go" if uneven else "all ranks alike"
     first = estimator.on(estimator.training.replace(reported_rank="first"), estimator.hardware)
     peak = first(_estimated(trainer.config, trainer)).peak_memory_mib
     return "a rank of the first stage" if peak >= 0.999 * estimate.peak_memory_mib else "a rank of a later stage"
@@ -254,6 +256,7 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
     inner = {
         "tp": strategy.tp,
         "cp": strategy.tp * strategy.cp * strategy.sp,
+        "ep": strategy.tp * strategy.ep,
         "dp": strategy.devices,
         "pp": strategy.devices,
     }

@@ -33,6 +33,10 @@ class Constants:
     """Rows (tokens) at which a product has half of the efficiency of an endless one."""
     half_width: float = 30.0
     """The same of its inner and outer dimensions, which tensor parallelism makes thin."""
+    tile_rows: float = 128.0
+    """Rows of a tile of grouped products, to a multiple of which the rows of each expert are filled up."""
+    expert_spread: float = 0.25
+    """By how much the rows of an expert depart from their mean, as a share of that: a standard deviation over experts."""
     attention_efficiency: float = 0.35
     """Of the peak rate that fused attention reaches."""
     eager_attention_efficiency: float = 0.45
@@ -126,6 +130,7 @@ CPU = Constants(
     # Caches are near, kernels need no grid to fill, and a launch is a call.
     half_rows=20.0,
     half_width=16.0,
+    tile_rows=40.0,
     bandwidth_efficiency=0.2,
     launch_us=20.0,
     # Ranks meet over sockets.

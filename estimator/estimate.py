@@ -1,7 +1,7 @@
 """What the estimator says about a configuration, and about many of them at once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,18 @@ class EstimateTable:
 
     def __len__(self) -> int:
         return len(self.step_ms)
+
+    def followed_by(self, other: "EstimateTable") -> "EstimateTable":
+        """These predictions and then those of another table of the same estimator."""
+
+        def joined(one: Any, two: Any) -> Any:
+            if isinstance(one, Mapping):
+                return {name: joined(one[name], two[name]) for name in one}
+            return np.concatenate([one, two]) if isinstance(one, np.ndarray) else one
+
+        return EstimateTable(
+            **{each.name: joined(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        )
 
     def row(self, index: int) -> Estimate:
         """The estimate of one configuration.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import UsageError
+from ..knobs.rules import GENERAL, RuleContext
 from ..results.measurement import Status
 from .calibration import (
     MEMORY_GROUPS,
@@ -273,6 +274,7 @@ class Estimator:
         for variant, at in cols.variants():
             facts = self.facts(*variant)
             part = cols.take(at)
+            _check_experts(facts, part)
             for name, value in step_time(facts, part, self.training, self.hardware, self.constants).items():
                 time[name][at] = value
             full = peak_memory(facts, part, self.training, self.constants)
@@ -397,3 +399,17 @@ def _source(
     raise UsageError(
         f"model must be a workload, a preset's name, ModelFacts or shape numbers, but got {type(model).__name__}"
     )
+
+
+def _check_experts(facts: ModelFacts, cols: KnobArrays) -> None:
+    """Refuses configurations whose `ep` the model's experts do not allow.
+
+    Raises:
+        UsageError: names the rule.
+    """
+    if (cols.ep == 1).all():
+        return
+    context = RuleContext(experts=facts.experts)
+    for rule in GENERAL:
+        if rule.knobs == ("ep",) and (bad := np.broadcast_to(rule.broken(cols, context), len(cols))).any():
+            raise UsageError(f"ep={int(cols.ep[bad][0])}: {rule.reason(context)}")

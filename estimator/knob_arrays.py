@@ -16,7 +16,7 @@ from .facts.model_facts import Variant
 from .setup import PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "sp": int, "cp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
+    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
@@ -49,6 +49,8 @@ class KnobArrays:
     """Ranks that share each sequence in a ring."""
     pp: np.ndarray
     dp: np.ndarray
+    ep: np.ndarray
+    """Replicas that share the experts."""
     zero: np.ndarray
     hsdp: np.ndarray
     """Groups of replicas, each with all pieces of what ZeRO cuts."""
@@ -91,6 +93,11 @@ class KnobArrays:
     def shares(self) -> np.ndarray:
         """Replicas that share what ZeRO cuts."""
         return self.replicas // self.hsdp
+
+    @property
+    def copies(self) -> np.ndarray:
+        """Replicas that hold the same experts."""
+        return np.maximum(self.replicas // self.ep, 1)
 
     def order_that(self, fact: str) -> np.ndarray:
         """Where a `fact` of `redline.knobs.pipeline.PipelineSchedule` is true of the order of micro-batches: booleans."""
@@ -171,6 +178,8 @@ def knob_arrays(
     context = RuleContext(seq_len=setup.seq_len or 1)
     for rule in GENERAL:
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
+    even = arrays.replicas % arrays.ep == 0
+    table.refuse(~even, "ep must divide the dp * sp * cp replicas", arrays.replicas)
     return arrays
 
 
@@ -214,8 +223,8 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 
 
 _BOUNDS = {
-    "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "hsdp": (1, None), "micro_batch": (1, None),
-    "zero": (0, 3),
+    "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None),
+    "micro_batch": (1, None), "zero": (0, 3),
     "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
 }  # fmt: skip
 """Least and largest values of knobs that are numbers."""

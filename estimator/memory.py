@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .constants import Constants
+from .experts import kept
 from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
 from .rank import MIB, Rank, gathered_at, per_token, shared
@@ -65,7 +66,7 @@ def stage_peak(
     terms = {
         **_states(rank),
         **_copies(rank),
-        **_activations(rank),
+        **_activations(rank, constants),
         **_recomputation_or_loss(rank, constants),
         "buffers": gathered + exchanged,
     }
@@ -83,9 +84,10 @@ def _beside(rank: Rank) -> np.ndarray:
     return rank.setup.own & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
-def _shares(rank: Rank, what: str) -> np.ndarray:
-    """Among how many replicas `what` is cut: all, or those of a group (HSDP), as ZeRO's stage says."""
-    return np.where(shared(what, rank.cols.zero), rank.cols.shares.astype(float), 1.0)
+def _held(rank: Rank, what: str) -> np.ndarray:
+    """Parameters whose `what` the rank holds: of all replicas its part, or of those of a group (HSDP), as ZeRO's stage
+    says."""
+    return rank.held(shared(what, rank.cols.zero))
 
 
 def _states(rank: Rank) -> dict[str, np.ndarray]:
@@ -93,20 +95,20 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
 
     Rajbhandari et al., arXiv:1910.02054, section 3.
     """
-    weights, form, on_host = rank.weights, rank.form, rank.cols.offload == "optimizer"
-    shared = np.where(_beside(rank), rank.cols.shares.astype(float), _shares(rank, "weights"))
+    form, on_host = rank.form, rank.cols.offload == "optimizer"
+    optimizer = np.where(on_host, 0.0, _held(rank, "optimizer"))
     return {
-        "parameters": weights * form.parameter / shared,
-        "gradients": weights * form.gradient / _shares(rank, "gradients"),
-        "optimizer": np.where(on_host, 0.0, weights * form.optimizer / _shares(rank, "optimizer")),
-        "master": np.where(on_host, 0.0, weights * form.master / _shares(rank, "optimizer")),
+        "parameters": rank.held(_beside(rank) | shared("weights", rank.cols.zero)) * form.parameter,
+        "gradients": _held(rank, "gradients") * form.gradient,
+        "optimizer": optimizer * form.optimizer,
+        "master": optimizer * form.master,
     }
 
 
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
     """Copies of weights in the dtype of products, unless they are gathered in it, and of gradients in the weights'."""
     form = rank.form
-    weights = _matrices(rank.stage, rank.tp) * form.compute if form.compute < form.parameter else rank.none
+    weights = _matrices(rank.stage, rank.tp, rank.ep) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
     gradients = rank.weights * form.parameter if rank.setup.gradient_copy else rank.none
@@ -133,22 +135,22 @@ def _exchanged(rank: Rank) -> np.ndarray:
     return np.maximum(np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0))
 
 
-def _activations(rank: Rank) -> dict[str, np.ndarray]:
+def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
     """What is kept of micro-batches in flight: of blocks all, or the inputs of those that are recomputed.
 
     Korthikanti et al., arXiv:2205.05198, section 4. Of a pass that is divided in two the gradients of products'
     outputs wait besides.
     """
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
-    kept, boundaries = rank.none, rank.none
+    lasting, boundaries = rank.none, rank.none
     for each, count in rank.stage.blocks:
-        full = _saved(rank, each, scores)
-        kept = kept + count * (1 - ratio) * full
+        full = _saved(rank, each, constants, scores)
+        lasting = lasting + count * (1 - ratio) * full
         boundaries = boundaries + count * ratio * (each.boundary / rank.sequence)
     for each in rank.stage.ends:
         if each.role not in _LOSS:
-            kept = kept + per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
-    activations = kept * rank.tokens * rank.flying
+            lasting = lasting + per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
+    activations = lasting * rank.tokens * rank.flying
     delayed = waiting(rank.stage.ranks[-1], rank.cols) if rank.pp > 1 else rank.none
     if delayed.any():
         outputs = _output_gradients(rank.stage, rank.tp)
@@ -156,20 +158,22 @@ def _activations(rank: Rank) -> dict[str, np.ndarray]:
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
 
 
-def _saved(rank: Rank, part: Part, scores: bool = True) -> np.ndarray:
-    """Bytes that a block keeps a token. A ring keeps no scores, whatever the attention."""
+def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
+    """Bytes that a block keeps a token, on the rank to whose experts most rows go. A ring keeps no scores, whatever the
+    attention."""
     with_scores, without = (
         per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
     )
-    return np.where(rank.cols.cp > 1, without, with_scores)
+    own = kept(part, rank.ep, rank.tp, rank.facts.precision, constants)
+    return np.where(rank.cols.cp > 1, without, with_scores) + own
 
 
-def _recomputation(rank: Rank) -> np.ndarray:
+def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
     """One block's temporaries in backward, beside all that it keeps where it is recomputed."""
     working, rebuilt = rank.none, rank.none
     for each, _ in rank.stage.blocks:
         transient = per_token(each.transient, each, rank.tp, rank.sequence, rank.seq_len)
-        saved = _saved(rank, each)
+        saved = _saved(rank, each, constants)
         working = np.maximum(working, transient)
         rebuilt = np.maximum(rebuilt, np.where(rank.cols.checkpoint_ratio > 0, saved + transient, 0.0))
     return np.maximum(working, rebuilt) * rank.tokens
@@ -192,7 +196,7 @@ def _loss(rank: Rank, constants: Constants) -> np.ndarray:
 
 def _recomputation_or_loss(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
     """The larger of the two: the loss is done with before the last block is recomputed or differentiated."""
-    loss, recomputation = _loss(rank, constants), _recomputation(rank)
+    loss, recomputation = _loss(rank, constants), _recomputation(rank, constants)
     at_loss = loss >= recomputation
     return {
         "logits and loss": np.where(at_loss, loss, 0.0),
@@ -233,10 +237,10 @@ def _with_gradients_that_come_and_go(
 def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     """What the update needs beyond what has gone by then: an optimizer that loops over parameters copies a state at a
     time."""
-    form, apart = rank.form, _shares(rank, "optimizer")
+    form = rank.form
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
-    updating = np.where(unneeded, 0.0, rank.weights * max(form.master, form.parameter) / apart)
-    whole_gradients = rank.weights * form.gradient / _shares(rank, "gradients")
+    updating = np.where(unneeded, 0.0, _held(rank, "optimizer") * max(form.master, form.parameter))
+    whole_gradients = _held(rank, "gradients") * form.gradient
     comes_and_goes = (
         terms["gradients"] + terms["activations"] + terms["checkpoints"] + terms["logits and loss"]
         + terms["recomputation"] + terms["buffers"] + terms["gradient copies"]
@@ -255,7 +259,7 @@ def _build(rank: Rank) -> np.ndarray:
     ends = [rank.whole(each) for each in rank.stage.ends]
     drawn = np.maximum.reduce([block, *ends]) * (DRAWN if form.parameter < DRAWN else 0.0)
     cut = shared("gradients", rank.cols.zero) & (rank.replicas > 1)
-    pieces = rank.weights * form.parameter / rank.cols.shares
+    pieces = rank.held(cut) * form.parameter
     by_block = pieces + sum(ends, start=rank.none) * form.parameter + np.maximum(block * DRAWN, drawn)
     return np.where(cut, by_block, rank.weights * form.parameter + drawn)
 
@@ -270,12 +274,13 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
     return constants.slack * passing + constants.slack_lasting * lasting
 
 
-def _matrices(stage: Stage, tp: np.ndarray) -> np.ndarray:
+def _matrices(stage: Stage, tp: np.ndarray, ep: np.ndarray) -> np.ndarray:
     """Elements of the weights of products: those that autocast casts."""
     total = np.zeros(len(tp))
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         for item in part.matmuls:
-            total += count * item.k * item.n * item.count / (tp if item.split != "none" else 1)
+            of_rank = (tp if item.split != "none" else 1) * (ep if item.experts > 1 else 1)
+            total += count * item.k * item.n * item.count / of_rank
     return total
 
 

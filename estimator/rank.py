@@ -62,16 +62,23 @@ def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
     return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
 
 
-def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
-    """Parameters of a stage on one tensor-parallel rank; of a tied embedding both end stages have a copy."""
-    total = np.zeros(len(tp))
+def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters of a stage on one tensor-parallel rank, and those of them that are of experts, all of these; of a tied
+    embedding both end stages have a copy."""
+    total, experts = np.zeros(len(tp)), np.zeros(len(tp))
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         total += count * (part.parameters - part.sharded + part.sharded / tp)
+        experts += count * _experts(part, tp)
     if facts.tied and stage.last and not stage.first:
         for part in facts.parts:
             if part.role == "embedding":
                 total += min(part.sharded, facts.vocabulary * _width(facts)) / tp
-    return total
+    return total, experts
+
+
+def _experts(part: Part, tp: np.ndarray) -> np.ndarray:
+    """Parameters of a part's experts on one tensor-parallel rank."""
+    return part.experts / tp if part.experts <= part.sharded else np.full(len(tp), float(part.experts))
 
 
 def _width(facts: ModelFacts) -> int:
@@ -136,9 +143,28 @@ class Rank:
         return np.where(self.cols.sequence_parallel, self.tp, 1.0)
 
     @cached_property
-    def weights(self) -> np.ndarray:
-        """Parameters of the rank, replicas' pieces put together."""
+    def ep(self) -> np.ndarray:
+        """Replicas that share experts."""
+        return self.cols.ep.astype(float)
+
+    @cached_property
+    def _parameters(self) -> tuple[np.ndarray, np.ndarray]:
         return local_parameters(self.stage, self.facts, self.tp)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Parameters of the rank, pieces put together of the replicas that hold the same ones."""
+        total, experts = self._parameters
+        return total - experts + experts / self.ep
+
+    @cached_property
+    def apart(self) -> np.ndarray:
+        """Those of them that only some of the replicas hold alike: experts that others share."""
+        return np.where(self.ep > 1, self._parameters[1] / self.ep, 0.0)
+
+    def held(self, cut: np.ndarray) -> np.ndarray:
+        """Parameters of which the rank holds something, where all replicas `cut` them among them, or not."""
+        return np.where(cut, self._parameters[0] / self.cols.shares, self.weights)
 
     @cached_property
     def form(self) -> Formats:
@@ -160,4 +186,5 @@ class Rank:
 
     def whole(self, part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""
-        return part.parameters - part.sharded + part.sharded / self.tp
+        experts = _experts(part, self.tp)
+        return part.parameters - part.sharded + part.sharded / self.tp - experts + experts / self.ep

@@ -38,6 +38,7 @@ class TrainingSetup:
     sp: int = 1
     cp: int = 1
     pp: int = 1
+    ep: int = 1
     zero: int = 0
     hsdp: int = 1
     micro_batch: int = 1
@@ -97,7 +98,7 @@ class TrainingSetup:
     """Further settings, kept for the record only."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "tp", "sp", "cp", "pp", "hsdp", "micro_batch", "virtual_stages"):
+        for name in ("devices", "tp", "sp", "cp", "pp", "ep", "hsdp", "micro_batch", "virtual_stages"):
             _at_least_one(name, getattr(self, name))
         for name in ("seq_len", "global_batch", "grad_accum"):
             if getattr(self, name) is not None:

@@ -17,9 +17,12 @@ from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
 from .facts.model_facts import Shape
 from .hardware import Hardware
+from .neighbours import STARTS, climbed
 
 MAX_CONFIGS = 200_000
 """Configurations that are predicted at once; of a larger space as many are drawn."""
+MOST_DRAWN = 60_000
+"""Configurations that are drawn of a space that is too large to be listed; drawing takes longer there."""
 MOST_LOOKED_AT = 20_000
 """Configurations among which different plans are looked for."""
 
@@ -138,7 +141,8 @@ def survey(
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
-    Of a space with more than `MAX_CONFIGS` as many are drawn, evenly.
+    Of a space with more than `MAX_CONFIGS` as many are drawn, evenly, fewer where it cannot be listed; those that are best
+    among these lead to better ones (`neighbours.climbed`).
 
     Args:
         order: which of them are ranked, and how, in the place of `ranking`.
@@ -156,14 +160,26 @@ def survey(
             columns = {name: values[drawn] for name, values in columns.items()}
         table = estimator.table(columns)
     else:
-        configs = space.sample(MAX_CONFIGS, seed=seed) if not space.enumerable or valid > MAX_CONFIGS else list(space)
+        most = MAX_CONFIGS if space.enumerable else min(MAX_CONFIGS, MOST_DRAWN)
+        configs = space.sample(most, seed=seed) if valid > most else list(space)
         table = estimator.table(configs)
-    ranked_ones = (order or ranking)(table)
+    order = order or ranking
+    ranked_ones = order(table)
+    drawn_count, climbed_ones = len(table), list[Config]()
 
     def take(index: int) -> Config:
+        if index >= drawn_count:
+            return climbed_ones[index - drawn_count]
         if configs is not None:
             return configs[index]
         return space.at(index if drawn is None else int(drawn[index]))
+
+    if valid > drawn_count and len(ranked_ones):
+        starts = [take(index) for index in distinct(ranked_ones, take, STARTS)]
+        climbed_ones += climbed(space, estimator, starts, order, plan_of)
+        if climbed_ones:
+            table = table.followed_by(estimator.table(climbed_ones))
+            ranked_ones = order(table)
 
     lossy = lossy_of_space(space)
 
@@ -175,7 +191,8 @@ def survey(
     exact = ranked_ones[:0]
     if lossy:
         marked = _lossy(space, lossy, configs)
-        exact = ranked_ones[~(marked if drawn is None else marked[drawn])[ranked_ones]]
+        marked = np.append(marked if drawn is None else marked[drawn], _lossy(space, lossy, climbed_ones))
+        exact = ranked_ones[~marked[ranked_ones]]
     return Survey(
         best=best,
         valid=valid,
@@ -236,7 +253,7 @@ def hopeful(table: EstimateTable) -> np.ndarray:
 def plan_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """How a configuration shares the model and saves memory, whatever the degrees: configurations alike in this are variants
     of one plan."""
-    shared = (config.get(name, 1) > 1 for name in ("tp", "sp", "cp", "pp"))
+    shared = (config.get(name, 1) > 1 for name in ("tp", "sp", "cp", "pp", "ep"))
     return (*shared, config.get("zero", 0), config.get("offload", "none"), bool(config.get("checkpoint_ratio", 0)))
 
 

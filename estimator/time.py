@@ -14,6 +14,7 @@ import numpy as np
 from ..knobs.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
+from .experts import Rows, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
@@ -24,7 +25,7 @@ from .stages import Stage, crossings, idle_slot, staged
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel",
-    "sequence exchange", "data parallel",
+    "sequence exchange", "expert exchange", "expert imbalance", "data parallel",
     "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls",
     "allocator retries", "fixed",
 )  # fmt: skip
@@ -33,7 +34,7 @@ BINDS = {
     "matmul": "compute", "attention": "compute", "recomputation": "compute",
     "memory-bound": "memory bandwidth", "optimizer": "memory bandwidth", "launches": "launches",
     "fixed": "launches", "tensor parallel": "links", "sequence exchange": "links", "data parallel": "links",
-    "parameter gathers": "links",
+    "parameter gathers": "links", "expert exchange": "links", "expert imbalance": "compute",
     "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "memory",
     "bubble": "bubble",
 }  # fmt: skip
@@ -42,17 +43,22 @@ BINDS = {
 
 def matmul_seconds(
     item: Matmul, tokens: np.ndarray, tp: np.ndarray, width: float, hardware: Hardware, precision: str,
-    constants: Constants,
+    constants: Constants, ep: "np.ndarray | float" = 1.0,
 ) -> np.ndarray:  # fmt: skip
-    """One forward product on one rank: the larger of its arithmetic and its memory traffic."""
-    rows = np.maximum(tokens * item.rows, 1.0)
+    """One forward product on one rank: the larger of its arithmetic and its memory traffic. Of experts a rank has its
+    share, with as many rows more: their products run as one, in tiles of rows that are of one expert each."""
+    shared = ep if item.experts > 1 else 1.0
+    rows, count = np.maximum(tokens * item.rows * shared, 1.0), item.count / shared
     k = item.k / (tp if item.split == "row" else 1.0)
     n = item.n / (tp if item.split == "column" else 1.0)
-    shape = (1 + constants.half_rows / rows) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
+    few = constants.half_rows / rows
+    if item.experts > 1:
+        few = few * shared / item.experts + constants.tile_rows / 2 / rows
+    shape = (1 + few) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
     rate = hardware.rate(precision) * hardware.achievable * constants.matmul_efficiency
     compute = 2 * rows * k * n / rate * shape
     moved = width * (rows * k + k * n + rows * n) / _bandwidth(hardware, constants)
-    return item.count * np.maximum(compute, moved)
+    return count * np.maximum(compute, moved)
 
 
 def _bandwidth(hardware: Hardware, constants: Constants) -> float:
@@ -71,6 +77,9 @@ class _Work:
     memory_back: np.ndarray
     host: np.ndarray
     """The host's time for the forward's launches."""
+    experts: np.ndarray
+    """Of the products those of experts, forward."""
+    experts_back: np.ndarray
 
     @property
     def forward(self) -> np.ndarray:
@@ -95,11 +104,13 @@ def _part_work(
     sequence = np.where(cols.sequence_parallel, tp, 1.0)
     width = bytes_of(facts.precision)
     zero = np.zeros(len(tp))
-    matmul, back = zero, zero
+    matmul, back, experts, experts_back = zero, zero, zero, zero
     for item in part.matmuls:
-        one = matmul_seconds(item, tokens, tp, width, hardware, facts.precision, constants)
-        matmul = matmul + one
-        back = back + one * (2 if item.trainable else 1)
+        one = matmul_seconds(item, tokens, tp, width, hardware, facts.precision, constants, cols.ep)
+        again = one * (2 if item.trainable else 1)
+        matmul, back = matmul + one, back + again
+        if item.experts > 1:
+            experts, experts_back = experts + one, experts_back + again
     attention = zero
     if part.attention is not None:
         kind = part.attention
@@ -126,6 +137,8 @@ def _part_work(
         2.5 * attention,
         memory_back,
         zero + part.kernels * constants.launch_us * 1e-6 * chunks,
+        experts,
+        experts_back,
     )
 
 
@@ -216,6 +229,8 @@ def _stage_time(
         "launches": accum * slot.launches,
         "tensor parallel": accum * slot.tensor,
         "sequence exchange": accum * slot.exchange,
+        "expert exchange": accum * slot.rows,
+        "expert imbalance": accum * slot.uneven,
         "data parallel": _data_parallel(rank, slot.backward),
         "parameter gathers": _parameter_gathers(rank, slot.forward, slot.backward),
         "pipeline transfers": transfer,
@@ -268,6 +283,24 @@ class _Rank(Rank):
         return group(self.cols.shares, self.cols.tp, self.devices, self.hardware, self.constants)
 
     @cached_property
+    def experts(self) -> Rows:
+        """Ranks that share experts."""
+        ranks = group(self.cols.ep, self.cols.tp, self.devices, self.hardware, self.constants)
+        return Rows.of(ranks, self.cols.tp, self.hardware, self.constants)
+
+    @cached_property
+    def copies(self) -> Group:
+        """Replicas that hold the same experts."""
+        return group(self.cols.copies, self.cols.tp * self.cols.ep, self.devices, self.hardware, self.constants)
+
+    def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
+        """Seconds of all-gathers of the rank's weights of so many bytes, or of reduce-scatters, experts that others share
+        among the replicas that hold the same ones."""
+        together = self.data.gather((self.weights - self.apart) * width, self.collective, pieces)
+        own = self.copies.gather(self.apart * width, self.collective, pieces)
+        return together + np.where(self.apart > 0, own, 0.0)
+
+    @cached_property
     def pieces(self) -> float:
         """Shards of gradients and weights go block by block, and what is in no block by itself."""
         return 1.0 + sum(count for _, count in self.stage.blocks)
@@ -275,7 +308,7 @@ class _Rank(Rank):
     @cached_property
     def owned(self) -> np.ndarray:
         """Parameters that the rank updates."""
-        return self.weights / np.where(shared("optimizer", self.cols.zero), self.cols.shares, 1.0)
+        return self.held(shared("optimizer", self.cols.zero))
 
     @cached_property
     def states(self) -> np.ndarray:
@@ -301,13 +334,18 @@ class _Slot:
     exchange: np.ndarray
     """What ranks that share sequences wait for each other around attention: all-to-alls, and what of a ring is not
     behind attention."""
+    rows: np.ndarray
+    """Exchanges of rows between ranks that share experts."""
+    uneven: np.ndarray
+    """What the others of these wait for the rank whose experts most rows go to."""
     forward: np.ndarray
     backward: np.ndarray
     of_weights: np.ndarray
 
     @property
     def whole(self) -> np.ndarray:
-        return self.matmul + self.attention + self.memory + self.again + self.launches + self.tensor + self.exchange
+        links = self.tensor + self.exchange + self.rows + self.uneven
+        return self.matmul + self.attention + self.memory + self.again + self.launches + links
 
 
 def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
@@ -335,7 +373,7 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
     Under sequence parallelism backward gathers the inputs of products anew.
     """
     pair, start = _tensor_pair(rank)
-    anew = np.where(rank.cols.sequence_parallel, 1.0, 0.0)
+    anew, width = np.where(rank.cols.sequence_parallel, 1.0, 0.0), bytes_of(rank.facts.precision)
     out = _Slot(**dict.fromkeys(_Slot.__slots__, rank.none))
     for part, count in (*rank.stage.blocks, *((each, each.count) for each in rank.stage.ends)):
         item = work[id(part)]
@@ -344,7 +382,10 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
         ahead, exchange = pairs * pair, all_to_alls(rank, part, rank.heads, rank.collective)
         around, around_back = ring_waits(rank, part, rank.ring, rank.collective, item.attention, item.attention_back)
-        there, home = exchange + around, exchange + around_back
+        rows = 2 * rank.experts.seconds(rank.tokens * part.routed * width, rank.collective)
+        late = uneven(part, rank.cols.ep, rank.constants) - 1
+        there = exchange + around + rows + late * item.experts
+        home = exchange + around_back + rows + late * item.experts_back
         back = ahead * (1 + anew / 2)
         rebuilt = ratio * item.forward
         out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
@@ -352,7 +393,9 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         out.memory = out.memory + count * (item.memory + item.memory_back)
         out.again = out.again + count * rebuilt
         out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
-        out.exchange = out.exchange + count * ((1 + ratio) * there + home)
+        out.exchange = out.exchange + count * ((1 + ratio) * (exchange + around) + exchange + around_back)
+        out.rows = out.rows + count * (2 + ratio) * rows
+        out.uneven = out.uneven + count * late * ((1 + ratio) * item.experts + item.experts_back)
         host = item.host + pairs * start
         host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
         links = back + ratio * ahead + ratio * there + home
@@ -395,10 +438,13 @@ def _data_parallel(rank: _Rank, backward: np.ndarray) -> np.ndarray:
     cols, setup, constants, zero = rank.cols, rank.setup, rank.constants, rank.cols.zero
     share, form = cols.shares, rank.form
     groups = group(cols.hsdp, cols.tp * share, rank.devices, rank.hardware, constants)
-    gradient = rank.weights * _travels(cols, form, setup, rank.facts.precision)
-    scatter = rank.data.gather(gradient, rank.collective, np.where(zero >= 2, rank.pieces, 1.0))
-    gather = rank.data.gather(rank.weights * form.parameter, rank.collective)
-    reduce = np.where(zero == 0, rank.data.reduce(gradient, rank.collective), scatter)
+    travels = _travels(cols, form, setup, rank.facts.precision)
+    gradient = rank.weights * travels
+    scatter = rank.gathers(travels, np.where(zero >= 2, rank.pieces, 1.0))
+    gather = rank.gathers(form.parameter)
+    whole = rank.data.reduce(gradient - rank.apart * travels, rank.collective)
+    whole = whole + np.where(rank.apart > 0, rank.copies.reduce(rank.apart * travels, rank.collective), 0.0)
+    reduce = np.where(zero == 0, whole, scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
     window = backward * overlap if setup.overlap_gradients else rank.none
     each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
@@ -421,7 +467,7 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
     the weights of some blocks still whole), or once a step (ZeRO 2)."""
     cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.constants.max_overlap
     form, stage = rank.form, rank.stage
-    gathers = rank.data.gather(rank.weights * form.gathered, rank.collective, rank.pieces)
+    gathers = rank.gathers(form.gathered, rank.pieces)
     ahead = np.maximum(gathers - forward * most, gathers * (1 - most))
     inside = sum((count * rank.whole(each) for each, count in stage.blocks), rank.none)
     missing = gathers * (
@@ -432,6 +478,8 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
         left = (inside - rank.whole(stage.blocks[-1][0])) * (1 - cols.gathered_ratio)
         few = (rank.pieces - 2) * (1 - cols.gathered_ratio)
         missing = rank.data.gather(left * form.gathered, rank.collective, few)
+        share = np.divide(left, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
+        missing = np.where(rank.apart > 0, gathers * share, missing)
     again = np.maximum(missing - backward * most, missing * (1 - most))
     time = np.where(gathered_at("pass", zero), rank.accum * (ahead + again), 0.0)
     once = gathered_at("step", zero) & setup.own

@@ -22,6 +22,7 @@ WORDS = Words(
     Word(knob="tp", keys=("tensor-model-parallel-size",)),
     Word(knob="pp", keys=("pipeline-model-parallel-size",)),
     Word(knob="cp", keys=("context-parallel-size",)),
+    Word(knob="ep", keys=("expert-model-parallel-size",)),
     Word(knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)),
     Word(knob="micro_batch", keys=("micro-batch-size",)),
     Word(
@@ -88,6 +89,8 @@ def flags(setup: Setup) -> list[str]:
     out = _said("tp", setup.tp) + _said("pp", setup.pp)
     if setup.cp > 1:
         out += _said("cp", setup.cp)
+    if (experts := setup.knob("ep")) > 1:
+        out += _said("ep", experts)
     if setup.knob("sequence_parallel") and setup.tp > 1:
         out += _said("sequence_parallel", True)
     if setup.micro_batch is not None:
@@ -223,7 +226,7 @@ TARGET = Target(
 LAUNCHER = Launcher(
     name="megatron",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words=WORDS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp")))
+    words=WORDS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep")))
     | {"grad_accum": "--global-batch-size {global_batch}"},
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
     instead={"--train-iters": "--train-samples"},
@@ -259,10 +262,8 @@ def read(stated: Stated) -> None:
     _read_recomputation(stated, layers, pp * knobs.get("virtual_stages", 1))
     if stated.flag("sequence-parallel") and knobs.get("tp", 1) == 1:
         stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
-    if (experts := stated.whole("expert-model-parallel-size") or 1) > 1:
-        stated.note(
-            f"expert-model-parallel-size = {experts} has no knob here: the estimate holds all experts on every rank"
-        )
+    if (slices := stated.whole("expert-tensor-parallel-size")) not in (None, knobs.get("tp", 1)):
+        stated.note(f"expert-tensor-parallel-size = {slices}: the estimate cuts experts over the tp ranks as all else")
     if stated.get("rampup-batch-size") is not None:
         stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")
     read_optimizer(stated, stated.get("optimizer"))

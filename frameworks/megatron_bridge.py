@@ -11,7 +11,10 @@ _TOTAL = "train.global_batch_size"
 _FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
 WORDS = Words(
     Word(knob="micro_batch", keys=("train.micro_batch_size",)),
-    *(Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",)) for knob in ("tp", "pp", "cp")),
+    *(
+        Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",))
+        for knob in ("tp", "pp", "cp", "ep")
+    ),
     Word(knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)),
     Word(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
     Word(
@@ -50,7 +53,7 @@ def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
 LAUNCHER = Launcher(
     name="megatron-bridge",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "sequence_parallel")))
+    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
     | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
     short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
     total=_TOTAL,

@@ -72,6 +72,8 @@ def _sizes(setup: Setup) -> list[str]:
         if setup.tp > 1 and not setup.knob("sequence_parallel"):
             setup.note(f"tp={setup.tp} with experts: Megatron trains that with --sequence-parallel only")
         out += [f"--num-experts {shape['experts']}", f"--moe-router-topk {shape.get('experts_per_token', 2)}"]
+        if width := shape.get("expert_intermediate"):
+            out.append(f"--moe-ffn-hidden-size {width}")
     return out
 
 

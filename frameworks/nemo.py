@@ -15,7 +15,7 @@ def _degree(knob: str) -> Word:
 
 WORDS = Words(
     Word(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
-    *map(_degree, ("tp", "pp", "cp")),
+    *map(_degree, ("tp", "pp", "cp", "ep")),
     Word(
         knob="sequence_parallel",
         ways=tuple(
@@ -62,7 +62,7 @@ def read(stated: Stated) -> None:
 LAUNCHER = Launcher(
     name="nemo",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "sequence_parallel")))
+    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
     | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
     # It asks whether to go on.
     short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",

@@ -150,6 +150,8 @@ class Setup:
             self._used.update(("pipeline_schedule", "virtual_stages"))
         if self.exchange.hsdp == 1:
             self._used.add("hsdp")
+        if not self.has("ep"):
+            self._used.add("ep")
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @property

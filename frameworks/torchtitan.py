@@ -40,6 +40,7 @@ WORDS = Words(
         ),
     ),
     Word(knob="cp", keys=("parallelism.context_parallel_degree", "experimental.context_parallel_degree")),
+    Word(knob="ep", keys=("parallelism.expert_parallel_degree",)),
     Word(knob="tp", keys=("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")),
     Word(knob="sequence_parallel", ways=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
     Word(knob="pp", keys=("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")),
@@ -133,6 +134,8 @@ def flags(setup: Setup) -> list[str]:
         )
     if zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+    if (experts := setup.knob("ep")) > 1:
+        say("ep", experts)
     say("tp", setup.tp)
     if setup.tp > 1 and not setup.knob("sequence_parallel"):
         say("sequence_parallel", False)
@@ -257,7 +260,7 @@ LAUNCHER = Launcher(
         "pp": (1, 2, 4),
     },
     words={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
-    | WORDS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp"))),
+    | WORDS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
     short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
     total=f"--{_GLOBAL}",
     several=("tp", "pp"),

@@ -13,6 +13,7 @@ without weights (`models/families/standard.py`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from .meaning import EXCHANGES
@@ -34,6 +35,8 @@ class RuleContext:
     """Samples are made of tokens."""
     own_loss: bool = False
     """The loss is not the model's own."""
+    experts: tuple[int, ...] | None = None
+    """The numbers of experts of the model's mixtures, each once; empty for a model without any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +128,26 @@ def _shard_tokens(k: Any, context: RuleContext) -> Any:
 def _sequence_parallel_tokens(k: Any, context: RuleContext) -> Any:
     length = context.seq_len
     return length is not None and k.sequence_parallel & (length % (k.tp * k.sp * k.cp) != 0)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------
+
+
+def _dense(k: Any, context: RuleContext) -> Any:
+    return context.experts == () and k.ep > 1
+
+
+def _uneven_experts(k: Any, context: RuleContext) -> Any:
+    return bool(context.experts) and gcd(*context.experts) % k.ep != 0
+
+
+def _experts(context: RuleContext) -> str:
+    """Says which degrees divide the experts."""
+    numbers = context.experts or ()
+    common = gcd(*numbers)
+    can = [str(each) for each in range(1, common + 1) if common % each == 0]
+    known = f"the {' and '.join(map(str, numbers))} experts of a layer" if numbers else "the experts of each layer"
+    return f"ep must divide {known}" + (f": {', '.join(can[:-1])} or {can[-1]}" if len(can) > 1 else "")
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------
@@ -260,6 +283,20 @@ RULES: Sequence[Rule] = (
         _sequence_parallel_tokens,
         lambda context: f"tp * sp * cp must divide the {context.seq_len} tokens of a sample to cut them",
         general=True,
+    ),
+    _rule("experts of a dense model", "ep", _dense, "the model has no experts, so that ep must be 1", general=True),
+    _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
+    _rule(
+        "replicas that share experts",
+        "ep dp sp cp",
+        lambda k, context: (k.dp * k.sp * k.cp) % k.ep != 0,
+        "ep must divide the dp * sp * cp replicas, of which so many neighbours share the experts",
+    ),
+    _rule(
+        "experts and hsdp",
+        "ep hsdp",
+        lambda k, context: (k.ep > 1) & (k.hsdp > 1),
+        "experts that are shared have replicas of their own, which hsdp does not divide; use hsdp=1",
     ),
     _rule(
         "micro-batches of a pipeline",

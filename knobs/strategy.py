@@ -68,6 +68,8 @@ class Strategy:
     cp: int = _knob(1, _DEGREE, -1)
     pp: int = _knob(1, _DEGREE, -1)
     dp: int = _knob(1, _DEGREE)
+    ep: int = _knob(1, _DEGREE)
+    """Neighbours among the replicas that share the experts of a mixture."""
     zero: int = _knob(0, _STAGE, -1)
     hsdp: int = _knob(1, _DEGREE, 1)
     sequence_parallel: bool = _knob(False, _FLAG)

@@ -249,7 +249,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "mlp_bias": ("mlp_bias",),
     "rope": ("rope_parameters",),
     "window": ("sliding_window",),
-    "experts": ("num_local_experts",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_intermediate": ("moe_intermediate_size",),
     "experts_per_token": ("num_experts_per_tok",),
     "parallel_residual": ("use_parallel_residual",),
 }

@@ -40,8 +40,9 @@ def declare(
     any_batch: bool,
     seq_len: int | None,
     own_loss: bool,
+    experts: bool = False,
 ) -> Spread:
-    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
+    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `ep`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
     where there are several devices, with a constraint for each degree that the model or the host cannot have.
 
     `tp`, `sp`, `cp` and `pp` carry no hint on memory: what a higher degree saves in weights or activations it can cost
@@ -57,6 +58,7 @@ def declare(
         any_batch: the samples of a step are not given, so that any number of replicas can share them.
         seq_len: tokens of a sample; None where samples are not made of tokens.
         own_loss: whether the loss is not the model's own.
+        experts: whether the model has mixtures of experts.
 
     Raises:
         SpaceError: no number of replicas divides the global batch.
@@ -94,6 +96,9 @@ def declare(
     for pair, reason in together.items():
         (one, first), (other, second) = pair
         space.require((space[one] != first) | (space[other] != second), reason)
+    if experts and any(devices > way.tp * way.pp for way in ways):
+        words = "neighbours among the replicas that share the experts of a mixture (expert parallelism)"
+        space.choice("ep", degrees, default=1, when=replicas(space) > 1, others=(), help=words)
     dps = sorted({devices // way.ranks for way in ways})
     if dps[-1] > 1 or any(way.sp * way.cp > 1 for way in ways):
         _zero(space)

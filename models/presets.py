@@ -79,7 +79,7 @@ def _decoder(
     rope_theta: float = 10000.0,
     **more: Any,
 ) -> dict[str, Any]:
-    # Llama (Touvron et al. 2023, Llama 3 2024) and Qwen 3 (2025). No dropout.
+    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and those of their form. No dropout.
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -90,6 +90,41 @@ def _decoder(
         "max_position_embeddings": positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
         **more,
+    }
+
+
+def _latent(
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    *,
+    dense: int,
+    intermediate: int,
+    experts: int,
+    chosen: int,
+    width: int,
+    groups: tuple[int, int],
+    ranks: tuple[int, int],
+    head_dims: tuple[int, int, int],
+    **more: Any,
+) -> dict[str, Any]:
+    # DeepSeek-V3 (2024): `dense` blocks, then blocks of experts beside a shared one, of which tokens choose among those of
+    # the best groups; queries, and keys with values, by way of latent vectors (MLA).
+    return {
+        **_decoder(layers, hidden, heads, vocabulary, kv_heads=heads, intermediate=intermediate, **more),
+        "first_k_dense_replace": dense,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "n_group": groups[0],
+        "topk_group": groups[1],
+        "q_lora_rank": ranks[0],
+        "kv_lora_rank": ranks[1],
+        "qk_nope_head_dim": head_dims[0],
+        "qk_rope_head_dim": head_dims[1],
+        "v_head_dim": head_dims[2],
     }
 
 
@@ -136,6 +171,16 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
         "mixtral-tiny", "mixtral", "causal", 1_492_544, 64, 32,
         _decoder(4, 64, 8, 8192, kv_heads=4, intermediate=128, positions=2048, num_local_experts=4,
                  num_experts_per_tok=2, **_NO_SPECIAL_TOKENS),
+    ),
+    (
+        "qwen3-moe-tiny", "qwen3_moe", "causal", 1_493_632, 64, 32,
+        _decoder(4, 64, 8, 8192, kv_heads=4, intermediate=128, positions=2048, head_dim=8, num_experts=8,
+                 num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, **_NO_SPECIAL_TOKENS),
+    ),
+    (
+        "deepseek-v3-tiny", "deepseek_v3", "causal", 1_481_984, 64, 32,
+        _latent(4, 64, 8, 8192, dense=1, intermediate=256, experts=8, chosen=2, width=64, groups=(4, 2), ranks=(32, 16),
+                head_dims=(8, 4, 8), positions=2048, **_NO_SPECIAL_TOKENS),
     ),
     ("vit-tiny", "vit", "image", 323_108, None, 32, _vit(6, 64, 4, image=64, patch=8, classes=100)),
     ("wide-resnet-tiny", "wide_resnet", "image", 175_066, None, 32, {"depth": 16, "width": 1, "classes": 10}),
@@ -198,6 +243,19 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
         "mixtral-8x7b", "mixtral", "causal", 46_702_792_704, 4096, 16,
         _decoder(32, 4096, 32, 32000, kv_heads=8, intermediate=14336, positions=32768, rope_theta=1e6,
                  rms_norm_eps=1e-5, num_local_experts=8, num_experts_per_tok=2),
+    ),
+    (
+        # Qwen team 2025.
+        "qwen3-235b-a22b", "qwen3_moe", "causal", 235_093_634_560, 4096, 1024,
+        _decoder(94, 4096, 64, 151936, kv_heads=4, intermediate=12288, positions=40960, rope_theta=1e6, head_dim=128,
+                 num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
+                 tie_word_embeddings=False),
+    ),
+    (
+        # DeepSeek-AI 2024, without the module that predicts further tokens.
+        "deepseek-v3", "deepseek_v3", "causal", 671_026_404_352, 4096, 15360,
+        _latent(61, 7168, 128, 129280, dense=3, intermediate=18432, experts=256, chosen=8, width=2048, groups=(8, 4),
+                ranks=(1536, 512), head_dims=(128, 64, 128), positions=4096),
     ),
     (
         # Black et al. 2022: a quarter of each head's features is rotated, both halves of a block in parallel.

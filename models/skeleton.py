@@ -1,4 +1,4 @@
-"""A workload's model on the meta device, and which of its repeated blocks are alike."""
+"""A workload's model on the meta device, its experts, and which of its repeated blocks are alike."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,18 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
                 return workload.build_model(config)
         except RuntimeError:  # NotImplementedError included: a value of a meta tensor was asked for
             return workload.build_model(config)
+
+
+def experts_of(workload: Workload) -> tuple[int, ...]:
+    """The numbers of experts that the mixtures of a workload's model have, each once, ascending; empty for none."""
+    return experts_in(skeleton(workload))
+
+
+def experts_in(model: "nn.Module") -> tuple[int, ...]:
+    """The same of a model."""
+    from ..schedule.parallel.experts import mixtures_of, num_experts
+
+    return tuple(sorted({num_experts(each) for each in mixtures_of(model).values()}))
 
 
 FOLLOWED = 3

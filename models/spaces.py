@@ -18,7 +18,7 @@ from .architecture import Architecture
 from .families import generic_schedule
 from .families.standard import KNOBS, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
-from .skeleton import skeleton
+from .skeleton import experts_in, skeleton
 from .user_code import user_code_errors
 from .workload import NEUTRAL, Workload
 
@@ -98,6 +98,7 @@ def default_space(
         any_batch=grad_accum is not None,
         seq_len=workload.seq_len,
         own_loss=own_loss,
+        experts=bool(facts.experts),
     )
     _micro_batch(space, workload, spread, any_batch=grad_accum is not None)
     if "checkpoint_ratio" in facts.followed and facts.blocks:
@@ -131,6 +132,7 @@ def default_space(
             seq_len=workload.seq_len,
             tokens=workload.seq_len is not None,
             own_loss=own_loss,
+            experts=facts.experts,
         ),
     )
     return space
@@ -386,16 +388,21 @@ class _Facts:
     """Repeated blocks of the model."""
     parallel: Support
     """Which parallel knobs it can follow."""
+    experts: tuple[int, ...]
+    """The numbers of experts of the model's mixtures, each once."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:
     from ..schedule import create_schedule
 
     sch = create_schedule(skeleton(workload))
+    experts = experts_in(sch.module)
     schedule = workload.schedule or generic_schedule
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
-        return _Facts(followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch))
+        return _Facts(
+            followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch), experts=experts
+        )
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
     with user_code_errors(f"{workload.name}: schedule(sch, config)"):
@@ -417,4 +424,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
             zero="",
             offload="",
         ),
+        experts=experts,
     )

@@ -175,6 +175,9 @@ class Measurement:
     """Speed of the default configuration at that time relative to its first measurement, if other load changed it
     (see `tuner.conditions`).
     """
+    expert_load: float | None = None
+    """Rows of the busiest expert over the mean, averaged over the model's mixtures, on the probe's samples; None without
+    experts."""
     loss: float | None = None
     """Loss of the first step."""
     probe: Probe | None = None

@@ -202,6 +202,9 @@ class DryRuns(Work):
             notes.append(truth.why_incomparable(probe, request.reference))
         if slowest.seconds_settle and not wrong:
             notes.append(_at_settled_clocks(slowest))
+        load = truth.expert_load([each.probe for each in reports])
+        if load is not None and config.get("ep", 1) > 1 and not wrong:
+            notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
         seconds_build = slowest.seconds_build + slowest.seconds_compile
@@ -220,6 +223,7 @@ class DryRuns(Work):
             mfu=_utilisation(terms.device, tflops, str(config.get("precision", "fp32"))),
             loss=slowest.loss,
             probe=probe,
+            expert_load=load,
             samples_per_step=slowest.samples_per_step,
             foreign_cores=foreign_cores([each.load for each in reports]),
             seconds_overhead=max(0.0, common["seconds_total"] - seconds_known),

@@ -38,6 +38,18 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
     )
 
 
+def expert_load(parts: Sequence[ProbePart]) -> float | None:
+    """The rows of the expert that gets most over the mean of all experts, averaged over the mixtures of a model, on the
+    probe's samples; None for a model without."""
+    totals: dict[str, list[int]] = {}
+    for part in parts:
+        for path, rows in part.rows.items():
+            before = totals.get(path, [0] * len(rows))
+            totals[path] = [one + other for one, other in zip(before, rows, strict=True)]
+    loads = [max(rows) * len(rows) / sum(rows) for rows in totals.values() if sum(rows)]
+    return sum(loads) / len(loads) if loads else None
+
+
 def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
     """Why a candidate computes something else than the reference, or an empty string.
 

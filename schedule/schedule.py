@@ -59,6 +59,7 @@ class Schedule(ScheduledModule):
     replace_all = primitives.replace_all
     shard = primitives.shard
     shard_data = primitives.shard_data
+    shard_experts = primitives.shard_experts
     sync = primitives.sync
     trace = primitives.trace
 

@@ -60,11 +60,30 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "cp2·tp2": {"cp": 2, "tp": 2, "sequence_parallel": True},
     "cp2·sp2": {"cp": 2, "sp": 2, "zero": 2},
     "pp2·cp2": {"pp": 2, "cp": 2, "grad_accum": 2, "checkpoint_ratio": 0.5},
+    "ep2": {"dp": 2, "ep": 2, "grad_accum": 2},
+    "ep4": {"dp": 4, "ep": 4, "checkpoint_ratio": 0.5},
+    "ep2+zero1": {"dp": 2, "ep": 2, "zero": 1, "grad_accum": 2},
+    "ep2+zero2": {"dp": 2, "ep": 2, "zero": 2, "grad_accum": 2},
+    "ep2+zero3": {"dp": 2, "ep": 2, "zero": 3, "grad_accum": 2},
+    "ep2·dp2": {"dp": 4, "ep": 2, "micro_batch": 1},
+    "ep2·dp2+zero1": {"dp": 4, "ep": 2, "zero": 1, "micro_batch": 1},
+    "ep2·dp2+zero2": {"dp": 4, "ep": 2, "zero": 2, "micro_batch": 1},
+    "ep2·dp2+zero3": {"dp": 4, "ep": 2, "zero": 3, "micro_batch": 2},
+    "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "ep2·tp2+sp": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 3},
+    "ep2·pp2": {"dp": 2, "ep": 2, "pp": 2, "grad_accum": 2},
+    "ep2·pp2+zero2": {"dp": 2, "ep": 2, "pp": 2, "zero": 2, "grad_accum": 2},
+    "ep2·pp2 zbv": {
+        "dp": 2, "ep": 2, "pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zbv", "micro_batch": 1,
+    },
+    "ep2·cp2": {"cp": 2, "ep": 2, "grad_accum": 2},
+    "ep2·sp2": {"dp": 2, "sp": 2, "ep": 2, "zero": 3},
+    "ep2+fusion": {"dp": 2, "ep": 2, "fusion": True},
     "kernels": {"kernels": True, "grad_accum": 2},
     "tp2+kernels": {"tp": 2, "kernels": True},
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
     "pp2+kernels": {"pp": 2, "grad_accum": 4, "kernels": True},
-}
+}  # fmt: skip
 """Every combination of the table by its name: knobs, absent ones neutral."""
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -118,6 +137,19 @@ FAMILIES: "Mapping[str, tuple[Task, Mapping[str, Any]]]" = {
     "qwen3": ("causal", {**_DECODER, "head_dim": 8}),
     "mistral": ("causal", {**_DECODER, "sliding_window": 8}),
     "mixtral": ("causal", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "causal",
+        {**_DECODER, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+         "norm_topk_prob": True},
+    ),
+    "deepseek_v3": (
+        "causal",
+        {
+            **_SIZES, **_TOKENS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 8,
+            "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        },
+    ),
     "gpt_neox": ("causal", {**_SIZES, **_TOKENS, "hidden_dropout": 0.0}),
     "vit": (
         "image",
@@ -169,8 +201,10 @@ def obstacle(family: str, combination: str) -> str:
 
 def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     """Why a workload whose schedule is a StandardSchedule cannot follow a configuration; empty where it can."""
+    from ..knobs.rules import RuleContext, refusal as broken_rule
+    from ..knobs.strategy import Strategy
     from ..models.families.standard import StandardSchedule
-    from ..models.skeleton import skeleton
+    from ..models.skeleton import experts_of, skeleton
     from ..schedule import create_schedule
 
     assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
@@ -178,6 +212,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
     reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
+    if config.get("ep", 1) > 1:
+        reasons.insert(0, broken_rule(Strategy.of(config), RuleContext(experts=experts_of(workload))))
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
     if config.get("zero"):

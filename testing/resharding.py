@@ -29,10 +29,14 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
     "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2, "pipeline_schedule": "1f1b"},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
+    "ep2": {"dp": 2, "ep": 2, "micro_batch": 2},
+    "ep2+zero3": {"dp": 2, "ep": 2, "zero": 3},
+    "ep4+zero1": {"dp": 4, "ep": 4, "zero": 1, "micro_batch": 1},
+    "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
     "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
 }
 """Every strategy of the table by its name: knobs, absent ones neutral."""
-TABLE_FAMILIES = ("llama", "gpt2", "bert", "t5")
+TABLE_FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
 """Those of `numerics.FAMILIES` that the table has."""
 BEFORE, AFTER = 4, 5
 """Steps before the checkpoint, and behind it."""

@@ -126,11 +126,13 @@ def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]"
         if param.grad is None or id(param) in elsewhere:
             continue
         holder, leaf = owner(model, name)
-        share = 1.0 if leaf in shards_of(holder) else 1.0 / world.tp
+        cut = shards_of(holder).get(leaf)
+        axes = cut.axes if cut is not None else ()
+        share = 1.0 if "tp" in axes else 1.0 / world.tp
         if is_dtensor(param.grad):
             share /= copies_of(param.grad)
         elif not alone:
-            share /= world.replicas
+            share /= world.replicas // world.ep if "ep" in axes else world.replicas
         yield name, local(param.grad.detach()), share
 
 

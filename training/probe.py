@@ -4,7 +4,7 @@ import contextlib
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,8 @@ class ProbePart:
     by_batch: bool
     """Whether training computes statistics over the samples of a micro-batch, so that their number decides what it
     computes, as batch normalisation does: then only what it does without them can be compared."""
+    rows: Mapping[str, list[int]] = field(default_factory=dict)
+    """How many of its rows went to each expert, by the path of the mixture; those of replicas and stages add up."""
 
 
 def samples(world: int, global_batch: int) -> int:
@@ -167,7 +169,10 @@ def take(training: "Training") -> ProbePart:
     """
     probed = _Probed(training)
     by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
-    with _undisturbed(training), perturbed(training):
+    from ..schedule.parallel.experts import counted_rows
+
+    counted = counted_rows(training.model, hooks=not training.compiled)
+    with _undisturbed(training), perturbed(training), counted as rows:
         lively = None if by_batch else probed.run(as_trained=True)
         if lively is not None and not probed.agree(lively.random):
             quiet = lively
@@ -187,7 +192,8 @@ def take(training: "Training") -> ProbePart:
         # A loss of somebody's own is computed as they like.
         loss_roundoff=probed.loss_roundoff if training.workload.loss is None else roundoff,
     )
-    return ProbePart(share=share, changed=changed, size=size, by_batch=by_batch)
+    sent = {path: each.tolist() for path, each in rows.items()}
+    return ProbePart(share=share, changed=changed, size=size, by_batch=by_batch, rows=sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

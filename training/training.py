@@ -14,6 +14,7 @@ from ..knobs.strategy import Strategy
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
+from ..models.skeleton import experts_of
 from ..models.workload import Batch, Workload
 from .applying import share_out
 from .passes import Accumulation, Pipelined, check_pipeline
@@ -309,6 +310,8 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
+        if self.strategy.ep > 1 and "shard_experts" not in done:
+            sch.shard_experts(self.strategy.ep)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.replicas > 1 and "shard_data" not in done:
@@ -364,6 +367,7 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         seq_len=workload.seq_len,
         tokens=workload.seq_len is not None,
         own_loss=workload.loss is not None,
+        experts=experts_of(workload) if strategy.ep > 1 else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
     if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):

@@ -39,6 +39,8 @@ class World:
     """Ranks, or groups of those, that share each sequence in a ring."""
     tp: int = 1
     """Ranks that share each layer."""
+    ep: int = 1
+    """Neighbours among the replicas that share the experts."""
 
     @staticmethod
     def of(config: Mapping[str, Any], rank: int = 0, size: int = 1) -> "World":
@@ -48,14 +50,14 @@ class World:
             WorkloadError: a degree below 1, or degrees whose product is not the number of ranks.
         """
         try:
-            degrees = Strategy.of({name: config[name] for name in DEGREES if name in config}, devices=size)
+            degrees = Strategy.of({name: config[name] for name in (*DEGREES, "ep") if name in config}, devices=size)
         except UsageError as error:
             raise WorkloadError(str(error)) from None
         if why := refusal(degrees, RuleContext(devices=size), GENERAL):
             raise WorkloadError(why)
         if not 0 <= rank < size:
             raise WorkloadError(f"rank must be from 0 to {size - 1}, but is {rank}")
-        return World(rank=rank, size=size, **{name: getattr(degrees, name) for name in DEGREES})
+        return World(rank=rank, size=size, **{name: getattr(degrees, name) for name in (*DEGREES, "ep")})
 
     @property
     def replicas(self) -> int:

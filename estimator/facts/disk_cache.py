@@ -13,7 +13,7 @@ from typing import Any
 from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 
-VERSION = 3
+VERSION = 4
 """Raised whenever tracing comes to see other things, so that older files are not read."""
 
 

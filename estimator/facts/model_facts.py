@@ -35,6 +35,8 @@ class Matmul:
     """Rows a token: below 1 where fewer rows than tokens take part (a pooler), above where more (experts)."""
     trainable: bool = True
     """Whether the weight gets a gradient; a frozen one costs one product in backward rather than two."""
+    experts: int = 1
+    """Experts of each mixture, of which these are the products, one each; 1 where they are of none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,10 @@ class Part:
     """Those of them that tensor parallelism divides; the rest every rank holds."""
     frozen: int = 0
     """Those without gradient and optimizer state."""
+    experts: int = 0
+    """Those of the experts of mixtures, which `ep` ranks share."""
+    routed: float = 0.0
+    """Elements a token that go to experts, and as many that come back."""
     matmuls: tuple[Matmul, ...] = ()
     """Products with weights, forward, of one instance."""
     attention: Attention | None = None
@@ -162,6 +168,11 @@ class ModelFacts:
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once."""
         return sum(part.count * part.parameters for part in self.parts)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The numbers of experts of its mixtures, each once, ascending; empty for none."""
+        return tuple(sorted({item.experts for part in self.parts for item in part.matmuls if item.experts > 1}))
 
     @property
     def blocks(self) -> int:

@@ -13,7 +13,7 @@ from . import disk_cache
 from .fused_loss import unformed
 from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
-from .step_trace import AttentionCall, Segment, StepTrace, Tally
+from .step_trace import AttentionCall, Product, Segment, StepTrace, Tally
 from .tracing import trace_step
 
 
@@ -350,6 +350,8 @@ class _Maker:
             parameters=self._count(names),
             sharded=self._sharded(names, segments),
             frozen=self._count(names & self._seen.frozen),
+            experts=self._count(names & {each.weight for each in _stacked(segments)}),
+            routed=sum(each.rows * each.count * each.k for each in _first_of_mixtures(segments)) / self._tokens,
             matmuls=self._matmuls(segments),
             attention=attention,
             saved=saved,
@@ -382,11 +384,12 @@ class _Maker:
         counted: dict[tuple[Any, ...], int] = {}
         for segment in segments:
             for product in segment.products:
-                what = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable)
+                experts = product.count if product.stacked else 1
+                what = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable, experts)
                 counted[what] = counted.get(what, 0) + product.count
         return tuple(
-            Matmul(k=k, n=n, split=split, rows=rows, trainable=trainable, count=count)
-            for (k, n, split, rows, trainable), count in counted.items()
+            Matmul(k=k, n=n, split=split, rows=rows, trainable=trainable, count=count, experts=experts)
+            for (k, n, split, rows, trainable, experts), count in counted.items()
         )
 
     def _attention(self, calls: list[AttentionCall]) -> Attention | None:
@@ -415,6 +418,19 @@ class _Maker:
             return PerToken(sequence=total)
         outside = min(total, 2 * boundary)
         return PerToken(sequence=outside, sharded=total - outside)
+
+
+def _stacked(segments: list[Segment]) -> list[Product]:
+    """The products of experts."""
+    return [product for segment in segments for product in segment.products if product.stacked]
+
+
+def _first_of_mixtures(segments: list[Segment]) -> list[Product]:
+    """The first product of each mixture of experts."""
+    first: dict[str, Product] = {}
+    for product in _stacked(segments):
+        first.setdefault(product.weight.rpartition(".")[0], product)
+    return list(first.values())
 
 
 def _scaled(value: PerToken, factor: float) -> PerToken:

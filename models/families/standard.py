@@ -63,6 +63,7 @@ class StandardSchedule:
     |---|---|
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
     | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
+    | `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
     | `cp` | likewise, and keys and values go round among them (ring attention) |
     | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
     | `virtual_stages` | so many stages on each of its ranks |
@@ -92,6 +93,8 @@ class StandardSchedule:
         blocks = self.blocks(sch)
         if config.get("tp", 1) > 1:
             self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
+        if config.get("ep", 1) > 1:
+            sch.shard_experts(config["ep"])
         if config.get("sp", 1) * config.get("cp", 1) > 1:
             sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         ranks = config.get("pp", 1)
@@ -148,8 +151,12 @@ class StandardSchedule:
         self.tensor_parallel(sch, blocks, sequence_parallel)
 
     def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
+        from ...schedule.parallel.balance import pipeline_obstacle
+
         if stages == 1:
             return []
+        if why := pipeline_obstacle(sch.module):
+            raise ScheduleError(f"pp: {why}")
         if self.stage_ends is not None:
             return self.stage_ends(sch, stages)
         return even_ends(blocks, stages)

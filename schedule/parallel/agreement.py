@@ -74,7 +74,7 @@ def _held(
             label, cut = f"{path}.{name}" if path else name, shards_of(module).get(name)
             if cut is not None and cut.checksum != NOTHING:
                 once[f"{label} before it was cut"] = cut.checksum
-            if cut is None or cut_too:
+            if cut is None or (cut_too and "ep" not in cut.axes):
                 whole[label] = tensor
     return whole, once
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -67,6 +68,26 @@ def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
     return DeviceMesh.from_group(made, mesh.device_type, mesh=mine, mesh_dim_names=tuple(sizes))
 
 
+def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: str = "") -> dict[str, Axis]:
+    """The axes of groups of neighbours along the `dp` axis, those of more than one rank; all ranks call it.
+
+    Args:
+        mesh: of the schedule.
+        degrees: sizes of these axes by name, the last of nearest neighbours.
+        along: the `dp` axis.
+        others: a name for the axis of ranks that have the same places in such groups, which is returned too then,
+            whatever its size.
+    """
+    sizes = {name: size for name, size in degrees.items() if size > 1}
+    rest = along.size // prod(sizes.values())
+    if isinstance(mesh, PlannedMesh):
+        made = {**sizes, **({others: rest} if others else {})}
+        return {name: Axis(name, size, 0, along.group_name) for name, size in made.items()}
+    divisions = divided(mesh, "dp", {others or "samples": rest, **sizes})
+    found = {name: axis_of(divisions, name) for name in (*sizes, *([others] if others else []))}
+    return {name: Axis(name, each.size, each.rank, each.group_name) for name, each in found.items() if each is not None}
+
+
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis, without gradient."""
     if tensor.is_meta:
@@ -114,6 +135,14 @@ def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.T
         if not pieces.is_meta:
             dist.all_to_all_single(received, pieces.contiguous(), group=axis.group)
     return torch.cat([each.movedim(0, dim) for each in received], join)
+
+
+def all_to_all_rows(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis) -> torch.Tensor:
+    """The first `sent[0]` rows to the first rank, the next `sent[1]` to the second, and so on; `received[r]` rows arrive from
+    rank r, in the order of ranks. Without gradient."""
+    rows = tensor.new_empty(sum(received), *tensor.shape[1:])
+    dist.all_to_all_single(rows, tensor.detach().contiguous(), received, sent, group=axis.group)
+    return rows
 
 
 class PassedOn:

@@ -1,6 +1,6 @@
 """Replicas of a model that average their gradients, bucket by bucket while the backward pass still runs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class Replicas:
         late: of these gradients are not complete when the backward pass has been there: they are reduced by
             `finish`.
         reduce_dtype: gradients travel in it, and are kept in their own; None for their own.
+        apart: parameters that only some of the replicas hold alike, and these: experts that are spread over the others. The
+            gradients of these are in them already, so that theirs is the mean over all replicas too.
 
     Source: Li et al., PyTorch Distributed (2020), section 3.2, on buckets; Rajbhandari et al., ZeRO (2020).
     """
@@ -45,6 +47,7 @@ class Replicas:
         owned: bool = False,
         late: Iterable[nn.Parameter] = (),
         reduce_dtype: torch.dtype | None = None,
+        apart: Mapping[nn.Parameter, Axis] | None = None,
     ) -> None:
         self.axis = axis
         self.passes = 1
@@ -56,13 +59,15 @@ class Replicas:
         self._reduce_dtype = reduce_dtype
         params = [each for each in params if each.requires_grad]
         late = set(late)
-        owners = _owners(params, axis.size) if owned else {}
-        self.owned = [each for each in params if owners.get(each, axis.rank) == axis.rank]
+        axes = {each: (apart or {}).get(each, axis) for each in params}
+        owners: dict[nn.Parameter, int] = {}
+        for along in dict.fromkeys(axes.values()) if owned else ():
+            owners |= _owners([each for each in params if axes[each] == along], along.size)
+        self.owned = [each for each in params if owners.get(each, axes[each].rank) == axes[each].rank]
         """The parameters that this rank updates: all of them where they have no owners."""
         early = [each for each in reversed(params) if each not in late]
-        self.buckets = [
-            *_buckets(early, owners), *_buckets([each for each in reversed(params) if each in late], owners)
-        ]  # fmt: skip
+        behind = [each for each in reversed(params) if each in late]
+        self.buckets = [*_buckets(early, owners, axes), *_buckets(behind, owners, axes)]
         self._done = 0
         """Buckets under way, or reduced, in this step."""
         self._passed = 0
@@ -80,9 +85,9 @@ class Replicas:
     def finish(self) -> None:
         """Reduces what is not under way yet and waits for all; the step's averaged gradients are in place."""
         for bucket in self.buckets[self._done :]:
-            bucket.reduce(self.axis, self._reduce_dtype)
+            bucket.reduce(self.axis.size, self._reduce_dtype)
         for bucket in self.buckets:
-            bucket.wait(self.axis.rank)
+            bucket.wait()
             bucket.arrived.clear()
         self._done = self._passed = 0
 
@@ -98,9 +103,9 @@ class Replicas:
     def share(self) -> None:
         """Sends every parameter from its owner to the others."""
         works = [
-            dist.broadcast(bucket.flat, group=self.axis.group, group_src=bucket.owner, async_op=True)
+            dist.broadcast(bucket.flat, group=bucket.axis.group, group_src=bucket.owner, async_op=True)
             for bucket in self.buckets
-            if bucket.flat is not None
+            if bucket.flat is not None and bucket.axis.size > 1
         ]
         for work in works:
             work.wait()
@@ -110,7 +115,8 @@ class Replicas:
         if not self.owners or param not in self._of:
             return param.grad
         grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        dist.broadcast(grad, group=self.axis.group, group_src=self._of[param].owner)
+        bucket = self._of[param]
+        dist.broadcast(grad, group=bucket.axis.group, group_src=bucket.owner)
         return grad
 
     def _arrived(self, param: nn.Parameter) -> None:
@@ -123,7 +129,7 @@ class Replicas:
         if bucket.arrived[param] >= self.passes:
             bucket.take(param, self.axis.size)
         while self._done < len(self.buckets) and self.buckets[self._done].complete(self.passes):
-            self.buckets[self._done].reduce(self.axis, self._reduce_dtype)
+            self.buckets[self._done].reduce(self.axis.size, self._reduce_dtype)
             self._done += 1
 
     def _pass_ended(self) -> None:
@@ -145,6 +151,8 @@ def whole_gradient(model: nn.Module, name: str, param: nn.Parameter) -> torch.Te
 class _Bucket:
     """Parameters of one format, and one owner, whose gradients travel together."""
 
+    axis: Axis
+    """The ranks that hold them alike."""
     owner: int | None
     """Rank along the axis; None where all ranks update them."""
     places: dict[nn.Parameter, slice] = field(default_factory=dict)
@@ -189,13 +197,15 @@ class _Bucket:
             torch.div(param.grad, ranks, out=piece)
             param.grad = piece
 
-    def reduce(self, axis: Axis, dtype: torch.dtype | None) -> None:
-        """Starts to sum the parts of the mean over the replicas, at the owner if there is one."""
+    def reduce(self, ranks: int, dtype: torch.dtype | None) -> None:
+        """Starts to sum the parts of a mean over so many replicas, at the owner if there is one."""
         for number, param in enumerate(self.places):
-            self.take(param, axis.size)
+            self.take(param, ranks)
             if param.grad is None:
                 self._used[number] = 0
-        total = self._sums
+        total, axis = self._sums, self.axis
+        if axis.size == 1:
+            return
         if dtype is not None and dtype != total.dtype:
             total = self._wire = total.to(dtype)
         if self.owner is None:
@@ -204,10 +214,11 @@ class _Bucket:
             self._work = dist.reduce(total, group=axis.group, group_dst=self.owner, async_op=True)
 
     @torch.no_grad()
-    def wait(self, rank: int) -> None:
+    def wait(self) -> None:
         """Waits for the mean. Who does not update the parameters has no gradients then."""
-        self._work.wait()
-        if self.owner not in (None, rank):
+        if self._work is not None:
+            self._work.wait()
+        if self.owner not in (None, self.axis.rank):
             for param in self.places:
                 param.grad = None
         else:
@@ -240,13 +251,15 @@ def _owners(params: Sequence[nn.Parameter], ranks: int) -> dict[nn.Parameter, in
     return owners
 
 
-def _buckets(params: Sequence[nn.Parameter], owners: dict[nn.Parameter, int]) -> list[_Bucket]:
-    """Buckets of parameters in this order, in the order in which they are full; each of one owner and format."""
+def _buckets(
+    params: Sequence[nn.Parameter], owners: dict[nn.Parameter, int], axes: dict[nn.Parameter, Axis]
+) -> list[_Bucket]:
+    """Buckets of parameters in this order, in the order in which they are full; each of one axis, owner and format."""
     full: list[_Bucket] = []
     open_: dict[Any, _Bucket] = {}
     for param in params:
-        key = param.dtype, param.device, owners.get(param)
-        bucket = open_.setdefault(key, _Bucket(owners.get(param)))
+        key = param.dtype, param.device, axes[param], owners.get(param)
+        bucket = open_.setdefault(key, _Bucket(axes[param], owners.get(param)))
         bucket.add(param)
         if bucket.size * param.element_size() >= BUCKET_BYTES:
             full.append(open_.pop(key))

@@ -33,6 +33,13 @@ class Shard:
     """The ranks that share it. Where they do not divide a part, its last pieces are filled up with zeros."""
     checksum: Checksum = field(default=NOTHING, compare=False)
     """Of the whole tensor, where it had values when it was cut."""
+    then: "Shard | None" = None
+    """How the piece is cut further, over the ranks of another axis."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of all axes whose ranks hold other pieces."""
+        return (self.axis.name, *(self.then.axes if self.then is not None else ()))
 
     @property
     def padded(self) -> bool:
@@ -41,12 +48,9 @@ class Shard:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the whole tensor."""
-        return self.piece(whole, self.axis.rank)
-
-    def piece(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's piece of the whole tensor."""
         parts = [self._filled(each) for each in whole.split(list(self.parts), self.dim)]
-        return torch.cat([each.chunk(self.axis.size, self.dim)[rank] for each in parts], self.dim)
+        piece = torch.cat([each.chunk(self.axis.size, self.dim)[self.axis.rank] for each in parts], self.dim)
+        return piece if self.then is None else self.then.cut(piece)
 
     def _filled(self, part: torch.Tensor) -> torch.Tensor:
         missing = -part.shape[self.dim] % self.axis.size
@@ -57,6 +61,8 @@ class Shard:
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor, gathered from all ranks."""
+        if self.then is not None:
+            local = self.then.join(local)
         stacked = all_gather(local.unsqueeze(0), 0, self.axis)
         sizes = [-(-size // self.axis.size) for size in self.parts]
         pieces = [piece.split(sizes, self.dim) for piece in stacked.unbind(0)]

@@ -1,7 +1,8 @@
 """Which part of each of a model's tensors this rank holds, as boxes of the whole tensor.
 
-What cuts a tensor, tensor parallelism and then FSDP, cuts it along one dimension each; a fused projection is cut in
-strides. Along every dimension what is here is therefore a few runs of indices, and the part is their product.
+What cuts a tensor, tensor parallelism, then experts over ranks, then FSDP, cuts it along one dimension each; a fused
+projection is cut in strides. Along every dimension what is here is therefore a few runs of indices, and the part is their
+product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -78,8 +79,9 @@ def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
     shard = shards_of(module).get(name)
     shape = torch.Size(shard.shape) if shard is not None else tensor.shape
     runs = [[Run(0, 0, size)] for size in shape]
-    if shard is not None:
+    while shard is not None:
         runs[shard.dim] = _cut_runs(shard.parts, shard.axis.rank, shard.axis.size)
+        shard = shard.then
     if is_dtensor(tensor) and any(each.is_shard() for each in tensor.placements):
         dim, ranks, rank = piece_of(tensor)
         each = -(-tensor.shape[dim] // ranks)

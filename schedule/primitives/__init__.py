@@ -2,6 +2,7 @@
 
 from .checkpoint import checkpoint
 from .data_parallel import cut_sequence, offload, shard_data
+from .experts import shard_experts
 from .formats import cast, float8
 from .fused import fused_attention, fused_gelu, fused_loss
 from .graphs import decompose, find, fuse, trace
@@ -32,6 +33,7 @@ __all__ = [
     "replace_all",
     "shard",
     "shard_data",
+    "shard_experts",
     "sync",
     "trace",
 ]

@@ -1,10 +1,9 @@
 """Primitives of what replicas share: weights, gradients and optimizer state (ZeRO), sequences, and host memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from ...knobs.sequence import SequenceShards
 from ..forward import Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
-from ..parallel.collectives import Axis, PlannedMesh, axis_of, divided
+from ..parallel.balance import BalancedTogether, balances
+from ..parallel.collectives import Axis, axis_of, divided, neighbours
+from ..parallel.experts import copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
 from ..primitive import primitive
@@ -86,6 +87,10 @@ def shard_data(
             f"{label}: hsdp needs stage 2 or 3 and must divide the {ranks} ranks into groups of two or more, "
             f"but is {hsdp}"
         )
+    if hsdp != 1 and spread_experts(sch.module):
+        raise ScheduleError(
+            f"{label}: experts that are spread over ranks have replicas of their own, so hsdp must be 1"
+        )
     if sch.deferred(_apply):
         raise ScheduleError(f"{label}: a model is replicated once, and it already is")
     if blocks is not None:
@@ -103,6 +108,11 @@ def shard_data(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
+
+
+def is_replicated(sch: ScheduledModule) -> bool:
+    """Returns True behind `shard_data`."""
+    return bool(sch.deferred(_apply))
 
 
 def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
@@ -124,14 +134,22 @@ class Cutting:
     """For how long the others are whole."""
     shard: Callable[..., Any]
     """`fully_shard` with mesh and formats."""
+    experts: Callable[..., Any]
+    """The same for experts that are spread over some of the replicas, which are cut over the others."""
     done: set[int] = field(default_factory=set)
     """Identities of the modules that are cut."""
 
     def cut(self, module: nn.Module) -> None:
-        """Cuts a module, once."""
+        """Cuts a module, once, and experts in it before the rest, each mixture by itself: the gradients of experts are
+        reduced behind both exchanges of rows in the backward pass, and not between them."""
         if id(module) not in self.done:
             self.done.add(id(module))
-            self.shard(module, reshard_after_forward=self.gather == "pass" and id(module) not in self.whole)
+            cut_again = self.gather == "pass" and id(module) not in self.whole
+            for each in spread_experts(module):
+                if id(each) not in self.done:
+                    self.done.add(id(each))
+                    self.experts(each, reshard_after_forward=cut_again)
+            self.shard(module, reshard_after_forward=cut_again)
 
 
 def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
@@ -171,11 +189,15 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
         # The backward pass begins with the last block and what is in no block.
         whole |= {id(each) for each in (module, *parts[-1:])}
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    context.cutting = Cutting(parts=parts, whole=whole, gather=given["gather"], shard=shard)
+    # Weights of experts come as the router made them.
+    experts = partial(cut_copies, mesh=sch.mesh, policy=replace(policy, cast_forward_inputs=False))
+    context.cutting = Cutting(parts=parts, whole=whole, gather=given["gather"], shard=shard, experts=experts)
     return context.cutting
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) -> None:
+    if balances(module):
+        add_layer(module, BalancedTogether(_data_parallel(sch, "shard_data")))
     if "gradients" not in given["cut"]:
         _replicate(sch, module, context, "optimizer" in given["cut"], given["reduce_dtype"])
         return
@@ -186,12 +208,12 @@ def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) 
     if pipeline is None:
         cutting.cut(module)
         for block, following in pairwise(cutting.parts):
-            block.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([block])
+            block.set_modules_to_forward_prefetch([following, *spread_experts(following)])
+            following.set_modules_to_backward_prefetch([block, *spread_experts(block)])
     elif cutting.gather == "step":  # whole until the last micro-batch
         for part in cutting.parts:
             part.set_reshard_after_backward(False)
-            pipeline.after_passes.append(part.reshard)
+            pipeline.after_passes += [each.reshard for each in (part, *spread_experts(part))]
 
 
 def _replicate(
@@ -199,7 +221,8 @@ def _replicate(
 ) -> None:
     pipeline = context.pipeline
     late = pipeline.tied_parameters() if pipeline is not None else ()
-    replicas = Replicas(module.parameters(), _data_parallel(sch, "shard_data"), owned, late, reduce_dtype)
+    axis = _data_parallel(sch, "shard_data")
+    replicas = Replicas(module.parameters(), axis, owned, late, reduce_dtype, copies_of_experts(module))
     if pipeline is not None:
         replicas.by_itself = False
         replicas.passes = pipeline.micro_batches
@@ -262,19 +285,9 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
     tp = 1 if tensor is None else tensor.size
     if why := obstacle(sch.module, sp, cp, tp):
         raise ScheduleError(f"{'sp' if cp == 1 else 'cp' if sp == 1 else 'sp and cp'}: {why}")
-    axes = _axes(sch.mesh, {"cp": cp, "sp": sp}, along)
+    axes = neighbours(sch.mesh, {"cp": cp, "sp": sp}, along)
     sharing = SequenceShards(sp=sp, cp=cp, rank=along.rank % (sp * cp))
     cut(sch.module, sharing, sp=axes.get("sp"), cp=axes.get("cp"), tp=tp)
-
-
-def _axes(mesh: object, degrees: dict[str, int], along: Axis) -> dict[str, Axis]:
-    """The axes of the ranks that share samples, those of more than one rank."""
-    sizes = {name: size for name, size in degrees.items() if size > 1}
-    if isinstance(mesh, PlannedMesh):
-        return {name: Axis(name, size, 0, along.group_name) for name, size in sizes.items()}
-    made = divided(mesh, "dp", {"samples": along.size // prod(sizes.values()), **sizes})
-    found = {name: axis_of(made, name) for name in sizes}
-    return {name: Axis(name, each.size, each.rank, each.group_name) for name, each in found.items() if each is not None}
 
 
 WHAT = ("activations", "optimizer")

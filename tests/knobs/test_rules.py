@@ -1,11 +1,14 @@
 """A rule means the same for a strategy, on a space, on columns of configurations, and for a training."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from redline.base.errors import UsageError, WorkloadError
+from redline.estimator import Estimator
+from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.setup import TrainingSetup
 from redline.knobs.rules import GENERAL, RULES, RuleContext, refusal
@@ -18,7 +21,7 @@ from redline.training.training import checked_strategy
 OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
 LATTICE = {
     "tp": (1, 2, 3), "sp": (1, 2, 5), "cp": (1, 2, 4, 8), "pp": (1, 2), "dp": (1, 2, 4), "zero": (0, 1, 2, 3),
-    "hsdp": (1, 2, 3), "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
+    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
     "pipeline_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"), "virtual_stages": (1, 2, 4),
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
@@ -34,6 +37,7 @@ def context_of(rule, devices=4):
         global_batch=16 if rule.name == "global batch" else None,
         seq_len=24,
         own_loss=rule.name in OWN_LOSS,
+        experts=() if rule.name == "experts of a dense model" else (4,),
     )
 
 
@@ -83,7 +87,8 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     """The refusal comes before anything is built or a process group is needed."""
-    made = workload("llama-tiny", seq_len=24, global_batch=16)
+    family = "mixtral-tiny" if "ep" in rule.knobs and rule.name != "experts of a dense model" else "llama-tiny"
+    made = workload(family, seq_len=24, global_batch=16)
     task = {
         **dict.fromkeys(OWN_LOSS, replace(made, loss=lambda output, batch: output.loss)),
         "sequences of tokens": replace(made, seq_len=None, unit="samples/s"),
@@ -95,7 +100,8 @@ def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     refused = set()
     for each in combinations(rule):
         pp, zero = (2 if "pipeline_schedule" in each else 1), (3 if "hsdp" in each else 0)
-        beside = {"micro_batch": 1, "grad_accum": 4, "dp": 2, "pp": pp, "zero": zero, "precision": "bf16"}
+        dp = 12 if {"ep", "hsdp"} <= set(each) else 2
+        beside = {"micro_batch": 1, "grad_accum": 4, "dp": dp, "pp": pp, "zero": zero, "precision": "bf16"}
         config = {**beside, **each}
         strategy = Strategy.of(config)
         context = context_of(rule, devices=3 if rule.name == "devices" else strategy.devices)
@@ -122,6 +128,8 @@ GENERALLY_BROKEN = {
 def test_an_estimate_refuses_what_no_trainer_can_do(rule):
     if rule.name == "sequences of tokens":
         pytest.skip("the estimator takes a sample without tokens for one token, which several ranks cannot share")
+    if rule.knobs == ("ep",):
+        pytest.skip("refused where the facts of the model are known, see below")
     setup = TrainingSetup(seq_len=18, global_batch=16, devices=4)
     knob_arrays([{"micro_batch": 1}], setup)
     with pytest.raises(UsageError) as caught:
@@ -129,6 +137,21 @@ def test_an_estimate_refuses_what_no_trainer_can_do(rule):
     own = {"devices": "must divide the devices, 4", "global batch": "must divide the global batch, 16"}
     context = RuleContext(devices=4, global_batch=16, seq_len=18)
     assert own.get(rule.name, rule.reason(context)) in str(caught.value)
+
+
+def test_an_estimate_refuses_experts_by_the_same_rules():
+    dense = ModelFacts.from_shape(layers=2, hidden=64, heads=4, vocabulary=97)
+    products = Matmul(k=64, n=128, count=4, experts=4, rows=0.5), Matmul(k=64, n=64, count=4, experts=4, rows=0.5)
+    parts = tuple(replace(each, matmuls=products) if each.role == "block" else each for each in dense.parts)
+    setup = TrainingSetup(seq_len=16, devices=12, global_batch=12)
+    dense, mixture = (Estimator(each, "a100-80gb", setup) for each in (dense, replace(dense, parts=parts)))
+    for estimator, ep, said in (
+        (dense, 2, "ep=2: the model has no experts, so that ep must be 1"),
+        (mixture, 3, "ep=3: ep must divide the 4 experts of a layer: 1, 2 or 4"),
+        (mixture, 8, "ep must divide the dp * sp * cp replicas, but is 12"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            estimator({"ep": ep})
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.models import hugging_face
+from redline.models.architecture import Architecture
 from redline.models.families import schedule_of
+from redline.models.huggingface import hugging_face_workload
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
+from redline.schedule.parallel.balance import BalancedTogether
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.testing import numerics
 from redline.training import Training
@@ -34,6 +37,8 @@ QUICK = [
     ("mistral", "cp2+zero3"),
     ("opt", "zero3+kernels"),
     ("t5", "pp2+kernels"),
+    ("mixtral", "ep2"),
+    ("deepseek_v3", "ep2+zero3"),
 ]
 """Every way of spreading at least once, and of every family what is its own."""
 MORE = [
@@ -43,6 +48,9 @@ MORE = [
     ("llama", "kernels"),
     *((family, "sp2") for family in ("gpt2", "mistral", "albert", "mixtral")),
     *((family, "cp2") for family in ("bert", "gpt2", "mistral", "albert", "mixtral")),
+    *(("mixtral", cell) for cell in ("ep2+zero1", "ep2+zero2", "ep2+zero3", "ep2·cp2", "ep2+fusion")),
+    *(("qwen3_moe", cell) for cell in ("ep2", "ep2+zero1")),
+    *(("deepseek_v3", cell) for cell in ("ep2", "tp2", "pp2 1f1b")),
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
 ]
@@ -80,20 +88,83 @@ def test_sequences_are_cut_beside_all_else(four, seed, combination):
     hold(four, "llama", combination, seed)
 
 
+def balanced(**config):
+    """A mixture whose experts are balanced by a loss, in a configuration with one micro-batch."""
+    task, arguments = numerics.FAMILIES["mixtral"]
+    more = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    made = Architecture(model_type="mixtral", arguments={**arguments, **more}, task=task)
+    return hugging_face_workload(made, name="balanced", spec="balanced", seq_len=16, global_batch=8), config
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_are_balanced_over_all_replicas_as_in_one_process(two, seed, zero):
+    for found in two.run(numeric.departure, *balanced(dp=2, ep=2, zero=zero), seed):
+        numeric.hold(found)
+
+
+def balanced_apart(seed):
+    workload, config = balanced(dp=2, ep=2)
+    loss = BalancedTogether.__call__
+    BalancedTogether.__call__ = lambda self, module, inner, args, kwargs: inner(*args, **kwargs)
+    try:
+        return numeric.departure(workload, config, seed)
+    finally:
+        BalancedTogether.__call__ = loss
+
+
+def test_a_balance_within_each_replica_is_seen(two, seed):
+    for found in two.run(balanced_apart, seed):
+        worst = found.gravest("gradients")
+        numeric.caught(worst.by, worst.allowed, worst.said)
+
+
+def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
+    workload, _ = balanced()
+    said = numerics.refusal(workload, {"pp": 2})
+    assert said.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("combination", [cell for cell in numerics.COMBINATIONS if cell.startswith(("ep2·", "ep4"))])
+def test_experts_are_spread_beside_all_else(two, four, seed, family, combination):
+    hold({2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "combination"), [cell for cell in CELLS if cell not in (*QUICK, *MORE)])
 def test_every_family_in_every_combination(two, four, seed, family, combination):
     reason = numerics.obstacle(family, combination)
     if reason:
         assert (family, combination.partition(" ")[0].partition("+")[0]) in {
-            ("albert", "pp2"), ("albert", "tp2·pp2"), ("albert", "pp2·dp2"), ("albert", "tp2"), ("vit", "tp2"),
-            ("wide_resnet", "tp2"), ("t5", "pp2·dp2"), ("albert", "pp2·sp2"), ("albert", "pp2·cp2"), ("albert", "cp2·tp2"),
-            *((family, ranks) for family in ("gpt_neo", "t5", "vit", "wide_resnet")
-              for ranks in ("sp2", "sp4", "sp2·tp2", "sp2·dp2", "pp2·sp2",
-                            "cp2", "cp4", "cp2·tp2", "cp2·sp2", "pp2·cp2")),
-            *((family, ranks) for family in ("vit", "wide_resnet")
-              for ranks in ("kernels", "tp2", "zero3", "pp2")),
-        }  # fmt: skip
+            ("albert", "pp2"),
+            ("albert", "tp2·pp2"),
+            ("albert", "pp2·dp2"),
+            ("albert", "tp2"),
+            ("vit", "tp2"),
+            ("wide_resnet", "tp2"),
+            ("t5", "pp2·dp2"),
+            ("albert", "pp2·sp2"),
+            ("albert", "pp2·cp2"),
+            ("albert", "cp2·tp2"),
+            *(
+                (family, ranks)
+                for family in ("gpt_neo", "t5", "vit", "wide_resnet")
+                for ranks in (
+                    "sp2",
+                    "sp4",
+                    "sp2·tp2",
+                    "sp2·dp2",
+                    "pp2·sp2",
+                    "cp2",
+                    "cp4",
+                    "cp2·tp2",
+                    "cp2·sp2",
+                    "pp2·cp2",
+                )
+            ),
+            *((family, ranks) for family in ("vit", "wide_resnet") for ranks in ("kernels", "tp2", "zero3", "pp2")),
+        } or reason.endswith("the model has no experts, so that ep must be 1"), reason
         assert combination != "tp2", reason
         return
     hold({1: None, 2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)

@@ -11,6 +11,7 @@ QUICK = [
     ("llama", "tp2+sp", "zero3"),
     ("gpt2", "zero1", "pp2"),
     ("t5", "pp2", "zero3"),
+    ("mixtral", "ep2", "one"),
 ]
 """Every kind of strategy on either side of a checkpoint."""
 SLOW = [
@@ -21,6 +22,10 @@ SLOW = [
     ("gpt2", "one", "tp2+sp"),
     ("gpt2", "tp2+sp", "zero1"),
     ("t5", "tp2+sp", "one"),
+    ("mixtral", "ep2", "ep2+zero3"),
+    ("mixtral", "ep2+zero3", "tp2+sp"),
+    ("mixtral", "ep2", "ep4+zero1"),
+    ("mixtral", "ep2·tp2", "ep2"),
 ]
 
 
@@ -64,8 +69,10 @@ def saved(kept, pools, family, strategy):
 
 
 @pytest.mark.parametrize(("family", "first", "second"), tiered(QUICK, SLOW))
-def test_it_goes_on_as_if_nothing_had_happened(two, kept, tmp_path, family, first, second):
+def test_it_goes_on_as_if_nothing_had_happened(two, request, kept, tmp_path, family, first, second):
     pools = {2: two}
+    if any(resharding.ranks(each) == 4 for each in (first, second)):
+        pools[4] = request.getfixturevalue("four")
     expected = whole(kept, pools, family)
     begin = saved(kept, pools, family, first)
     found = run(

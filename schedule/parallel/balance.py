@@ -1,0 +1,72 @@
+"""The loss that balances experts, as one process has it whose micro-batches are those of all replicas together.
+
+With E experts, f the rows of each per token over all tokens and P their mean probability, it is E sum(f P), with f without
+gradient. Each replica has its part of P and f of all, such that the mean over replicas is the loss of their samples together;
+the mean of each replica's own loss would balance the experts within every replica.
+
+Source: Fedus et al., Switch Transformers (arXiv:2101.03961), section 2.2; over replicas: Qiu et al. (arXiv:2501.11873).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..forward import Layer
+from .collectives import Axis, all_reduce
+from .experts import mixtures_of, num_experts, rows_of_experts
+
+
+def balances(model: nn.Module) -> bool:
+    """Returns True for a model of transformers that adds such a loss to its own."""
+    config: Any = getattr(model, "config", None)
+    return bool(getattr(config, "output_router_logits", False)) and hasattr(model, "router_aux_loss_coef")
+
+
+class BalancedTogether(Layer):
+    """Around a whole model: puts the balancing loss of all replicas in the place of this one's."""
+
+    order = 55
+    divisible = True
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        output = inner(*args, **kwargs)
+        logits = getattr(output, "router_logits", None)
+        own = getattr(output, "aux_loss", None)
+        if logits is None or own is None or output.loss is None:
+            return output
+        mask = kwargs.get("attention_mask")
+        together = self._loss(
+            logits, int(module.num_experts_per_tok), None if mask is None else mask.reshape(-1).float()
+        )
+        output.loss = output.loss + module.router_aux_loss_coef * (together - own).to(output.loss)
+        output.aux_loss = together
+        return output
+
+    def _loss(self, logits: tuple[torch.Tensor, ...], chosen: int, mask: torch.Tensor | None) -> torch.Tensor:
+        experts = logits[0].shape[-1]
+        counts = logits[0].new_zeros(experts + 1, dtype=torch.float32)
+        sums = counts[:experts]
+        for each in logits:
+            probabilities = each.softmax(-1).float()
+            weights = torch.ones_like(probabilities[:, 0]) if mask is None else mask
+            best = probabilities.topk(chosen, dim=-1).indices.reshape(-1)
+            rows = rows_of_experts(best, experts, weights.repeat_interleave(chosen))
+            counts = counts + torch.cat([rows, weights.sum().view(1)])
+            sums = sums + (probabilities * weights.unsqueeze(-1)).sum(0)
+        counts = all_reduce(counts, self.axis)
+        return experts * (counts[:-1] / counts[-1] * sums).sum() * self.axis.size / counts[-1]
+
+
+def pipeline_obstacle(model: nn.Module) -> str:
+    """Why a model that balances its experts cannot be divided into stages; empty where it can."""
+    if balances(model) and mixtures_of(model):
+        count = max(num_experts(each) for each in mixtures_of(model).values())
+        return f"the loss that balances the {count} experts is of all blocks (output_router_logits), of which a stage has some"
+    return ""

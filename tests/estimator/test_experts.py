@@ -1,0 +1,147 @@
+"""What experts that ranks share take: weights, rows on their way, and the wait for the fullest rank."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from redline.estimator import Estimator, TrainingSetup
+from redline.estimator.constants import Constants
+from redline.estimator.experts import imbalance
+from redline.estimator.facts.model_facts import Matmul, ModelFacts
+from redline.estimator.hardware import find_hardware
+from redline.estimator.neighbours import neighbours
+from redline.estimator.survey import device_of, hopeful, survey
+from redline.estimator.time import matmul_seconds
+from redline.models import workload
+from redline.models.spaces import make_space
+
+H100 = find_hardware("h100-80gb")
+EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS = 64, 4, 2048, 1024, 16
+
+
+def mixture():
+    """A mixture of experts by numbers: attention as of a Llama, and products of experts in place of the others."""
+    dense = ModelFacts.from_shape(
+        layers=LAYERS, hidden=HIDDEN, heads=16, intermediate=INNER, vocabulary=32000, precision="bf16"
+    )
+    rows = CHOSEN / EXPERTS
+    stack = EXPERTS * 3 * HIDDEN * INNER
+
+    def changed(part):
+        if part.role != "block":
+            return part
+        products = (
+            *part.matmuls[:2],
+            Matmul(k=HIDDEN, n=2 * INNER, split="column", count=EXPERTS, experts=EXPERTS, rows=rows),
+            Matmul(k=INNER, n=HIDDEN, split="row", count=EXPERTS, experts=EXPERTS, rows=rows),
+        )
+        rest = part.parameters - 3 * HIDDEN * INNER
+        return replace(
+            part, matmuls=products, parameters=rest + stack, sharded=part.sharded - 3 * HIDDEN * INNER + stack,
+            experts=stack, routed=float(CHOSEN * HIDDEN),
+        )  # fmt: skip
+
+    return replace(dense, parts=tuple(map(changed, dense.parts)), shape=None)
+
+
+FACTS = mixture()
+STACKS = LAYERS * EXPERTS * 3 * HIDDEN * INNER
+
+
+def estimated(devices=64, constants=None, **config):
+    setup = TrainingSetup(devices=devices, seq_len=4096, global_batch=512)
+    return Estimator(FACTS, H100, setup, constants=constants)({"micro_batch": 1, **config})
+
+
+def memory(name, **config):
+    return estimated(**config).breakdown[f"memory.{name}"] * 2**20
+
+
+def time(name, **config):
+    return estimated(**config).breakdown[f"time.{name}"]
+
+
+def test_a_rank_has_its_share_of_experts_and_all_else():
+    rest = FACTS.parameters - STACKS
+    for ep in (1, 2, 8, 64):
+        assert memory("parameters", ep=ep) == pytest.approx(4 * (rest + STACKS / ep))
+        # What all replicas cut is the same however they share the experts.
+        assert memory("optimizer", ep=ep, zero=1) == pytest.approx(8 * FACTS.parameters / 64)
+        assert memory("parameters", ep=ep, zero=3) == pytest.approx(4 * FACTS.parameters / 64)
+    assert memory("parameters", ep=8, tp=2) == pytest.approx(memory("parameters", ep=8) / 2, rel=0.01)
+
+
+def test_with_zero_3_only_the_experts_of_the_rank_are_gathered():
+    assert memory("buffers", ep=8, zero=3) < memory("buffers", zero=3) / 3
+    assert time("parameter gathers", ep=8, zero=3) < time("parameter gathers", zero=3)
+
+
+def test_the_fullest_rank_waits_for_and_keeps_what_the_routing_gives_it():
+    even = Constants(expert_spread=0.0)
+    assert time("expert imbalance", ep=8, constants=even) == 0
+    assert time("expert imbalance", ep=8) > 0
+    assert memory("activations", ep=8) > memory("activations", ep=8, constants=even) > memory("activations")
+
+
+def test_imbalance_grows_with_ranks_and_is_that_of_one_expert_at_most():
+    ranks = np.array([1, 2, 8, 64])
+    found = imbalance(64, ranks, Constants())
+    assert found[0] == 1 and (np.diff(found) > 0).all()
+    # 64 ranks of an expert each: 1 + s sqrt(2 ln 64).
+    assert found[-1] == pytest.approx(1 + 0.25 * np.sqrt(2 * np.log(64)))
+    assert imbalance(64, np.array([2]), Constants(expert_spread=100.0)) == 2
+
+
+def test_rows_travel_four_times_a_block_and_twice_more_where_it_is_recomputed():
+    """Of 8 ranks of a node each sends 7 of 8 parts to the others, 4 x 2048 numbers of 2 bytes a token."""
+    link = H100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
+    moved = 4096 * CHOSEN * HIDDEN * 2 * 7 / 8 / link
+    fixed = 2 * Constants().collective_us * 1e-6 + H100.intra_node.latency_us / 4 * 1e-6
+    passes = 512 / 64 * LAYERS * 4
+    assert time("expert exchange", ep=8) == pytest.approx(passes * (moved + fixed) * 1e3, rel=1e-6)
+    assert time("expert exchange", ep=8, checkpoint_ratio=1.0) == pytest.approx(1.5 * time("expert exchange", ep=8))
+    assert time("expert exchange") == 0
+
+
+def test_rows_between_nodes_go_by_each_ranks_own_share_of_the_network():
+    near, far = time("expert exchange", ep=8), time("expert exchange", ep=64)
+    network = H100.inter_node.gb_per_s * 1e9 * Constants().network_efficiency
+    moved = 512 / 64 * LAYERS * 4 * 4096 * CHOSEN * HIDDEN * 2 * 56 / 64 / network * 1e3
+    assert moved < far < 1.2 * moved and far > 4 * near
+
+
+def test_products_of_experts_with_more_rows_each_are_faster():
+    """The same arithmetic: as many experts fewer as there are rows more."""
+    item = next(each for part in FACTS.parts for each in part.matmuls if each.experts > 1)
+
+    def seconds(ep, tokens=8192):
+        return float(
+            matmul_seconds(item, np.array([tokens]), np.ones(1), 2, H100, "bf16", Constants(), np.array([ep]))[0]
+        )
+
+    assert seconds(64) < seconds(8) < seconds(1)
+    rate = 2 * 8192 * CHOSEN * HIDDEN * 2 * INNER / seconds(64)
+    assert 0.5 < rate / (H100.rate("bf16") * H100.achievable * Constants().matmul_efficiency) < 1
+
+
+def test_neighbours_are_valid_and_differ_by_a_value_or_a_factor_that_moved():
+    device = device_of(H100)
+    space = make_space(replace(workload("mixtral-8x7b"), global_batch=256), device, 64)
+    begin = space.config({"tp": 2, "pp": 4, "micro_batch": 2, "sequence_parallel": True})
+    found = list(neighbours(space, begin))
+    assert len(set(found)) > 40 and begin not in found
+    assert all(each in space for each in found)
+    assert any(each["pp"] == 2 and each["ep"] == 2 for each in found)
+    assert any(each["tp"] == 1 and each["micro_batch"] == 4 for each in found)
+
+
+@pytest.mark.slow
+def test_the_best_of_a_drawn_sample_leads_to_better_ones(monkeypatch):
+    space = make_space(replace(workload("mixtral-8x7b"), global_batch=256), device_of(H100), 64)
+    estimator = Estimator("mixtral-8x7b", H100, TrainingSetup(devices=64, global_batch=256))
+    monkeypatch.setattr("redline.estimator.survey.MOST_DRAWN", 2000)
+    found = survey(estimator, space, order=hopeful)
+    monkeypatch.setattr("redline.estimator.survey.climbed", lambda *arguments: [])
+    drawn = survey(estimator, space, order=hopeful)
+    assert found.best[0].estimate.throughput > 1.05 * drawn.best[0].estimate.throughput
+    assert found.best[0].config in space

@@ -1,0 +1,194 @@
+"""Experts spread over ranks: however unevenly rows are routed, ranks come to what one process computes."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from redline.base.errors import ScheduleError
+from redline.schedule import build, create_schedule
+from redline.schedule.parallel.collectives import PlannedMesh
+from redline.schedule.parallel.experts import ExpertParallel, counted_rows, mixtures_of, num_experts
+from redline.schedule.parallel.sharding import full_state_dict
+from torch import nn
+from torch.nn import functional as F
+
+EXPERTS, WIDTH, TOKENS = 4, 8, 12
+
+
+class Experts(nn.Module):
+    """As transformers' mixtures have them, with biases, which experts without rows add nothing by."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up_proj = nn.Parameter(0.3 * torch.randn(EXPERTS, 2 * WIDTH, WIDTH))
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH))
+        self.down_proj = nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, 2 * WIDTH))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == expert)
+            inner = F.gelu(F.linear(hidden_states[token], self.up_proj[expert], self.up_bias[expert]))
+            out.index_add_(0, token, F.linear(inner, self.down_proj[expert]) * top_k_weights[token, place, None])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts()
+
+    def forward(self, x, chosen):
+        weights = self.gate(x).softmax(-1).gather(1, chosen)
+        return x + self.experts(x, chosen, weights)
+
+
+class Model(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList([Mixture(), Mixture()])
+
+    def forward(self, x, chosen):
+        for each in self.blocks:
+            x = each(x, chosen)
+        return x
+
+
+def spread(model, ep, **shared):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    made, _ = build(create_schedule(model, mesh).shard_experts(ep).shard_data(**shared))
+    return made
+
+
+ROUTES = {
+    "evenly": lambda token, choice: (token + choice) % EXPERTS,
+    "to experts of one rank": lambda token, choice: choice,
+    "to the last expert alone, twice": lambda token, choice: EXPERTS - 1,
+    "of each rank to its own experts": lambda token, choice: 2 * (token >= TOKENS // 2) + choice,
+}
+
+
+def departure(route, zero, ep=2):
+    """By how much outputs and gradients of ranks that have some tokens each depart from those of one process with all."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        chosen = torch.tensor([[ROUTES[route](token, choice) for choice in range(2)] for token in range(TOKENS)])
+        whole = Model()
+        expected = whole(tokens, chosen)
+        expected.square().mean().backward()
+        model = spread(Model(), ep, zero=zero)
+        mine = slice(rank * TOKENS // ranks, (rank + 1) * TOKENS // ranks)
+        with counted_rows(model) as rows:
+            found = model(tokens[mine], chosen[mine])
+        sent = torch.stack(list(rows.values())).sum(0)
+        dist.all_reduce(sent)
+        assert sent.tolist() == (2 * torch.bincount(chosen.view(-1), minlength=EXPERTS)).tolist()
+        found.square().mean().backward()
+        worst = [(found - expected[mine]).abs().max()]
+        if zero == 3:
+            # What an update leaves: gradients are in pieces.
+            for each in (whole, model):
+                torch.optim.SGD(each.parameters(), lr=1.0).step()
+            state = full_state_dict(model)
+            worst += [(state[name] - value).abs().max() for name, value in whole.state_dict().items()]
+            return float(torch.stack(worst).max())
+        from redline.schedule.parallel.replicas import whole_gradient
+
+        for name, param in whole.named_parameters():
+            worst.append((whole_gradient(model, name, model.get_parameter(name)) - param.grad).abs().max())
+        return float(torch.stack(worst).max())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("route", ROUTES)
+def test_ranks_come_to_what_one_process_computes(two, route, zero):
+    for found in two.run(departure, route, zero):
+        assert found < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("route", ROUTES)
+def test_so_do_ranks_of_which_several_hold_the_same_experts(four, route, zero):
+    for found in four.run(departure, route, zero):
+        assert found < 1e-12
+
+
+def forgotten(route):
+    """What departs if the gradients of experts are averaged over those that hold them, and not over all replicas."""
+    from redline.schedule.parallel import replicas
+
+    take = replicas._Bucket.take
+    replicas._Bucket.take = lambda bucket, param, ranks: take(bucket, param, bucket.axis.size)
+    try:
+        return departure(route, 0)
+    finally:
+        replicas._Bucket.take = take
+
+
+def test_a_mean_over_too_few_replicas_is_seen(two):
+    for found in two.run(forgotten, "evenly"):
+        assert found > 1e-3
+
+
+def held():
+    model = spread(Model(), 2, zero=0)
+    (first, _) = mixtures_of(model).values()
+    state = full_state_dict(model)
+    return first.num_experts, num_experts(first), tuple(first.up_proj.shape), {k: v.shape for k, v in state.items()}
+
+
+def test_a_rank_holds_its_share_and_the_state_is_that_of_the_whole(two):
+    whole = {name: value.shape for name, value in Model().state_dict().items()}
+    for count, experts, shape, state in two.run(held):
+        assert (count, experts, shape) == (2, 4, (2, 16, 8))
+        assert state == whole
+
+
+def test_a_module_that_is_no_mixture_is_none():
+    model = Model()
+    assert list(mixtures_of(model)) == ["blocks.0.experts", "blocks.1.experts"]
+    assert mixtures_of(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) == {}
+
+
+def planned(model=None, ranks=2):
+    return create_schedule(model or Model(), PlannedMesh(dp=ranks))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: planned()["blocks.0"].shard_experts(2), "call it on the root's schedule"),
+        (lambda: planned().shard_experts(1), "ep must be a whole number of at least 2, but is 1"),
+        (lambda: planned().shard_experts(True), "ep must be a whole number of at least 2, but is True"),
+        (lambda: planned(ranks=3).shard_experts(3), "3 ranks must divide the 4 experts of 'blocks.0.experts'"),
+        (lambda: planned(ranks=3).shard_experts(2), "2 must divide the ranks of the mesh's dp axis, but it has 3"),
+        (lambda: planned(nn.Sequential(nn.Linear(4, 4))).shard_experts(2), "ep: the model has no experts"),
+        (lambda: create_schedule(Model()).shard_experts(2), "but there is none"),
+        (lambda: planned().shard_experts(2).shard_experts(2), "they already are"),
+        (lambda: planned().shard_data().shard_experts(2), "call it before shard_data"),
+        (lambda: planned(ranks=4).shard_experts(2).shard_data(3, hsdp=2), "so hsdp must be 1"),
+    ],
+    ids=range(10),
+)
+def test_what_cannot_be_is_refused_and_leaves_the_schedule_as_it_was(call, said):
+    with pytest.raises(ScheduleError, match=re.escape(said)):
+        call()
+
+
+def test_an_export_sees_what_is_spread():
+    sch = planned(ranks=2).shard_experts(2)
+    experts = sch.module.blocks[0].experts
+    (layer,) = [each for each in experts.forward.layers if isinstance(each, ExpertParallel)]
+    assert (layer.axis.size, layer.replicas.size, layer.experts) == (2, 1, 4)
+    assert experts.up_proj.shape == (2, 16, 8)
