@@ -1,8 +1,8 @@
-"""best.yaml: the winner, and all that is needed to believe and to reproduce it.
+"""best.yaml: the winner, with the data needed to check and reproduce it.
 
-trials.csv has one throughput a trial and not how often it was measured, and a confirmed trial beats an unconfirmed one. So
-whoever reads the trials of a run without its ledger adds the re-measurements that best.yaml keeps (`confirmed`): every
-command, page and export then has the same winner, `summary.best`.
+trials.csv has one throughput per trial and not the number of measurements, and a confirmed trial ranks before an
+unconfirmed one. Readers without the ledger add the re-measurements stored in best.yaml (`confirmed`), so that every
+command, page and export names the same winner, `summary.best`.
 """
 
 import math
@@ -20,11 +20,11 @@ from .measurement import Measurement, Status, Trial
 from .names import BEST, holds_run
 
 PLANNED = "estimate"
-"""Who proposed the configuration of a plan, which was predicted and not run."""
+"""The sampler of a plan's configuration, which was predicted and not run."""
 TRAINS = ("model", "workload", "shape", "seq_len", "global_batch", "memory_limit_mib", "simulated")
-"""What of a run's request says what is trained, and in what memory."""
+"""Keys of a run's request that define the training and its memory limit."""
 OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")
-"""What of its devices says on what."""
+"""Keys of its devices that are kept with them."""
 
 
 def document(
@@ -35,15 +35,14 @@ def document(
     asked: Mapping[str, Any] | None = None,
     again_s: float | None = None,
 ) -> dict[str, Any]:
-    """What best.yaml says about these trials.
+    """Returns the contents of best.yaml for these trials.
 
-    `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
-    `gain` the winner's throughput over the default's, and `gain_interval` its 95 % interval. Where lossy values
-    were tried, `best_exact` is the best without any, and `lossy` names a configuration's. Measurements are those of
-    the re-measurements
-    where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
-    measured `again`. `trains` is what of `asked`, run.yaml's, a training by this file alone needs to know.
-    `seconds_again` is what measuring the leaders again took, `again_s`. `reproduce` is the command line, quoted for a shell.
+    `best` is the winner, or null with the reason in `why`; `default` is the default configuration, `gain` the winner's
+    throughput over the default's, and `gain_interval` its 95 % interval. If lossy values were tried, `best_exact` is
+    the best configuration without any, and `lossy` lists a configuration's. Measurements include re-measurements;
+    `remeasured` lists for each such trial the throughput at `first` and those measured `again`. `trains` holds the
+    keys of `asked` (run.yaml's) that a training from this file alone needs. `seconds_again` is the time of measuring the
+    leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -72,9 +71,9 @@ def document(
 
 
 def _trains(asked: Mapping[str, Any]) -> dict[str, Any]:
-    what = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
+    training = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
     devices = asked.get("devices") or {}
-    return what | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
+    return training | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
 
 
 def _entry(trial: Trial) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def _entry(trial: Trial) -> dict[str, Any]:
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
     out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
     measured = trial.measured.to_dict()
-    measured.pop("probe", None)  # a hundred numbers that only `wrong` is judged by; the ledger keeps them
+    measured.pop("probe", None)  # a hundred numbers, used only to detect `wrong`; the ledger keeps them
     out["measurement"] = measured
     return out
 
@@ -191,7 +190,9 @@ def _trial(winner: Mapping[str, Any], devices: int | None, path: Path) -> Trial:
 
 
 def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
-    """The contents of a folder's best.yaml; None without one. Damaged parts are left out and named in `problems`."""
+    """Returns the contents of a folder's best.yaml; None without one. Damaged parts are left out and listed in
+    `problems`.
+    """
     found = schema.read_document(folder, BEST, problems)
     if found is None:
         return None
@@ -201,14 +202,16 @@ def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[Trial] | None:
-    """The trials of a table with the re-measurements of the best.yaml beside it; the table has what came of them.
+    """Returns the trials of a table with the re-measurements of the best.yaml beside it.
+
+    The measurements of the table already include them.
 
     Args:
         trials: the finished trials, as trials.csv lists them.
         found: the contents of best.yaml.
 
     Returns:
-        None if there is no best.yaml, or one that is about other trials: it is written when the search ends.
+        None if there is no best.yaml, or it is about other trials: it is written when the search ends.
     """
     if found is None or not _is_about(found, trials):
         return None

@@ -9,10 +9,7 @@ from redline.estimator.constants import Constants
 from redline.estimator.experts import imbalance
 from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.hardware import find_hardware
-from redline.estimator.survey import device_of, hopeful, survey
 from redline.estimator.time import matmul_seconds
-from redline.models import workload
-from redline.models.spaces import make_space
 
 H100 = find_hardware("h100-80gb")
 EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS = 64, 4, 2048, 1024, 16
@@ -121,6 +118,3 @@ def test_products_of_experts_with_more_rows_each_are_faster():
     assert seconds(64) < seconds(8) < seconds(1)
     rate = 2 * 8192 * CHOSEN * HIDDEN * 2 * INNER / seconds(64)
     assert 0.5 < rate / (H100.rate("bf16") * H100.achievable * Constants().matmul_efficiency) < 1
-
-
-@pytest.mark.slow
