@@ -202,6 +202,7 @@ def test_on_a_cpu_accelerate_reads_its_file_for_every_rank(tmp_path):
     made = render("accelerate", trial, {"asked": asked}, file=str(path))
     path.write_text(made.text)
     arguments = shlex.split(made.use[-1].removeprefix("Start: "))
+    assert arguments.pop(0) == "OMP_WAIT_POLICY=PASSIVE"
     assert arguments[:6] == ["torchrun", "--nproc-per-node", "2", "--no-python", "accelerate", "launch"]
     given, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments[6:]))
     assert not (given.multi_gpu or given.use_fsdp or given.use_deepspeed)
