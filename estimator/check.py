@@ -244,7 +244,7 @@ def _estimated(config: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, A
 
 def _fullest(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate) -> str:
     if trainer.config.get("pp", 1) == 1:
-        uneven = trainer.config.get("ep", 1) > 1
+        uneven = trainer.config.get("ep", 1) != 1
         return "the rank to whose experts most tokens go" if uneven else "all ranks alike"
     first = estimator.on(estimator.training.replace(reported_rank="first"), estimator.hardware)
     peak = first(_estimated(trainer.config, trainer)).peak_memory_mib

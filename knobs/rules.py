@@ -138,7 +138,7 @@ def _dense(k: Any, context: RuleContext) -> Any:
 
 
 def _uneven_experts(k: Any, context: RuleContext) -> Any:
-    return bool(context.experts) and gcd(*context.experts) % k.ep != 0
+    return bool(context.experts) and gcd(*(context.experts or ())) % k.ep != 0
 
 
 def _experts(context: RuleContext) -> str:

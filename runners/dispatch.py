@@ -203,7 +203,7 @@ class DryRuns(Work):
         if slowest.seconds_settle and not wrong:
             notes.append(_at_settled_clocks(slowest))
         load = truth.expert_load([each.probe for each in reports])
-        if load is not None and config.get("ep", 1) > 1 and not wrong:
+        if load is not None and config.get("ep", 1) != 1 and not wrong:
             notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from ..forward import add_layer
 from ..graph.called import check_called
@@ -77,7 +76,7 @@ def experts_obstacle(model: nn.Module, ep: int) -> str:
 
 def _cut_stack(module: nn.Module, name: str, axis: Axis) -> None:
     """Leaves a rank its part of a parameter that is stacked by expert, which may be cut over the `tp` axis already."""
-    tensor, before = parameters_of(module)[name], shards_of(module).get(name)
+    tensor, before = module.get_parameter(name), shards_of(module).get(name)
     cut = Shard(0, (tensor.shape[0],), tuple(tensor.shape), axis, checksum(tensor) if before is None else NOTHING)
     put(module, name, cut_tensor(tensor, cut))
     made = cut if before is None else replace(before, then=cut)
