@@ -1,243 +1,21 @@
-"""Optuna storages of a ledger: a journal file that survives kill -9 and a full disk, a database, or memory."""
+"""Where a ledger lies: a journal file, a database, or memory, each as an Optuna storage."""
 
 import contextlib
-import json
 import logging
-import math
-import os
 import re
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from decimal import Decimal
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna.storages.journal import JournalFileBackend
-
-from ..base._optuna import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file, study_ids
+from ..base._optuna import study_ids
 from ..base.errors import MissingDependency, StudyError, unknown
-from ..base.interrupts import late_interrupts
-from ..base.writing import Reserve, open_plain, write_all
+from ..base.writing import Reserve
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
     from optuna.storages import BaseStorage
 
-
-def distribution(values: Sequence[Any]) -> "BaseDistribution":
-    """The narrowest Optuna distribution that holds all `values`.
-
-    Integers become `IntDistribution` and other numbers `FloatDistribution`: logarithmic where each value is
-    the same multiple of the one before, stepped where they are evenly spaced. All else is categorical.
-
-    Raises:
-        ValueError: `values` is empty.
-    """
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    # Optuna keeps a number as a float: past 2 ** 53 that is another number.
-    numeric = all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) <= 2**53 for each in values
-    )
-    if not values or not numeric:
-        return CategoricalDistribution(tuple(values))
-    ordered = sorted(set(values))
-    low, high = ordered[0], ordered[-1]
-    log = low > 0 and len(ordered) > 2 and _geometric(ordered)
-    if all(isinstance(each, int) for each in ordered):
-        step = 1 if log or low == high else math.gcd(*(each - low for each in ordered[1:]))
-        return IntDistribution(low, high, log=log, step=step)
-    return FloatDistribution(low, high, log=log, step=None if log else _even_step(ordered))
-
-
-def _geometric(ordered: Sequence[float]) -> bool:
-    ratio = ordered[1] / ordered[0]
-    return all(math.isclose(b / a, ratio, rel_tol=1e-9) for a, b in pairwise(ordered))
-
-
-def _even_step(ordered: Sequence[float]) -> float | None:
-    # Optuna counts steps in decimals: 0, 0.1, 0.2 are even, thirds are not.
-    if len(ordered) < 2:
-        return None
-    exact = [Decimal(repr(each)) for each in ordered]
-    first, step = exact[0], exact[1] - exact[0]
-    if (exact[-1] - first) / step > 10**6:
-        return None
-    # The difference of two floats may have more digits than a float.
-    even = Decimal(repr(float(step))) == step and all((each - first) % step == 0 for each in exact)
-    return float(step) if even else None
-
-
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-
-
-class Journal(JournalFileBackend):
-    """Optuna's journal file with whole records only.
-
-    Outcomes (`together`) are forced to the disk; other records survive the process at once and a power cut as
-    soon as an outcome follows them. Losing the announcement of a trial loses nothing: it is proposed again.
-    Appending goes through Optuna's own lock, so that its dashboard can write notes meanwhile.
-
-    Args:
-        path: the file; created if it is not there.
-        reserve: the space that `together` may fall back on.
-    """
-
-    def __init__(self, path: Path, reserve: Reserve | None = None) -> None:
-        # Optuna's lock is a symbolic link to this path; a relative one would dangle, and then waiting for it
-        # never ends (JournalFileSymlinkLock.acquire).
-        super().__init__(str(path.absolute()))
-        self._reserve = reserve
-        self._together: list[dict[str, Any]] | None = None
-        self.trouble: OSError | None = None
-        """Why the reserve had to be used; None while all is well."""
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inside, records are collected; they are written in one go at the end, using the reserve if need be,
-        and are on the disk when this returns.
-
-        Raises:
-            OSError: they cannot be written even so; the file is as it was.
-        """
-        self._together = []
-        try:
-            yield
-            records = self._together
-        finally:
-            self._together = None
-        try:
-            self._append(records, durable=True)
-        except OSError as error:
-            if not (self._reserve and self._reserve.release()):
-                raise
-            self._append(records, durable=True)
-            self.trouble = error
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Appends records, all of them or none.
-
-        Raises:
-            OSError: they cannot be written; the file is as it was.
-        """
-        if self._together is None:
-            self._append(logs)
-        else:
-            self._together += logs
-
-    def recover(self) -> None:
-        """Takes the reserve's space again after it was used.
-
-        Raises:
-            OSError: there is still no space.
-        """
-        if self.trouble is not None and self._reserve is not None:
-            self._reserve.fill()
-            self.trouble = None
-
-    def close(self) -> None:
-        """Gives the reserve's space back. May be called twice."""
-        if self._reserve is not None:
-            self._reserve.release()
-
-    def _append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
-        data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in records)
-        # An interrupt between the steps by which Optuna gives its lock back would be an error of its own there.
-        with late_interrupts(), get_lock_file(self._lock), open_plain(Path(self._file_path), _APPEND) as file:
-            size = file.seek(0, os.SEEK_END)
-            try:
-                write_all(file, data)
-                if durable:
-                    os.fsync(file.fileno())
-            except OSError:
-                file.truncate(size)
-                raise
-
-
-def repair(path: Path) -> int:
-    """Cuts off what a killed process or a power cut left of an unfinished record; returns the bytes cut.
-
-    Only for the process that holds the folder's lock. A complete record is never touched.
-
-    Raises:
-        OSError: the file cannot be read or written.
-    """
-    with open_plain(path, os.O_RDWR) as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = _line_start(file, end)
-            file.seek(start)
-            line = file.read(end - start)
-            # A file system may fill with zeros what was not written when the power went.
-            if line.endswith(b"\n") and b"\0" not in line:
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
-    return size - end
-
-
-def _line_start(file: Any, end: int, chunk: int = 64 * 1024) -> int:
-    """Offset at which the line starts whose last byte is at `end - 1`."""
-    position = end - 1
-    while position > 0:
-        step = min(chunk, position)
-        file.seek(position - step)
-        found = file.read(step).rfind(b"\n")
-        if found >= 0:
-            return position - step + found + 1
-        position -= step
-    return 0
-
-
-def break_stale_lock(path: Path, patience_s: float = 0.3) -> bool:
-    """Removes the lock a killed process left beside the journal; whether there was one.
-
-    Optuna itself would wait 30 s for it. Only for the process that holds the folder's lock: then a lock that
-    does not change hands in `patience_s` belongs to nobody (Optuna's dashboard holds it for milliseconds).
-    """
-    lock = path.with_name(path.name + LOCK_FILE_SUFFIX)
-    for half_released in path.parent.glob(f"{lock.name}*{RENAME_FILE_SUFFIX}"):
-        half_released.unlink(missing_ok=True)
-    found = _identity(lock)
-    if found is None:
-        return False
-    time.sleep(patience_s)
-    if _identity(lock) != found:
-        return False
-    lock.unlink(missing_ok=True)
-    return True
-
-
-def _identity(lock: Path) -> tuple[int, int] | None:
-    try:
-        stat = lock.lstat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_ctime_ns
-
-
-def damage(path: Path, error: Exception) -> StudyError:
-    """The error for a journal Optuna cannot read, naming its first bad line."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                whole = isinstance(json.loads(line), dict)
-            except ValueError:
-                whole = False
-            if not whole:
-                return StudyError(
-                    f"line {number} of '{path}' is not a record of a study: {line[:60]!r}; "
-                    "restore the file, delete that line, or start with another --out"
-                )
-    return StudyError(
-        f"'{path}' is not a journal that Optuna can read ({type(error).__name__}: {error}); "
-        "restore it or start with another --out"
-    )
-
+    from .journal import Journal
 
 RESERVE = ".reserve"
 """Name of the file that keeps space back, beside the journal."""
@@ -317,6 +95,7 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
         return source, None
     if not is_path(source):
         return _remote(str(source), read_only=not mend), None
+    from .journal import Journal, break_stale_lock, damage, repair
 
     path = Path(source).absolute()
     reserve = None

@@ -6,7 +6,7 @@ import optuna
 import pytest
 from hypothesis import given, strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from redline.results.storage import distribution
+from redline.results.ledger import distribution
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import optuna
 import pytest
 from redline.base.errors import StudyError
 from redline.results import Ledger
-from redline.results.storage import RENAME_FILE_SUFFIX, Journal, repair
+from redline.results.journal import RENAME_FILE_SUFFIX, Journal, repair
 
 
 @pytest.fixture
