@@ -410,10 +410,17 @@ def execute(blocks):
 def test_the_guide_adds_a_model_in_under_forty_lines(two, tmp_path):
     from redline.models import workload
 
-    file, support, numbers = BLOCKS
+    file, support, numbers, _, _ = BLOCKS
     assert len(file.splitlines()) < 40
     assert two.run(execute, [file, numbers]) == [True, True]
     assert execute([file, support])
     (tmp_path / "distilbert.py").write_text(file)
     made = workload(f"{tmp_path}/distilbert.py:workload", global_batch=16)
     assert made.global_batch == 16 and made.seq_len == 512
+
+
+def test_the_guide_adds_a_model_with_experts_in_under_forty_lines(two):
+    _, _, _, file, numbers = BLOCKS
+    assert len([line for line in file.splitlines() if line]) < 40
+    header = "from redline.testing.numerics import departure\n"
+    assert two.run(execute, [header, file, numbers]) == [True, True]
