@@ -57,7 +57,7 @@ def climbed(
 def neighbours(space: Space, config: Config) -> Iterator[Config]:
     """The configurations in which one knob has another value, or a factor of two has moved from one knob to another, or two
     are both twice as large or half as large."""
-    values: dict[str, Any] = {name: value for name, value in config.items() if not space[name].derived}
+    values = {name: value for name, value in config.items() if not space[name].derived}
     for name, value in values.items():
         for other in space[name].values:
             if other != value and (made := _made(space, values, {name: other})):

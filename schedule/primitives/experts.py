@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from ..forward import add_layer
 from ..graph.called import check_called
