@@ -1,4 +1,15 @@
-"""Memory of a trial: a rank's limit and peak, the GPUs' room before it starts, and whether a kill was for lack of it."""
+"""Memory of a trial: a rank's limit and peak, the GPUs' room before it starts, and whether a kill was for lack of it.
+
+On a CPU the limit is RLIMIT_DATA, which counts private writable mappings (`man 2 setrlimit`, Linux 4.7 and later), and the
+peak is that of the anonymous resident set. Both count from the fork: the interpreter and the libraries, which all candidates
+share, cost nothing. On CUDA the limit is the allocator's share of the device, and the peak is what it reserved.
+
+The driver frees the memory of a killed process some time after the process is gone, and NVML's list of processes is empty in
+many containers. So used memory is compared: a GPU is free again when no more is used than before an earlier trial.
+
+SIGKILL alone does not show that memory was short: the kernel's out-of-memory killer sends it, and so do people, batch systems
+and deadlines. The evidence is the kernel's own count and log, and how little memory was left.
+"""
 
 import errno
 import os

@@ -1,4 +1,8 @@
-"""One search of the service in its own process: `redline.tune` with the pool as runner, events written to the store."""
+"""One search of the service in its own process: `redline.tune` with the pool as runner, events written to the store.
+
+The process may be killed at any moment and started again: its trials are in the ledger, and its dry runs are in the store. If
+two processes have the same search, the later one owns it; the earlier one finds that out and ends.
+"""
 
 import os
 import signal

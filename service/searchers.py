@@ -1,4 +1,8 @@
-"""The searchers of a server: a process per running search, restarted when it dies, within the slots available."""
+"""The searchers of a server: a process per running search, restarted when it dies, within the slots available.
+
+They are forks of one host agent of the server, which has imported what they need, so that one starts in a fraction of a
+second. The agent ends them when the server ends, in whatever way; if the agent is killed, another one is started.
+"""
 
 import logging
 import os

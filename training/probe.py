@@ -1,4 +1,22 @@
-"""The probe of a candidate: perturbed weights, and the numbers that show which training it computes."""
+"""The probe of a candidate: one fixed batch through the built model, for its loss, logits and gradients.
+
+Notation:
+
+| symbol | meaning |
+|---|---|
+| P | samples of the probe, the same in every configuration |
+| k | samples of this replica, P / dp of them, the same on all its ranks |
+| T, V | positions of a sample and logits of a position |
+| R | random projections |
+
+Each replica first trains on its k samples as in a step. If that drew random numbers (dropout), the pass is repeated with
+everything random off, and of the first pass only the departure of its logits is kept. A rank reports its part; sums over ranks
+are made when all parts have arrived (`runners.numerics_check.together`). The samples are few, so that a probe is cheap, and
+run in smaller micro-batches than training's. The first step covers the full size (`first_step`).
+
+Parameters that begin as all zeros or all ones are perturbed for the probe: while a bias is zero it can be added twice, and while
+the outer half of an adapter is zero the inner one can be left out, without an effect on what the model computes.
+"""
 
 import contextlib
 import math

@@ -1,4 +1,16 @@
-"""The leaders measured again in interleaved turns, and the winner soaked before it is named."""
+"""The leaders measured again in interleaved turns, and the winner soaked before it is named.
+
+Logarithms of throughput are compared, of contender i in round r:
+
+    y[i, r] = level[i] + round[r] + slope * load[i, r] + noise
+
+The term of a round absorbs what the machine did to all contenders, and the slope what the cores that other processes used
+(`Measurement.foreign_cores`) did within a round, so that levels compare although the load varies and not all take part in
+every round (a randomised block design with a covariate; Montgomery, Design and Analysis of Experiments, chapters 4 and 15).
+One slope for all is an approximation, because a load costs one candidate more than another: where each contender has had
+enough rounds without load, only these count. The noise's variance is that of the residuals, moderated by the errors of the
+measurements themselves (Smyth 2004, Linear models and empirical Bayes methods, section 3).
+"""
 
 import math
 import statistics

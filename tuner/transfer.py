@@ -1,4 +1,22 @@
-"""Transfer from earlier runs: which count here, how similar their task is, and what they say of untried configurations."""
+"""Transfer from earlier runs: which count here, how similar their task is, and what they say of untried configurations.
+
+The weight of an earlier run is the expected correlation between deviations from the mean there and here: a product of one
+factor for each thing that differs. The factors of model and devices are those of recorded tables (`bench/warm_start.py
+--correlations`, log throughput of the same configurations of nanotron on 8 to 512 H100: 0.71 between two models; 0.69, 0.50,
+0.32 and 0.35 where the devices differ by a factor of 2, 4, 8 and 16); the others are set relative to these. The weight is a
+starting value, which the search corrects from its own trials.
+
+Notation, logarithms throughout:
+
+    f(x)      deviation from the estimate, or without one from the mean, at configuration x of this search
+    f_r(x)    the same in the earlier run r, of which y_j was observed at x_j, with noise s
+    w_r       similarity of run r to this one, 0 to 1: the correlation of f_r with f
+    k         covariance of f; f and f_r have w_r k, two runs w_r w_q k, a run with itself k
+
+The mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within a run and w_r w_q
+between two: a run half as similar moves half as much, and a long run does not count for more.
+Source: Bonilla, Chai and Williams, "Multi-task Gaussian Process Prediction" (2008), with the correlations given.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

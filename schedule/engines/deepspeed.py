@@ -21,6 +21,7 @@ from ...base._torch import parameters_of
 from ...base.errors import MissingDependency, ScheduleError, not_installed
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_json, read_named
 from ..parallel.collectives import axis_of
+from ..parallel.experts import spread_experts
 from ..parallel.pipeline import Pipeline
 from ..parallel.sharding import shards_of
 from ..tree import ScheduledModule
@@ -52,6 +53,11 @@ def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | No
         raise _refused("optimizer= was given, and the configuration has an optimizer, too; leave one of them out")
     if any(step.primitive == "offload" and not step.path and "optimizer" in str(step) for step in sch.tree.steps):
         raise _refused("say offload('optimizer') as zero_optimization.offload_optimizer of its configuration instead")
+    if spread_experts(sch.module):
+        raise _refused(
+            "its engine averages gradients over all replicas, but shard_experts leaves each expert to some of them; "
+            "leave shard_experts or the target out"
+        )
     _check_ranks(sch.mesh)
     _replicas(sch, out)
     _tensor_parallel(sch, out)

@@ -1,4 +1,10 @@
-"""Limits of connections and requests: time per phase, number per address, body sizes and rates."""
+"""Limits of connections and requests: time per phase, number per address, body sizes and rates.
+
+uvicorn closes a connection that is idle between requests (`timeout_keep_alive`) and refuses requests beyond a number
+(`limit_concurrency`). It has no deadline for a request that has begun: for its headers, its body, or a client that reads the
+answer slowly. These three deadlines are kept here, at the transport, because an application sees a request only when its
+headers are complete.
+"""
 
 import asyncio
 import resource

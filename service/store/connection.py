@@ -1,4 +1,13 @@
-"""The service's database, SQLite or Postgres: one server's lock on it, migrations, and transactions with retries."""
+"""The service's database, SQLite or Postgres: one server's lock on it, migrations, and transactions with retries.
+
+The lock is released by the kernel or by Postgres when its process is gone. On SQLite it is a lock on a file beside the database
+(flock), on Postgres a lock of a session (`pg_try_advisory_lock`). A session can be lost while the server lives, for example when
+Postgres restarts: the server then takes the lock again, or ends if another server was faster.
+
+SQLite writes ahead (WAL) and begins writing transactions with BEGIN IMMEDIATE: a transaction that reads first and writes later
+would fail if another one had written in between. Writers of one process queue at a lock, because SQLite waits by sleeping and in
+no order. On Postgres rows are locked by those who change them (`with_for_update`).
+"""
 
 import contextlib
 import json

@@ -1,4 +1,19 @@
-"""Dry runs and their leases, the leases that count against a dry run, and what was measured."""
+"""Dry runs and their leases, the leases that count against a dry run, and what was measured.
+
+Leases of a dry run have rising numbers (fencing tokens): an answer names its number and is refused unless it is the latest. A
+lease that ended before another one began is still the latest, so no finished work is thrown away. An outcome is written once.
+
+| how a lease ended | it counts | because |
+|---|---|---|
+| its worker gave it back, or left the pool | no | nothing was lost |
+| its worker asked for the dry run again | in place of the next one | the worker was slow, not lost |
+| while no server ran that could renew it | no | the server was lost |
+| in the same moment as others of its worker | no | it is not known which one caused it |
+| otherwise | yes | its worker was lost while it ran this |
+
+`MOST_ATTEMPTS` leases that count make the outcome a crash. From lease `FORGIVEN` + 1 on all leases count except those that were
+given back: each of these reasons may be caused by this dry run, and it must end at some point.
+"""
 
 from collections import Counter
 from typing import Any

@@ -313,9 +313,21 @@ def test_the_engine_of_an_export_has_the_stage_that_the_schedule_says(pair, make
 # Refusals, which need no DeepSpeed
 
 
+class Experts(nn.Module):
+    """Of the form that can be spread over ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 2
+        self.up_proj, self.down_proj = (nn.Parameter(torch.randn(2, 8, 8)) for _ in range(2))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("never called")
+
+
 def check_refusals(make, folder):
-    def refused(said, axes, config=SIZE, schedule=lambda sch: None, **given):
-        sch = create_schedule(make(), mesh(**axes))
+    def refused(said, axes, config=SIZE, schedule=lambda sch: None, model=make, **given):
+        sch = create_schedule(model(), mesh(**axes))
         schedule(sch)
         steps = len(sch.tree.steps)
         with pytest.raises(ScheduleError, match=said):
@@ -341,6 +353,7 @@ def check_refusals(make, folder):
         lambda sch: sch.shard_data(zero=2, param_dtype=torch.bfloat16),
     )  # fmt: skip
     refused("offload_optimizer of its configuration", dp, SIZE, lambda sch: sch.offload("optimizer"))
+    refused("shard_experts leaves each expert to some", dp, SIZE, lambda sch: sch.shard_experts(2), Experts)
     refused("over 2 ranks, but tensor_parallel.autotp_size is 4", tp, {**SIZE, "tensor_parallel": {"autotp_size": 4}})
     refused("1f1b with one stage a rank, but there are 1 stages on 2 ranks", pp)
     cut = {"loss": F.mse_loss, "schedule": lambda sch: sch["fc1"].cut_pipeline_stage()}

@@ -148,6 +148,7 @@ def test_the_same_dropout_elsewhere_passes():
     with verify(sch, torch.randn(16, 32)):
         sch["drop"].replace(nn.Dropout(0.1))
         sch.checkpoint()
+    assert sch["drop"].module.p == 0.1
 
 
 class Scaled(nn.Linear):

@@ -1,4 +1,8 @@
-"""The checkpoint folder: its layout, manifest, retention and validation."""
+"""The checkpoint folder: its layout, manifest, retention and validation.
+
+A checkpoint is written to a temporary folder and renamed when it is complete, so that a process that dies leaves earlier ones
+intact. Its `manifest.json` states what it is of, the size and SHA-256 of each of its files, and a SHA-256 of all that.
+"""
 
 import contextlib
 import hashlib

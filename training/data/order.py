@@ -1,4 +1,15 @@
-"""The order of samples: train and validation split, shuffling, and which rank reads which of each step."""
+"""The order of samples: train and validation split, shuffling, and which rank reads which of each step.
+
+Order and chance are functions of numbers alone, the same on every machine and with every version of a library.
+
+    x         position or sample number                       [count], uint64
+    key       identifies a permutation or a stream            [count] or scalar, uint64
+    n         numbers that are permuted, 0 to n - 1
+
+Numbers are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195). A permutation
+is a Feistel network over the smallest power of two that holds n, walked until it reaches a number below n (Black and
+Rogaway, 2002, doi:10.1007/3-540-45760-7_9): each of its values is computed directly, and nothing is stored.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,4 +1,11 @@
-"""Token files on disk: made once under a lock, written in shards, read by memory map."""
+"""Token files on disk: made once under a lock, written in shards, read by memory map.
+
+Files that contain tokens already are nanoGPT's `.bin`, and Megatron's `.bin` with its `.idx`. nanoGPT's contains only tokens:
+uint16, or uint32 where the vocabulary needs it. Megatron's index (megatron.core.datasets.indexed_dataset) begins with `MMIDIDX`,
+its version (uint64), a code for the type of tokens (uint8) and two counts (uint64); then follow the lengths of all sequences
+(int32), the offset of each in the `.bin` (bytes, int64), and the number of the sequence that each document begins with (int64),
+with the count of sequences at the end.
+"""
 
 import fcntl
 import hashlib
