@@ -113,11 +113,15 @@ def test_flops_of_every_preset_are_near_six_per_parameter_and_token(name):
         return
     model = made.model.configuration()
     tokens = (model.image_size // model.patch_size) ** 2 + 1 if name in IMAGES else made.seq_len
-    ratio = flops_of(made).per_sample / (6 * PRESETS[name].parameters * tokens)
-    if PRESETS[name].model_type == "mixtral":  # of its experts a token sees few
-        unseen = model.num_local_experts - model.num_experts_per_tok
-        unseen *= 3 * model.hidden_size * model.intermediate_size * model.num_hidden_layers
-        ratio *= PRESETS[name].parameters / (PRESETS[name].parameters - unseen)
+    used = PRESETS[name].parameters
+    counts = (getattr(model, each, None) for each in ("num_local_experts", "n_routed_experts", "num_experts"))
+    if experts := next(filter(None, counts), 0):  # a token passes through few of them
+        inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
+        layers = model.num_hidden_layers - getattr(model, "first_k_dense_replace", 0)
+        used -= (experts - model.num_experts_per_tok) * 3 * model.hidden_size * inner * layers
+        if not model.tie_word_embeddings:  # these cost nothing, and are much of a small mixture
+            used -= model.vocab_size * model.hidden_size
+    ratio = flops_of(made).per_sample / (6 * used * tokens)
     # Embeddings that are not tied cost nothing, attention adds: most for the longest sequences.
     assert 0.6 < ratio < 1.9
 
