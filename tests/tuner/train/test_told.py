@@ -88,7 +88,7 @@ def test_a_dry_run_is_compared_with_the_training_that_it_tried_and_with_no_other
 
 def test_a_long_check_and_restore_of_a_checkpoint_show_their_progress(run, here, monkeypatch):
     """A workload whose ranks report after every piece takes the place of a large checkpoint."""
-    ready = "from redline.training.checkpoint import reading\n        reading.EVERY_S = 0.0\n        self.samples = 0\n"
+    ready = "from redline.training.checkpoint import folder\n        folder.EVERY_S = 0.0\n        self.samples = 0\n"
     (here / "often.py").write_text(WORKLOADS.replace("self.samples = 0\n", ready))
     monkeypatch.setattr(train_progress, "READING_S", 0.0)
     assert "checking" not in words(run("train", "often.py:net", "--devices", 1, "--steps", 1, "--out", "often"))
