@@ -128,6 +128,9 @@ def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("combination", [cell for cell in numerics.COMBINATIONS if cell.startswith(("ep2·", "ep4"))])
 def test_experts_are_spread_beside_all_else(two, four, seed, family, combination):
+    if (family, combination) == ("deepseek_v3", "ep2·tp2+sp"):
+        assert numerics.obstacle(family, combination).endswith("holds more than a router and experts")
+        return
     hold({2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)
 
 
@@ -147,6 +150,7 @@ def test_every_family_in_every_combination(two, four, seed, family, combination)
             ("albert", "pp2·sp2"),
             ("albert", "pp2·cp2"),
             ("albert", "cp2·tp2"),
+            *(("deepseek_v3", ranks) for ranks in ("tp2", "sp2·tp2", "cp2·tp2", "ep2·tp2")),
             *(
                 (family, ranks)
                 for family in ("gpt_neo", "t5", "vit", "wide_resnet")
