@@ -1,6 +1,6 @@
-"""What of Optuna is not public and is needed all the same: every such name is taken from here.
+"""Private Optuna APIs that redline depends on.
 
-Checked with Optuna 5.0. Nothing here imports it before it is needed.
+Checked with Optuna 5.0. Optuna is imported at first use.
 """
 
 from typing import Any
@@ -9,23 +9,23 @@ from ._private import resolver
 
 CHECKED = "optuna 5.0"
 NAMES: dict[str, tuple[str, str]] = {
-    # The lock of its journal's file, and how its parts are named.
+    # The lock of the journal file, and the suffixes of its files.
     "get_lock_file": ("optuna.storages.journal._file", "get_lock_file"),
     "LOCK_FILE_SUFFIX": ("optuna.storages.journal._file", "LOCK_FILE_SUFFIX"),
     "RENAME_FILE_SUFFIX": ("optuna.storages.journal._file", "RENAME_FILE_SUFFIX"),
 }
-"""Names here, and where Optuna has them."""
+"""Name in this module -> (module, name) in Optuna."""
 OVERRIDDEN = {"optuna.samplers.TPESampler": "_compute_acquisition_func"}
-"""Methods of its classes that classes of redline's put their own in the place of."""
+"""Private methods of Optuna's classes that redline's subclasses override."""
 
 __getattr__ = resolver(NAMES, CHECKED, globals())
 
 
 def study_ids(storage: Any) -> dict[str, int]:
-    """The ids of a storage's studies, by their names."""
+    """Returns the ids of a storage's studies by study name."""
     return {study.study_name: study._study_id for study in storage.get_all_studies()}
 
 
 def trial_id(trial: Any) -> int:
-    """The id that a storage knows a trial by."""
+    """Returns the storage's id of a trial."""
     return trial._trial_id

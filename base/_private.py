@@ -1,4 +1,4 @@
-"""How a name that is not public is taken from a library: in words where it is gone."""
+"""Lazy lookup of a library's private names, with an error that explains a missing one."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,12 +9,12 @@ from .errors import MissingDependency
 
 
 def resolver(names: Mapping[str, tuple[str, str]], checked: str, namespace: dict[str, Any]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that looks a name up when it is first asked for.
+    """Returns a module's `__getattr__` that resolves a name at first use.
 
     Args:
-        names: of the module, and where the library has them: module and name.
-        checked: versions of the library that have them, as pip takes them.
-        namespace: the module's `globals()`, which keeps what was found.
+        names: name in the module -> (module, name) in the library.
+        checked: versions of the library that have these names, as pip takes them.
+        namespace: the module's `globals()`, where resolved names are cached.
     """
 
     def find(name: str) -> Any:
@@ -27,10 +27,10 @@ def resolver(names: Mapping[str, tuple[str, str]], checked: str, namespace: dict
 
 
 def private_name(module: str, name: str, checked: str) -> Any:
-    """What a library has under a name that is not public.
+    """Returns the object that a library has under a private name.
 
     Raises:
-        MissingDependency: it is gone; says where it was, and with which versions of the library it is there.
+        MissingDependency: the name does not exist. The message states its former place and the versions that have it.
     """
     library = module.partition(".")[0]
     try:
@@ -40,6 +40,6 @@ def private_name(module: str, name: str, checked: str) -> Any:
         return getattr(owner, name) if hasattr(owner, name) else import_module(f"{owner.__name__}.{name}")
     except (AttributeError, ImportError) as error:
         raise MissingDependency(
-            f"{library} {version(library)} has no {module}.{name}, which redline needs and takes from there; install "
+            f"{library} {version(library)} has no {module}.{name}, which redline needs; install "
             f"{checked}, with which it was checked"
         ) from error

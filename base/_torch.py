@@ -1,7 +1,7 @@
-"""What of torch is not public and is needed all the same: every such name is taken from here.
+"""Private torch APIs that redline depends on.
 
-Checked with torch 2.11 to 2.13. A name that a later torch has no longer is told in words where it is first needed;
-`tests/test_private_names.py` asks for all of them. Nothing here imports torch before that.
+Checked with torch 2.11 to 2.13. A name that is missing in a later torch raises `MissingDependency` at first use;
+`tests/test_private_names.py` resolves all of them. torch is imported at first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 CHECKED = "torch 2.11 to 2.13"
 NAMES: dict[str, tuple[str, str]] = {
-    # Tensors without values, and what happens to them.
+    # Tensors without values, and dispatch modes that see their operators.
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor", "unset_fake_temporarily"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
@@ -37,7 +37,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
     "BatchNormNd": ("torch.nn.modules.batchnorm", "_BatchNorm"),
     "grouped_mm": ("torch", "_grouped_mm"),
-    # Attention that gives the logarithm of its sums as well.
+    # Attention that also returns the log-sum-exp.
     "flash_attention": ("torch.ops.aten", "_scaled_dot_product_flash_attention"),
     "flash_attention_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     "flash_attention_on_cpu": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
@@ -45,54 +45,54 @@ NAMES: dict[str, tuple[str, str]] = {
     # Many tensors at once.
     "foreach_multiply": ("torch", "_foreach_mul_"),
     "foreach_interpolate": ("torch", "_foreach_lerp_"),
-    # Collectives as torch.compile takes them into its graphs.
+    # Collectives that torch.compile can trace.
     "functional_collectives": ("torch.ops", "_c10d_functional"),
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
 }
-"""Names here, and where torch has them."""
+"""Name in this module -> (module, name) in torch."""
 OF_MODULES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_compiled_call_impl", "_call_impl",
 )  # fmt: skip
-"""Attributes of a module that the functions below read or set."""
+"""Private attributes of `nn.Module` that the functions below read or set."""
 
 __getattr__ = resolver(NAMES, CHECKED, globals())
 
 
 def parameters_of(module: "nn.Module") -> "dict[str, nn.Parameter | None]":
-    """A module's own parameters by name, to be read and changed; None where it declares one and has none."""
+    """Returns a module's own parameters by name, as a mutable dict; None for a parameter registered as None."""
     return module._parameters
 
 
 def buffers_of(module: "nn.Module") -> "dict[str, Tensor | None]":
-    """A module's own buffers by name, to be read and changed."""
+    """Returns a module's own buffers by name, as a mutable dict."""
     return module._buffers
 
 
 def unsaved_buffers_of(module: "nn.Module") -> set[str]:
-    """Names of a module's own buffers that `state_dict` leaves out."""
+    """Returns the names of a module's own non-persistent buffers, which `state_dict` omits."""
     return module._non_persistent_buffers_set
 
 
 def children_of(module: "nn.Module") -> "dict[str, nn.Module | None]":
-    """A module's children by name, to be read and changed, shared ones included."""
+    """Returns a module's children by name, as a mutable dict that includes shared children."""
     return module._modules
 
 
 def has_forward_hooks(module: "nn.Module") -> bool:
-    """Whether something is to be called before or after the module's forward."""
+    """True if the module has forward hooks or forward pre-hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def forward_hooks_of(module: "nn.Module") -> list[Any]:
-    """What is called before and after the module's forward."""
+    """Returns the module's forward pre-hooks and forward hooks."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def take_forward_hook(module: "nn.Module", hook: Any) -> None:
-    """Has a function no longer be called before or after the module's forward."""
+    """Removes a function from the module's forward hooks and forward pre-hooks."""
     marks = [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
     marks.append(module._forward_pre_hooks_with_kwargs)
     for held in (module._forward_pre_hooks, module._forward_hooks):
@@ -103,55 +103,55 @@ def take_forward_hook(module: "nn.Module", hook: Any) -> None:
 
 
 def pre_hooks_of(module: "nn.Module") -> set[Any]:
-    """What is called before the module's forward."""
+    """Returns the module's forward pre-hooks."""
     return set(module._forward_pre_hooks.values())
 
 
 def move_pre_hook(module: "nn.Module", hook: Any, new: "nn.Module") -> None:
-    """Has a function that is called before a module's forward be called before that of another, after its own."""
+    """Moves a forward pre-hook from one module to another, after the latter's own pre-hooks."""
     for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
         new.register_forward_pre_hook(hook, with_kwargs=key in module._forward_pre_hooks_with_kwargs)
     take_forward_hook(module, hook)
 
 
 def has_backward_hooks(module: "nn.Module") -> bool:
-    """Whether something is to be called before or after the module's backward."""
+    """True if the module has backward hooks or backward pre-hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def copy_kind_of_backward_hooks(old: "nn.Module", new: "nn.Module") -> None:
-    """Has backward hooks of the new module be of the kind of the old one's."""
+    """Makes the new module's backward hooks of the same kind (full or not) as the old module's."""
     if old._is_full_backward_hook is not None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def call_of(module: "nn.Module") -> Any:
-    """What calling a module runs: its hooks and its forward, compiled where it was."""
+    """Returns the function that calling a module runs: its hooks and forward, compiled if `Module.compile` was called."""
     return module._compiled_call_impl or module._call_impl
 
 
 def set_call(module: "nn.Module", call: Any) -> None:
-    """Has calling a module run something else."""
+    """Sets the function that calling a module runs."""
     module._compiled_call_impl = call
 
 
 def timeout_of(group: Any, device: Any) -> Any:
-    """How long the collectives of a process group may take (a timedelta)."""
+    """Timeout of the collectives of a process group (a timedelta)."""
     return group._get_backend(device).options._timeout
 
 
 def wrapper(kind: type, shape: Any, dtype: Any, device: Any) -> Any:
-    """A tensor of a subclass, without memory of its own."""
+    """Returns a tensor of a wrapper subclass, without storage of its own."""
     import torch
 
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def is_erased(node: Any) -> bool:
-    """Whether a node has left its graph (torch.fx)."""
+    """True if a node was erased from its graph (torch.fx)."""
     return node._erased
 
 
 def schema_of(operator: Any) -> Any:
-    """Names and arguments of an operator, and whether it changes them."""
+    """Returns an operator's schema: argument names and types, and which arguments it mutates."""
     return operator._schema

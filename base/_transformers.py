@@ -1,6 +1,6 @@
-"""transformers as it is asked for everywhere, and what of it is not public and is needed all the same.
+"""Access to transformers, and the private transformers APIs that redline depends on.
 
-Checked with transformers 5.0 to 5.23. Nothing here imports it before it is needed.
+Checked with transformers 5.0 to 5.23. transformers is imported at first use.
 """
 
 import copy
@@ -18,12 +18,12 @@ OF_MODELS = (
     "_supports_sdpa", "_supports_flash_attn", "_init_weights", "_keys_to_ignore_on_load_unexpected",
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save", "_supports_attention_backend",
 )  # fmt: skip
-"""Attributes of its models that are read or called here."""
+"""Private attributes of its models that are read or called here."""
 
 
 @contextmanager
 def quiet() -> Iterator[ModuleType]:
-    """transformers, with its warnings off: they speak of checkpoints, and there is none."""
+    """Yields transformers with its warnings off; they are about checkpoints, and none is loaded here."""
     import transformers
 
     before = transformers.logging.get_verbosity()
@@ -36,10 +36,11 @@ def quiet() -> Iterator[ModuleType]:
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Has models of transformers not read the values of their inputs, which those on the meta device and fake ones lack.
+    """Makes transformers' models not read the values of their inputs, which meta and fake tensors do not have.
 
-    Each row is taken for one sequence: transformers reads positions to find several packed in it, and builds a mask where
-    it cannot; without one attention takes leaner ways (grouped keys are not repeated). Nothing warns of padding.
+    Each row is treated as one sequence. Otherwise transformers reads the positions to detect packed sequences, and
+    builds a mask if it cannot; without a mask attention takes a cheaper path (grouped keys are not repeated). The
+    warning about padding is off.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     modeling: Any = sys.modules.get("transformers.modeling_utils")
@@ -59,7 +60,7 @@ def values_unread() -> Iterator[None]:
 
 
 def refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What transformers raises on values that it does not take, and others."""
+    """Returns the exceptions that transformers raises for invalid values, and `others`."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (
@@ -75,50 +76,56 @@ def refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def supports_sdpa(model_class: Any) -> bool:
-    """Whether a family has attention by `torch.nn.functional.scaled_dot_product_attention`."""
+    """True if a family supports attention by `torch.nn.functional.scaled_dot_product_attention`."""
     return bool(model_class._supports_sdpa)
 
 
 def supports_flash(model_class: Any) -> bool:
-    """Whether a family has attention by the flash-attn package."""
+    """True if a family supports attention by the flash-attn package."""
     return bool(model_class._supports_flash_attn)
 
 
 def attends_by_name(model: Any) -> bool:
-    """Whether all its attention is a function that transformers finds by the name in the configuration."""
+    """True if all attention of the model is looked up by the name in its configuration."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def change_attention(model: "nn.Module", make: Callable[[str], str]) -> None:
-    """Gives every configuration in a model another name of its attention, made of the one that it has."""
+    """Changes the attention name in every configuration of a model.
+
+    Args:
+        model: the model.
+        make: returns the new name, given the present one.
+    """
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
     for config in configs.values():
         config._attn_implementation_internal = make(config._attn_implementation)
 
 
 def initialise(model: Any, module: "nn.Module") -> None:
-    """Gives a module of a model the values that its family begins training with."""
+    """Initialises a module's weights as its model family does."""
     model._init_weights(module)
 
 
 def experts_by_shapes_alone(config: Any) -> None:
-    """Has a mixture of experts computed such that the shapes of results do not depend on values, where it is one.
+    """Makes a mixture of experts compute results whose shapes do not depend on values; does nothing for other models.
 
-    Of transformers' ways through it the others sort the tokens by expert.
+    The other implementations in transformers sort the tokens by expert.
     """
     if getattr(config, "_experts_implementation", None):
         config._experts_implementation = "batched_mm"
 
 
 def as_loaded(model: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What `from_pretrained` makes of a checkpoint's tensors: by the model's names, renamed, merged and split.
+    """Returns a checkpoint's tensors as `from_pretrained` loads them: by the model's names, renamed, merged and
+    split.
 
     Args:
         model: the model, which may be on the meta device.
-        stored: tensors, or what torch's functions take for such, by their names in the checkpoint.
+        stored: tensors (or objects that torch functions accept as tensors) by their names in the checkpoint.
 
     Returns:
-        The tensors, and the names (as the model would have them) of those that it has no place for.
+        The tensors, and the names (in the model's naming) of tensors that the model does not have.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -129,31 +136,31 @@ def as_loaded(model: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], li
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix, own = model.base_model_prefix, model.state_dict()
     found: dict[str, Any] = {}
-    left: list[str] = []
+    unused: list[str] = []
     pending: dict[str, Any] = {}
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, own)
         if name not in own and key in own:
             name, pattern = key, None
         if name not in own:
-            left.append(name)
+            unused.append(name)
         elif pattern is None:
             found[name] = stored[key]
         else:
             rule = pending.setdefault(name, copy.deepcopy(by_pattern[pattern]))
             rule.add_tensor(name, key, pattern, stored[key])
     for name, rule in pending.items():
-        made = rule.convert(name, model=model, config=model.config)
-        found |= {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
-    return found, left
+        converted = rule.convert(name, model=model, config=model.config)
+        found |= {each: value[0] if isinstance(value, list) else value for each, value in converted.items()}
+    return found, unused
 
 
 def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What `save_pretrained` writes of a model's tensors: by a checkpoint's names, tied ones once.
+    """Returns a model's tensors as `save_pretrained` writes them: by a checkpoint's names, tied tensors once.
 
     Args:
         model: the model, which may be on the meta device.
-        tensors: by the model's names; tensors, or what torch's functions take for such.
+        tensors: tensors (or objects that torch functions accept as tensors) by the model's names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -168,7 +175,7 @@ def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tied(model: "nn.Module") -> list[list[str]]:
-    """Names of parameters that are one and the same, in groups of at least two."""
+    """Returns the names of tied parameters, in groups of at least two."""
     groups: dict[int, list[str]] = {}
     for name, each in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(each), []).append(name)
@@ -176,11 +183,11 @@ def tied(model: "nn.Module") -> list[list[str]]:
 
 
 def may_be_left(model: Any, name: str) -> bool:
-    """Whether a tensor of a checkpoint that the model has no place for is known to be of no use to it."""
+    """True if a checkpoint tensor that the model does not have may be ignored."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return any(re.search(each, name) for each in patterns)
 
 
 def may_be_missing(model: Any, name: str) -> bool:
-    """Whether a checkpoint may lack a tensor of the model, which computes it."""
+    """True if a checkpoint may lack this tensor because the model computes it."""
     return any(re.search(each, name) for each in model._keys_to_ignore_on_load_missing or ())

@@ -1,4 +1,4 @@
-"""The devices at hand, found without touching them."""
+"""Detection of the local devices, without creating a CUDA context."""
 
 import importlib.util
 import os
@@ -17,28 +17,28 @@ from .gpus import VARIABLE, find_gpus
 from .host_memory import MIB, free_memory_mib, memory_groups
 
 DESCRIBED = "described"
-"""Feature of a device that is not at hand: what this machine lacks says nothing about it."""
+"""Feature of a device that is described and not local: packages missing on this machine are not taken into account."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A kind of device and how many of it there are. Detection creates no CUDA context."""
+    """A device type and its number of devices. Detection creates no CUDA context."""
 
     type: str
     """`cuda` or `cpu`, as torch names it."""
     name: str
     """Marketing name."""
     count: int
-    """Devices present; a machine's CPU counts as one."""
+    """Number of devices; the CPU counts as one."""
     memory_mib: int
     """Memory of one device, MiB."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
     features: frozenset[str] = frozenset()
-    """CPU: native number formats, of `bf16` and `fp16`. `DESCRIBED` where the device is not at hand."""
+    """CPU: native number formats, `bf16` and `fp16`. `DESCRIBED` for a device that is not local."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A YAML-ready mapping."""
+        """Returns a YAML-ready mapping."""
         out = asdict(self)
         out["capability"] = ".".join(map(str, self.capability)) if self.capability else None
         out["features"] = sorted(self.features)
@@ -46,7 +46,7 @@ class Device:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Device":
-        """The inverse of `to_dict`; unknown keys are ignored."""
+        """Inverse of `to_dict`; unknown keys are ignored."""
         capability = data.get("capability")
         major, minor = str(capability).split(".") if capability else ("0", "0")
         return cls(
@@ -61,7 +61,7 @@ class Device:
 
 @lru_cache(maxsize=1)
 def detect() -> Device:
-    """The GPUs that CUDA shows to this process, or the machine's CPU where there are none.
+    """Returns the GPUs that CUDA shows to this process, or the CPU if there are none.
 
     Raises:
         UsageError: there are GPUs, but `CUDA_VISIBLE_DEVICES` names none of them, or NVML fails.
@@ -71,7 +71,7 @@ def detect() -> Device:
 
 
 def fusion_obstacle(device: Device) -> str | None:
-    """Why `torch.compile` cannot work on this device, or None where it can.
+    """Returns the reason why `torch.compile` cannot work on this device, or None.
 
     On a CPU the generated code needs a C++ compiler and Python's headers, on CUDA triton and a C compiler.
     """
@@ -92,30 +92,30 @@ def fusion_obstacle(device: Device) -> str | None:
 
 
 def float8_obstacle(device: Device) -> str:
-    """Why a device does not multiply numbers of 8 bits, or empty where it does.
+    """Returns the reason why a device does not support 8-bit matrix products, or an empty text.
 
-    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8), which asks for compute capability 8.9.
+    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8), which requires compute capability 8.9.
     """
     if device.type != "cuda":
-        return "a CPU does not multiply numbers of 8 bits"
+        return "a CPU does not support 8-bit products"
     if (device.capability or (0, 0)) < (8, 9):
         found = ".".join(map(str, device.capability or (0, 0)))
-        return f"8-bit products need compute capability 8.9, and this device has {found}"
+        return f"8-bit products need compute capability 8.9, but this device has {found}"
     return "" if DESCRIBED in device.features else not_installed("torchao", "fp8")
 
 
 def liger_obstacle(device_type: str) -> str:
-    """Why `kernels` leaves modules as they are, or empty where Liger-Kernel's replace them."""
-    return not_installed("liger_kernel", "kernels") if device_type == "cuda" else "they are for GPUs"
+    """Returns the reason why the knob `kernels` has no effect, or an empty text if Liger-Kernel can replace modules."""
+    return not_installed("liger_kernel", "kernels") if device_type == "cuda" else "Liger-Kernel needs a GPU"
 
 
 def available_memory_mib() -> int:
-    """Host memory that can be taken without swapping, MiB; a control group's limit counts."""
+    """Host memory that is available without swapping, MiB; limits of control groups count."""
     return int(free_memory_mib(memory_groups()))
 
 
 def usable_cores() -> int:
-    """Cores this process may use, at least 1: its affinity and the control group's quota count, not the machine."""
+    """Number of cores this process may use, at least 1, by its affinity and the quota of its control group."""
     cores = len(os.sched_getaffinity(0))
     quota, _, period = _cgroup_text("cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -172,7 +172,9 @@ def _cpu() -> Device:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The GPUs that CUDA shows to this process, as CUDA_VISIBLE_DEVICES names them; `count` of them where nothing names any."""
+    """Returns the GPUs that CUDA shows to this process, as CUDA_VISIBLE_DEVICES names them; `count` indices if
+    neither NVML nor the variable names any.
+    """
     found = [each.name for each in find_gpus()]
     visible = os.environ.get(VARIABLE)
     if found and visible is None:

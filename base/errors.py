@@ -1,4 +1,4 @@
-"""Every error redline raises on purpose, and the one way it words unknown names."""
+"""Exceptions that redline raises on purpose, and the wording of errors about unknown names."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ class RedlineError(Exception):
 
 
 class UsageError(RedlineError, ValueError):
-    """An argument or option is invalid; the message says which rule it broke and what to do."""
+    """An argument or option is invalid. The message states the rule it broke and the fix."""
 
 
 class SpaceError(UsageError):
-    """A search space is declared or used wrongly."""
+    """A search space is declared or used incorrectly."""
 
 
 class ScheduleError(UsageError):
-    """A primitive cannot be applied; the schedule is left as it was."""
+    """A primitive cannot be applied. The schedule is left unchanged."""
 
 
 class TraceError(ScheduleError):
-    """A module cannot be traced; names the operation and the line of model code that caused it."""
+    """A module cannot be traced. The message names the operation and the line of model code that caused it."""
 
 
 class WorkloadError(UsageError):
@@ -34,23 +34,23 @@ class StudyError(UsageError):
 
 
 class NothingFound(RedlineError, LookupError):
-    """A search has no winner, or nothing fits, and a configuration was asked for; the message says why there is none."""
+    """A configuration was requested, but the search has no winner or nothing fits. The message states the reason."""
 
 
 class RunnerError(RedlineError, RuntimeError):
-    """The machinery that runs trials failed, not the trial: a lost agent, a lost node."""
+    """The machinery that runs trials failed (a lost agent, a lost node), not the trial."""
 
 
 class TrainingFailed(RedlineError, RuntimeError):
-    """A training ended before its last step; the message says why, and how to go on."""
+    """A training ended before its last step. The message states the reason and how to continue."""
 
 
 class Diverged(RedlineError, ArithmeticError):
-    """A training's loss is not finite any more."""
+    """The loss of a training is not finite."""
 
 
 class MissingDependency(RedlineError, ImportError):
-    """An optional package is not installed; the message says how to install it."""
+    """An optional package is not installed. The message states how to install it."""
 
 
 class OutOfMemory(RedlineError, MemoryError):
@@ -58,27 +58,27 @@ class OutOfMemory(RedlineError, MemoryError):
 
 
 class ServiceError(RedlineError):
-    """Base of what the service refuses, or cannot do."""
+    """Base of the errors that the service raises."""
 
 
 class NotFound(ServiceError, LookupError):
-    """The service knows no search, dry run, worker, user or token of that name."""
+    """The service has no search, dry run, worker, user or token of that name."""
 
 
 class KeyTaken(ServiceError, ValueError):
-    """A key or a name that stands for one thing stands for another already."""
+    """A key or name is already used for something else."""
 
 
 class LeaseOver(ServiceError, RuntimeError):
-    """A dry run is not leased under that number any more: it has its outcome, was withdrawn, or another worker has it."""
+    """The lease number of a dry run is no longer valid: it has its outcome, was withdrawn, or another worker leased it."""
 
 
 class AttemptOver(ServiceError, RuntimeError):
-    """A search has ended, or was taken up by a later attempt; the earlier one must stop."""
+    """A search has ended or a later attempt has taken it over. The earlier attempt must stop."""
 
 
 class Refused(ServiceError, PermissionError):
-    """The service does not do that, for that user or on that worker; the message says why."""
+    """The service does not allow this for that user or worker. The message states the reason."""
 
 
 class StorageAhead(ServiceError, RuntimeError):
@@ -86,13 +86,13 @@ class StorageAhead(ServiceError, RuntimeError):
 
 
 class StorageUnavailable(ServiceError, RuntimeError):
-    """The database cannot be reached, is locked, full, read-only or damaged; the message says which."""
+    """The database cannot be reached, is locked, full, read-only or damaged. The message states which."""
 
 
 def unknown(kind: str, name: object, known: Iterable[object], *, like: str | None = None) -> str:
-    """The sentence for an unknown name: what was given, the nearest known name, and all of them.
+    """Returns the error text for an unknown name: the given name, the nearest known name, and all known names.
 
-    With `like` the nearest is looked for by that, where the name as given has more to it.
+    `like` replaces `name` in the search for the nearest name, for names that are given with a prefix or suffix.
 
     >>> unknown("knob", "micro_bach", ["tp", "micro_batch"])
     "unknown knob 'micro_bach'; did you mean 'micro_batch'? Known: micro_batch, tp."
@@ -104,13 +104,15 @@ def unknown(kind: str, name: object, known: Iterable[object], *, like: str | Non
 
 
 def not_installed(package: str, extra: str) -> str:
-    """What to say where an optional package is missing, and how it is installed; empty where it is there."""
+    """Returns the error text for a missing optional package, with the command that installs it; empty if it is
+    installed.
+    """
     if importlib.util.find_spec(package) is not None:
         return ""
     return f"{package} is not installed: pip install 'redline[{extra}]'"
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """`; did you mean 'NAME'?` of the nearest known name; empty where none is near."""
+    """Returns `; did you mean 'NAME'?` with the nearest known name; empty if none is similar."""
     near = get_close_matches(str(name), sorted(str(each) for each in known), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""

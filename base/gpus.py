@@ -1,6 +1,7 @@
-"""NVIDIA GPUs as CUDA shows them to this process, found by NVML without creating a CUDA context.
+"""NVIDIA GPUs that CUDA shows to this process, found by NVML without creating a CUDA context.
 
-Sources: CUDA C++ Programming Guide, "CUDA environment variables"; NVIDIA Multi-Instance GPU User Guide; the NVML API reference.
+Sources: CUDA C++ Programming Guide, "CUDA environment variables"; NVIDIA Multi-Instance GPU User Guide; the NVML API
+reference.
 """
 
 import importlib.util
@@ -16,9 +17,9 @@ from .host_memory import MIB
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICE_FILE = "/dev/nvidia0"
-"""Exists where the driver has a GPU."""
+"""Exists if the driver has a GPU."""
 NO_DEVICE = ("", "-1", "NoDevFiles")
-"""First entries of the variable by which a person or Slurm hides all GPUs."""
+"""Values of the variable's first entry that hide all GPUs, as users or Slurm set it."""
 
 # Return codes of NVML (nvml.h).
 _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _NO_DRIVER, _NO_LIBRARY, _NO_FUNCTION, _NO_GPU = 3, 4, 6, 9, 12, 13, 28
@@ -26,10 +27,10 @@ _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _NO_DRIVER, _NO_LIBRARY, _NO_FUNCTIO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU, or an instance of one that MIG divides."""
+    """A GPU, or a MIG instance."""
 
     name: str
-    """How `CUDA_VISIBLE_DEVICES` names it: an index or a UUID."""
+    """Entry of `CUDA_VISIBLE_DEVICES`: an index or a UUID."""
     model: str
     memory_mib: int
     capability: tuple[int, int]
@@ -42,11 +43,12 @@ class _Present:
     handle: Any
     uuid: str
     instances: list[Any] | None
-    """Handles of its MIG instances; None where MIG is off."""
+    """Handles of its MIG instances; None if MIG is off."""
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that CUDA shows to this process, in CUDA's order; empty where there are none or all are hidden on purpose.
+    """Returns the GPUs that CUDA shows to this process, in CUDA's order; empty if there are none or all are hidden on
+    purpose.
 
     Raises:
         UsageError: there are GPUs, but `CUDA_VISIBLE_DEVICES` names none of them, or NVML fails.
@@ -58,7 +60,7 @@ def find_gpus() -> list[Gpu]:
     if importlib.util.find_spec("pynvml") is None:
         if os.path.exists(DEVICE_FILE):
             raise MissingDependency(
-                f"this machine has an NVIDIA GPU ({DEVICE_FILE}), and pynvml, by which redline finds it, is not installed: "
+                f"this machine has an NVIDIA GPU ({DEVICE_FILE}), but pynvml, which redline needs to find it, is not installed: "
                 f"pip install nvidia-ml-py, or set {VARIABLE}= (empty) to train on the CPU"
             )
         return []
@@ -68,19 +70,20 @@ def find_gpus() -> list[Gpu]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuUse:
-    """Memory of a GPU, whoever holds it. MiB."""
+    """Memory of a GPU and its use by all processes, MiB."""
 
     name: str
-    """As `CUDA_VISIBLE_DEVICES` has it."""
+    """As in `CUDA_VISIBLE_DEVICES`."""
     total_mib: float
     used_mib: float
-    """Without what the driver reserves for itself, where it tells."""
+    """Excludes memory that the driver reserves for itself, if NVML reports it."""
 
 
 def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
-    """What is held of GPUs, by all processes; of those that CUDA shows to this process where none is named.
+    """Returns the memory use of GPUs by all processes; of all GPUs that CUDA shows to this process if `names` is
+    empty.
 
-    Empty where there is no GPU, or NVML cannot tell.
+    Empty if there are no GPUs, or NVML cannot report it.
     """
     setting = ",".join(names) or os.environ.get(VARIABLE)
     if importlib.util.find_spec("pynvml") is None:
@@ -91,15 +94,16 @@ def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
                 return []
             chosen = _chosen(nvml, _present(nvml, nvml.nvmlDeviceGetCount()), setting)
             return [_use(nvml, name, handle) for name, handle, _ in chosen]
-    except UsageError:  # what needs the GPU says so
+    except UsageError:  # the code that needs the GPU reports the error
         return []
 
 
 class GpuGauge:
-    """Clock and power of one of the GPUs that CUDA shows to this process. NVML stays open as long as the process.
+    """Reads clock and power of one of the GPUs that CUDA shows to this process. NVML stays open until the process
+    ends.
 
     Args:
-        index: which of them.
+        index: index of the GPU.
     """
 
     def __init__(self, index: int) -> None:
@@ -116,21 +120,23 @@ class GpuGauge:
         except pynvml.NVMLError:
             return
         if index < len(chosen):
-            # An instance of a divided GPU has its clock and power.
+            # A MIG instance has the clock and power of its GPU.
             self._nvml, self._handle = pynvml, chosen[index][2] or chosen[index][1]
 
     def read(self) -> tuple[float | None, float | None]:
-        """MHz of the multiprocessors and W that the device draws; None for what NVML does not tell."""
+        """Returns the clock of the multiprocessors, MHz, and the device's power draw, W; None for what NVML does not
+        report.
+        """
         if self._nvml is None:
             return None, None
         nvml = self._nvml
         out: list[float | None] = []
-        for ask in (
+        for query in (
             lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
             lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
         ):
             try:
-                out.append(float(ask()))
+                out.append(float(query()))
             except nvml.NVMLError:
                 out.append(None)
         return out[0], out[1]
@@ -148,10 +154,10 @@ def _use(nvml: Any, name: str, handle: Any) -> GpuUse:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVML, or None where it finds no GPU.
+    """Yields NVML, or None if it finds no GPU.
 
     Raises:
-        UsageError: it fails.
+        UsageError: NVML fails.
     """
     import pynvml
 
@@ -172,7 +178,7 @@ def _nvml() -> Iterator[Any]:
 
 def _unusable(error: Exception) -> UsageError:
     return UsageError(
-        f"NVML cannot describe this machine's GPUs: {error}. See whether nvidia-smi works, or set {VARIABLE}= (empty) to "
+        f"NVML cannot describe this machine's GPUs: {error}. Check that nvidia-smi works, or set {VARIABLE}= (empty) to "
         "train on the CPU"
     )
 
@@ -202,7 +208,9 @@ def _visible(nvml: Any, setting: str | None) -> list[Gpu]:
 
 
 def _present(nvml: Any, count: int) -> list[_Present]:
-    """The GPUs that this process may use: a batch system's control group takes away the others, and CUDA does not count them."""
+    """Returns the GPUs that this process may use. A batch system's control group hides the others, and CUDA does not
+    count them.
+    """
     out = []
     for index in range(count):
         try:
@@ -241,7 +249,7 @@ _Choice = tuple[str, Any, Any]
 
 
 def _chosen(nvml: Any, present: list[_Present], setting: str | None) -> list[_Choice]:
-    """What the variable chooses: everything before the first entry that is invalid, and nothing where one is repeated."""
+    """Returns the GPUs that the variable selects: all before the first invalid entry, and none if one is repeated."""
     entries = list(map(str, range(len(present)))) if setting is None else setting.split(",")
     by_uuid = setting is not None and setting.strip().startswith(("GPU-", "MIG-"))
     out: list[_Choice] = []
@@ -254,13 +262,13 @@ def _chosen(nvml: Any, present: list[_Present], setting: str | None) -> list[_Ch
         if (handle or parent) in seen:
             return []
         seen.append(handle or parent)
-        if handle is not None:  # a divided GPU without instances counts, and is not shown
+        if handle is not None:  # a GPU in MIG mode without instances has an index, but is not shown
             out.append((entry, handle, parent))
     return out
 
 
 def _at_index(present: list[_Present], entry: str) -> tuple[Any, Any] | None:
-    """The GPU at an index, which CUDA reads as `strtoul` does; of a divided one its first instance."""
+    """Returns the GPU at an index, parsed as CUDA does (`strtoul`); for a GPU in MIG mode its first instance."""
     number = re.match(r"\+?(\d+)", entry)
     if number is None or int(number[1]) >= len(present):
         return None
@@ -271,13 +279,13 @@ def _at_index(present: list[_Present], entry: str) -> tuple[Any, Any] | None:
 
 
 def _with_uuid(nvml: Any, present: list[_Present], entry: str) -> tuple[Any, Any] | None:
-    """The one GPU or MIG instance whose UUID begins so."""
+    """Returns the GPU or MIG instance whose UUID starts with `entry`, if there is exactly one."""
     found: list[tuple[Any, Any]] = []
     for gpu in present:
         if entry.startswith("GPU-") and gpu.uuid.startswith(entry):
             found.append((gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle))
         for each in gpu.instances or () if entry.startswith("MIG-") else ():
-            # Before driver 470 an instance had the name of its GPU and two numbers.
+            # Before driver 470 the UUID of an instance was that of its GPU and two numbers.
             ids = nvml.nvmlDeviceGetGpuInstanceId(each), nvml.nvmlDeviceGetComputeInstanceId(each)
             if _text(nvml.nvmlDeviceGetUUID(each)).startswith(entry) or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}":
                 found.append((each, gpu.handle))
@@ -294,5 +302,5 @@ def _described(nvml: Any, name: str, handle: Any, parent: Any) -> Gpu:
     )
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

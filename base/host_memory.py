@@ -1,4 +1,4 @@
-"""The host's memory as a process may use it: what the machine and its control groups leave free (Linux)."""
+"""Host memory available to a process: limits and free memory of the machine and its control groups (Linux)."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import psutil
 
 MIB = 1024 * 1024
 _NO_LIMIT = 1 << 60
-"""Bytes from which a limit is none: version 1 writes the largest multiple of a page for it."""
+"""Bytes from which a limit means none: version 1 writes the largest multiple of a page for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class MemoryGroup:
 
     @property
     def limit_mib(self) -> float | None:
-        """Its own limit, MiB; None where it has none."""
+        """Limit of this group, MiB; None if it has none."""
         limit = _number(self.folder / ("memory.max" if self.version == 2 else "memory.limit_in_bytes"))
         return None if limit is None or limit >= _NO_LIMIT else limit / MIB
 
     @property
     def free_mib(self) -> float | None:
-        """What its limit leaves, MiB; cached files that can be dropped are free. None without a limit."""
+        """Free memory within the limit, MiB, with reclaimable cached files counted as free. None without a limit."""
         limit = self.limit_mib
         if limit is None:
             return None
@@ -44,13 +44,13 @@ class MemoryGroup:
 
     @property
     def oom_kills(self) -> int | None:
-        """Processes in it that the kernel has killed for want of memory; None where they are not counted."""
+        """Number of its processes that the kernel killed for lack of memory; None if it is not counted."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         return _field(self.folder / name, "oom_kill")
 
 
 def memory_groups(proc: Path = Path("/proc/self")) -> tuple[MemoryGroup, ...]:
-    """The control group of a process and those around it, innermost first; none where they cannot be seen.
+    """Returns the control group of a process and its ancestors, innermost first; empty if they are not visible.
 
     Args:
         proc: the process's folder in /proc.
@@ -71,20 +71,20 @@ def memory_groups(proc: Path = Path("/proc/self")) -> tuple[MemoryGroup, ...]:
             mounts.setdefault(2, (root, point))
         elif kind == "cgroup" and "memory" in options.split(","):
             mounts.setdefault(1, (root, point))
-    version = 1 if 1 in paths and 1 in mounts else 2  # a controller is in one of the two only
+    version = 1 if 1 in paths and 1 in mounts else 2  # a controller belongs to only one of the versions
     if version not in paths or version not in mounts:
         return ()
     return tuple(MemoryGroup(folder, version) for folder in _upwards(paths[version], *mounts[version]))
 
 
 def total_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
-    """Memory of the machine, or of the tightest of these groups, MiB."""
+    """Memory of the machine, or the lowest limit of these groups, MiB."""
     limits = [each.limit_mib for each in groups]
     return min([psutil.virtual_memory().total / MIB, *(each for each in limits if each is not None)])
 
 
 def shared_memory(folder: str = "/dev/shm") -> tuple[int, int] | None:
-    """Bytes that are free in what processes share, and its size; None where there is none."""
+    """Returns free and total bytes of the shared-memory file system; None if there is none."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -93,16 +93,16 @@ def shared_memory(folder: str = "/dev/shm") -> tuple[int, int] | None:
 
 
 def free_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
-    """What can be taken without swapping, of the machine and of these groups, MiB."""
+    """Memory available without swapping, of the machine and within the limits of these groups, MiB."""
     free = [each.free_mib for each in groups]
     return min([psutil.virtual_memory().available / MIB, *(each for each in free if each is not None)])
 
 
 def _upwards(path: str, root: str, point: str) -> Iterator[Path]:
-    """The folder of a group and those above it up to the mount point, at which `root` is mounted."""
+    """Yields the folder of a group and of its ancestors up to the mount point, at which `root` is mounted."""
     group = PurePosixPath(path)
     below = group.relative_to(root).parts if group.is_relative_to(root) else ()
-    if ".." in below:  # the group is outside of what this namespace shows
+    if ".." in below:  # the group is outside of this namespace
         below = ()
     for count in range(len(below), -1, -1):
         yield Path(point, *below[:count])

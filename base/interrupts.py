@@ -1,4 +1,4 @@
-"""Signals that ask for the end, and what has to wait for them."""
+"""Delay of the signals that end a process, around code that must not be interrupted."""
 
 import signal
 import threading
@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a request to end, and a terminal that went away."""
+"""Ctrl-C, a termination request, and a closed terminal."""
 
 
 @contextmanager
 def late_interrupts() -> Iterator[None]:
-    """Holds these back until the end, where Python handles them and this is the main thread.
+    """Delays these signals until the block ends, if they have Python handlers and this is the main thread.
 
-    What must not be torn is done within: a handler raises wherever it is called, also between the steps by which a
-    lock is given back.
+    For code that must not be interrupted: a handler can raise anywhere, also between the steps that release a lock.
     """
     held: list[tuple[int, FrameType | None]] = []
     before: dict[int, Callable[[int, FrameType | None], object]] = {}

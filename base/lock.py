@@ -1,4 +1,4 @@
-"""One process a run's folder: a lock the kernel releases, however the process ends."""
+"""Lock that gives one process a run's folder. The kernel releases it when the process ends."""
 
 import errno
 import fcntl
@@ -14,12 +14,12 @@ from .writing import cannot_write
 
 
 class FolderLock:
-    """Holds a file in the folder by flock(2) until `release`, or until the process is gone.
+    """Locks a file in the folder by flock(2) until `release`, or until the process ends.
 
-    A fork would share the lock and keep it after its parent was killed; forks made by Python let go of it.
+    A fork would share the lock and keep it after its parent was killed; forks made by Python release it.
 
     Raises:
-        StudyError: another process holds it (which one), or the folder cannot be written.
+        StudyError: another process holds the lock (the message names it), or the folder cannot be written.
     """
 
     def __init__(self, folder: Path, name: str = ".lock") -> None:
@@ -44,25 +44,25 @@ class FolderLock:
         self._fd = fd
         try:
             os.ftruncate(fd, 0)
-            who = {
+            details = {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
-            os.pwrite(fd, json.dumps(who).encode() + b"\n", 0)
+            os.pwrite(fd, json.dumps(details).encode() + b"\n", 0)
         except OSError as error:
             self.release()
             raise cannot_write(folder, error) from error
         this = weakref.ref(self)
 
-        def let_go() -> None:
+        def release_in_child() -> None:
             if (lock := this()) is not None:
                 lock.release()
 
-        os.register_at_fork(after_in_child=let_go)
+        os.register_at_fork(after_in_child=release_in_child)
 
     def release(self) -> None:
-        """Lets another process have the folder. May be called twice."""
+        """Releases the folder. May be called twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)  # not LOCK_UN: in a fork that would take the lock from the parent
@@ -70,7 +70,7 @@ class FolderLock:
 
 def _owner(fd: int) -> str:
     try:
-        who = json.loads(os.pread(fd, 4096, 0))
-        return f"process {who['pid']} on {who['host']} since {who['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is just being written
+        owner = json.loads(os.pread(fd, 4096, 0))
+        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # the owner is writing it
         return "another process"

@@ -1,7 +1,7 @@
-"""Reading what strangers wrote: regular files only, inside their folder only, measured before they are parsed.
+"""Reading untrusted files: regular files only, only inside their folder, with size limits checked before parsing.
 
-Whatever a file holds, reading it ends within two seconds and 200 MiB of memory, with its data or with a refusal in
-words. docs/security.md says what is trusted and what is not.
+Reading any file ends within two seconds and 200 MiB of memory, with its data or with an error that states the reason.
+docs/security.md lists which inputs are trusted.
 """
 
 import contextlib
@@ -17,43 +17,43 @@ from typing import Any, BinaryIO, ClassVar
 from .errors import UsageError
 
 LARGEST_DOCUMENT = 2 << 20
-"""Bytes of a YAML document."""
+"""Largest YAML document, bytes."""
 MOST_NODES = 100_000
-"""Scalars, lists and mappings of a YAML document, those that an alias repeats counted again."""
+"""Most scalars, lists and mappings of a YAML document. Nodes behind an alias count each time they are repeated."""
 DEEPEST = 100
-"""Lists and mappings inside each other."""
+"""Deepest nesting of lists and mappings."""
 LONGEST_NUMBER = 400
-"""Characters of a number: the widest float written out has 325 places."""
+"""Most characters of a number; the longest float without an exponent has 325 digits."""
 LONGEST_PATH, LONGEST_NAME = 4096, 255
-"""Bytes of a path and of each name in it (path_resolution(7), Linux)."""
+"""Most bytes of a path and of each name in it (path_resolution(7), Linux)."""
 
 
 class Malformed(ValueError):
-    """What was read is damaged, or `TooMuch`; says in what."""
+    """The document is damaged, or `TooMuch`. The message states where."""
 
 
 class TooMuch(Malformed):
-    """It is larger or deeper than anything that redline writes."""
+    """The document is larger or deeper than any that redline writes."""
 
 
 class Outside(OSError):
-    """A path leads out of its folder, through a link, or to something that is no regular file."""
+    """A path leaves its folder, passes a link, or is not a regular file."""
 
 
 @contextlib.contextmanager
 def open_inside(folder: Path, relative: str) -> Iterator[BinaryIO]:
-    """Opens the file `relative` of `folder` for reading, unbuffered by anything but Python.
+    """Opens the file `relative` of `folder` for unbuffered reading.
 
-    Each step of the path is opened from the one before and refuses links (openat(2), O_NOFOLLOW), so that
-    nothing changes between the check and the use. A pipe or device is refused rather than waited for.
+    Each path component is opened relative to its parent, and links are refused (openat(2), O_NOFOLLOW), so that
+    nothing can change between check and use. A pipe or device raises an error instead of blocking.
 
     Args:
-        folder: what the path must stay inside; may itself be reached through links.
-        relative: path from there, with `/`.
+        folder: the folder the path must stay in; may itself be reached through links.
+        relative: path relative to it, with `/`.
 
     Raises:
-        Outside: the path is absolute, contains `..`, meets a link, or is no regular file.
-        OSError: it is not there or cannot be read.
+        Outside: the path is absolute, contains `..`, passes a link, or is not a regular file.
+        OSError: the file does not exist or cannot be read.
     """
     parts = PurePosixPath(relative).parts
     try:
@@ -86,16 +86,16 @@ def open_inside(folder: Path, relative: str) -> Iterator[BinaryIO]:
 
 
 def read_inside(folder: Path, relative: str, *, at_most: int) -> bytes:
-    """The bytes of a file inside `folder`.
+    """Returns the bytes of a file inside `folder`.
 
     Args:
         folder: as for `open_inside`.
         relative: as for `open_inside`.
-        at_most: bytes after which reading it is refused.
+        at_most: largest size that is read, bytes.
 
     Raises:
         Outside: as for `open_inside`.
-        OSError: it cannot be read, or is larger.
+        OSError: the file cannot be read, or is larger.
     """
     with open_inside(folder, relative) as file:
         data = file.read(at_most + 1)
@@ -105,10 +105,11 @@ def read_inside(folder: Path, relative: str, *, at_most: int) -> bytes:
 
 
 def read_named(path: Path, *, at_most: int) -> bytes:
-    """The bytes of a file that a user named, also through links; a pipe or device is refused rather than waited for.
+    """Returns the bytes of a file named by the user. Links are followed; a pipe or device raises an error instead of
+    blocking.
 
     Raises:
-        OSError: it is no regular file, cannot be read, or is larger than `at_most` bytes.
+        OSError: the file is not regular, cannot be read, or is larger than `at_most` bytes.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -120,11 +121,12 @@ def read_named(path: Path, *, at_most: int) -> bytes:
 
 
 def tail_inside(folder: Path, relative: str, *, at_most: int) -> tuple[str, int]:
-    """The end of a text file inside `folder`, from a line's start, and the size of the whole, bytes.
+    """Returns the end of a text file inside `folder`, from the start of a line, and the size of the whole file,
+    bytes.
 
     Raises:
         Outside: as for `open_inside`.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_inside(folder, relative) as file:
         size = file.seek(0, os.SEEK_END)
@@ -143,32 +145,32 @@ def _is_link(name: str, at: int) -> bool:
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """A path that somebody gave.
+    """Returns a user's path as a `Path`.
 
     Raises:
-        UsageError: no file system could have it: a NUL in it, a name or the whole too long.
+        UsageError: the path is invalid on any file system: it contains a NUL, or a name or the whole path is too long.
     """
     try:
         data = os.fsencode(given)
     except UnicodeEncodeError:
-        raise UsageError(f"the path {str(given)[:80]!r} is not text that a file system can hold") from None
+        raise UsageError(f"the path {str(given)[:80]!r} cannot be encoded for the file system") from None
     if b"\0" in data:
-        raise UsageError(f"the path {str(given)[:80]!r} holds a NUL character, which no file's name can")
+        raise UsageError(f"the path {str(given)[:80]!r} contains a NUL character, which file names cannot contain")
     longest = max(map(len, data.split(b"/")))
     if longest > LONGEST_NAME or len(data) >= LONGEST_PATH:
-        what = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(data)} bytes"
+        excess = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(data)} bytes"
         raise UsageError(
-            f"the path '{str(given)[:80]}...' is too long: it has {what}; names have at most {LONGEST_NAME} bytes, "
+            f"the path '{str(given)[:80]}...' is too long: it has {excess}; names have at most {LONGEST_NAME} bytes, "
             f"paths {LONGEST_PATH - 1}"
         )
     return Path(given)
 
 
 def absolute(given: str | os.PathLike[str]) -> str:
-    """A path that somebody gave, as it is found from any working folder.
+    """Returns a user's path as an absolute path.
 
     Raises:
-        UsageError: no file system could have it.
+        UsageError: as for `path_of`.
     """
     return str(path_of(given).absolute())
 
@@ -179,15 +181,15 @@ def absolute(given: str | os.PathLike[str]) -> str:
 def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
     """Returns the content of a YAML document: dict with text keys, list, str, int, float, bool, None.
 
-    The document is measured before it is loaded. Dates and merge keys stay texts; other tags are refused.
+    The limits are checked before the document is loaded. Dates and merge keys stay strings; other tags raise an error.
 
     Args:
-        data: UTF-8 or text.
-        nodes: as `MOST_NODES`.
+        data: UTF-8 bytes or text.
+        nodes: most nodes, see `MOST_NODES`.
 
     Raises:
-        TooMuch: it is larger, deeper or wider than the limits.
-        Malformed: it is not YAML, or has other tags.
+        TooMuch: the document is larger, deeper or wider than the limits.
+        Malformed: the document is not YAML, or has other tags.
     """
     import yaml
 
@@ -207,10 +209,10 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
 
 
 def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
-    """Checks a document's size before another loader reads it, which reports any other fault.
+    """Checks the size of a document before another loader reads it. That loader reports any other fault.
 
     Raises:
-        TooMuch: it is larger, deeper or wider than the limits.
+        TooMuch: the document is larger, deeper or wider than the limits.
     """
     import yaml
 
@@ -228,12 +230,15 @@ _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def with_power(value: Any) -> Any:
-    """`1e-4` as the number that it is, which YAML 1.1 takes for a text; anything else as it is."""
+    """Returns numbers such as `1e-4`, which YAML 1.1 reads as text, as floats; any other value unchanged."""
     return float(value) if isinstance(value, str) and _POWER.fullmatch(value) else value
 
 
 def _measure(text: str, nodes: int) -> None:
-    """Refuses what is too deep or too wide, by the parser's events, which need neither recursion nor memory."""
+    """Raises `TooMuch` for a document that is too deep or too wide.
+
+    Reads the parser's events, which needs neither recursion nor memory for the document.
+    """
     import yaml
 
     count = 0
@@ -264,7 +269,7 @@ def _measure(text: str, nodes: int) -> None:
 
 @functools.cache
 def _loader() -> Any:
-    """PyYAML's safe loader, for the types that JSON has too, and with text keys."""
+    """Returns PyYAML's safe loader, limited to the types that JSON has and to text keys."""
     import yaml
 
     core = "tag:yaml.org,2002:"
@@ -308,7 +313,7 @@ def _loader() -> Any:
 
 
 def _key(value: Any) -> str:
-    """A key that YAML takes for something else than a text, as YAML writes it."""
+    """Returns a key that YAML reads as another type than text, as YAML writes it."""
     return {None: "null", True: "true", False: "false"}.get(value) or str(value)
 
 
@@ -320,15 +325,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(data: bytes) -> Any:
-    """What a JSON text holds; halves of surrogate pairs are replaced.
+    """Returns the content of a JSON document. Lone surrogates are replaced.
 
     Args:
-        data: UTF-8; its caller limits how long it is.
+        data: UTF-8 bytes. The caller limits the size.
 
     Raises:
-        Malformed: it is no JSON, too deep, or has a number with too many digits.
+        Malformed: the data is not JSON, is nested too deep, or contains a number with too many digits.
     """
-    # Few brackets cannot be deep; of many, each pass takes the innermost away.
+    # Few brackets cannot be too deep. With many, each pass removes the innermost pairs.
     if data.count(b"[") + data.count(b"{") > DEEPEST:
         rest = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
         for _ in range(DEEPEST):

@@ -1,4 +1,4 @@
-"""What a training script tells redline of itself, in three lines:
+"""Metrics that a training script reports to redline, in three lines:
 
 from redline import report
 ...
@@ -10,19 +10,19 @@ import os
 import time
 
 FILE = "REDLINE_REPORT"
-"""In its environment a command that is tuned finds the file to write to."""
+"""Environment variable with the path of the report file, set for a tuned command."""
 TIME = "time_s"
-"""The moment of a report, s of the host's monotonic clock."""
+"""Key of the report's time, s of the host's monotonic clock."""
 
 
 def report(**metrics: float) -> None:
-    """Tells the search that tunes this command what a step brought; does nothing in a run that nobody tunes, and on
-    all ranks but the first.
+    """Reports the metrics of a step to the search that tunes this command.
 
-    Call it when the step's work is done: on a GPU after `torch.cuda.synchronize()`, or every few steps with the sum.
+    Does nothing outside a search, and on all ranks except rank 0. Call it when the step's work is done: on a GPU after
+    `torch.cuda.synchronize()`, or every few steps with the sum.
 
     Args:
-        metrics: numbers by name. `step`, `tokens` and `samples` of all ranks since the last report, `loss`, or any
+        metrics: numbers by name: `step`, `tokens` and `samples` of all ranks since the last report, `loss`, or any
             other that `--metric` names, such as `tokens_per_second`.
     """
     path = os.environ.get(FILE)

@@ -1,4 +1,4 @@
-"""Folders in the temporary directory that go with the process that made them."""
+"""Temporary folders that are removed with the process that created them."""
 
 import os
 import shutil
@@ -12,25 +12,25 @@ from .lock import FolderLock
 
 PREFIX = "redline-"
 OWNER = ".owner"
-"""The file in it that its owner holds. What has none, whatever its name, is somebody else's."""
+"""The file in a folder that its owner locks. A folder without it belongs to another program, whatever its name."""
 YOUNG_S = 2.0
-"""Age below which a folder that nobody holds is left alone: its owner may be about to, s."""
+"""Age below which an unlocked folder is kept, because its owner may be about to lock it, s."""
 
 
 class Scratch:
-    """A folder of one's own, `redline-KIND-...`, until `close` or the end of a `with`.
+    """A private temporary folder, `redline-KIND-...`, that exists until `close` or the end of a `with`.
 
-    It is locked as long as its owner lives, by which `sweep` knows those whose owners were killed.
+    Its owner holds a lock on it, so that `sweep` can recognise the folders of killed owners.
     """
 
     def __init__(self, kind: str) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
         self._lock: FolderLock | None = None
-        with suppress(StudyError):  # of a file system without locks nothing is swept either
+        with suppress(StudyError):  # `sweep` needs the lock too, so it skips file systems without locks
             self._lock = FolderLock(self.path, OWNER)
 
     def close(self) -> None:
-        """Removes it. May be called twice."""
+        """Removes the folder. May be called twice."""
         remove(self.path)
         if self._lock is not None:
             self._lock.release()
@@ -43,7 +43,9 @@ class Scratch:
 
 
 def remove(folder: Path) -> None:
-    """Removes such a folder, the mark of its owner last: whoever is killed meanwhile leaves what `sweep` knows."""
+    """Removes such a folder, the owner file last, so that `sweep` recognises the rest if the process is killed
+    meanwhile.
+    """
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in [each for each in entries if each.name != OWNER]:
             if entry.is_dir(follow_symlinks=False):
@@ -54,11 +56,11 @@ def remove(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Removes the folders of this user whose owners are gone, however they ended."""
+    """Removes this user's folders whose owners have ended."""
     with os.scandir(tempfile.gettempdir()) as entries:
         found = [each for each in entries if each.name.startswith(PREFIX)]
     for entry in found:
-        with suppress(OSError, StudyError):  # its owner lives, or another process sweeps as well
+        with suppress(OSError, StudyError):  # its owner is alive, or another process is sweeping
             if not entry.is_dir(follow_symlinks=False):
                 continue
             about = os.lstat(os.path.join(entry.path, OWNER))

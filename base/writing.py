@@ -1,4 +1,4 @@
-"""Writing into a run's folder: atomically, and with a little space kept back for the last record."""
+"""Writing into a run's folder: atomic replacement, appending, and a reserve of disk space for the last record."""
 
 import contextlib
 import enum
@@ -16,21 +16,21 @@ from .reading import path_of
 
 MIB = 1024 * 1024
 MIN_FREE_MIB = 16
-"""Free space below which no run is started, MiB."""
+"""Least free disk space to start a run, MiB."""
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replaces the file at `path` by `data` in one step: a reader sees the old file or the new one.
+    """Replaces the file at `path` by `data` in one step: a reader sees either the old file or the new one.
 
     Args:
         path: the file; its folder exists.
-        data: its new contents.
-        durable: whether the contents survive a power cut as well. Costs two fsyncs, of the file and of its folder.
+        data: the new contents.
+        durable: whether the contents must survive a power cut. Costs two fsyncs, of the file and of its folder.
 
     Raises:
-        OSError: it cannot be written; the old file is untouched.
+        OSError: the file cannot be written; the old file is unchanged.
     """
-    # One name a file, so that a killed process leaves at most one behind, and the next write takes it over.
+    # A fixed temporary name: a killed process leaves at most one file behind, which the next write overwrites.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
@@ -41,32 +41,33 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         if durable:
             sync_folder(path.parent)
     except OSError:
-        with contextlib.suppress(OSError):  # what failed above is what the caller needs to hear
+        with contextlib.suppress(OSError):  # the caller needs the error above
             temporary.unlink()
         raise
 
 
 def sync_folder(path: Path) -> None:
-    """Has the names in a folder survive a power cut.
+    """Makes the file names in a folder survive a power cut (fsync).
 
     Raises:
-        OSError: they may not.
+        OSError: the fsync failed.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a file system that has no such thing
+        if error.errno != errno.EINVAL:  # the file system does not support it
             raise
     finally:
         os.close(fd)
 
 
 def append(path: Path, data: bytes, *, at: int) -> bool:
-    """Appends `data` in one write where the file at `path` is nobody else's and has `at` bytes; whether that was so.
+    """Appends `data` in one write if the file at `path` has no other links and a size of `at` bytes; returns whether
+    it did.
 
     Raises:
-        OSError: it cannot be written; a part of `data` may have been.
+        OSError: the write failed; a part of `data` may have been written.
     """
     try:
         file = open_plain(path, os.O_WRONLY | os.O_APPEND)
@@ -81,10 +82,10 @@ def append(path: Path, data: bytes, *, at: int) -> bool:
 
 
 def open_plain(path: Path, flags: int) -> BinaryIO:
-    """Opens a file of a run's folder to write it, never through a link (O_NOFOLLOW), unbuffered.
+    """Opens a file of a run's folder for unbuffered writing, never through a link (O_NOFOLLOW).
 
     Raises:
-        OSError: it cannot be opened, is a link, or no regular file.
+        OSError: the file cannot be opened, is a link, or is not regular.
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -104,7 +105,7 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     """Writes all of `data` to an unbuffered file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the write failed.
     """
     rest = memoryview(data)
     while rest:
@@ -112,21 +113,21 @@ def write_all(file: BinaryIO, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> bool:
-    """Creates a run's folder, with its parents; whether it was not there before.
+    """Creates a run's folder with its parents; returns True if it is new.
 
     Raises:
-        StudyError: it is a file, cannot be created, or its disk has less than `MIN_FREE_MIB` free;
-            nothing is created then.
+        StudyError: the path is a file, the folder cannot be created, or its disk has less than `MIN_FREE_MIB` free.
+            Nothing is created in these cases.
     """
     path = path_of(path)
     if path.exists() and not path.is_dir():
-        raise StudyError(f"'{path}' is a file, and a run needs a folder; give another --out")
+        raise StudyError(f"'{path}' is a file, but a run needs a folder; give another --out")
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     try:
         free = free_mib(existing)
         if free < MIN_FREE_MIB:
             raise StudyError(
-                f"only {free:.1f} MiB are free where '{path}' lies, and a run needs {MIN_FREE_MIB} MiB "
+                f"only {free:.1f} MiB are free on the disk of '{path}', and a run needs {MIN_FREE_MIB} MiB "
                 "to start; free some space or give another --out"
             )
         new = not path.exists()
@@ -137,22 +138,22 @@ def make_folder(path: Path) -> bool:
 
 
 def free_mib(path: Path) -> float:
-    """Space that is free on the disk of a file or folder, MiB."""
+    """Free space on the disk of a file or folder, MiB."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize / MIB
 
 
 def cannot_write(path: Path, error: OSError) -> StudyError:
-    """The error for a folder that cannot be written, with the system's own words."""
+    """Returns the error for a folder that cannot be written, with the system's message."""
     return StudyError(f"cannot write to '{path}': {error.strerror or error}; make it writable or give another --out")
 
 
 class Reserve:
-    """A file that only takes up space, so that the last results still fit once the disk is full.
+    """A file that reserves disk space, so that the last results can be written when the disk is full.
 
     Args:
         path: the file.
-        size: the bytes it holds back: many records of a finished trial (some KiB each).
+        size: bytes to reserve; a record of a finished trial takes some KiB.
     """
 
     def __init__(self, path: Path, size: int = MIB) -> None:
@@ -161,10 +162,10 @@ class Reserve:
         self.held = False
 
     def fill(self) -> None:
-        """Takes up the space.
+        """Reserves the space.
 
         Raises:
-            OSError: there is not enough; none is taken up then.
+            OSError: there is not enough space; nothing is reserved.
         """
         try:
             with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
@@ -175,18 +176,18 @@ class Reserve:
         self.held = True
 
     def release(self) -> bool:
-        """Gives the space back; whether there was any."""
+        """Frees the space; returns True if any was reserved."""
         was, self.held = self.held, False
-        with contextlib.suppress(OSError):  # on a disk turned read-only nothing helps; the retry will say so
+        with contextlib.suppress(OSError):  # on a read-only disk the retry reports the error
             self.path.unlink(missing_ok=True)
         return was
 
 
 def as_data(value: Any) -> Any:
-    """`value` in what YAML and JSON know: dict, list, str, int, float, bool, None.
+    """Returns `value` in the types of YAML and JSON: dict, list, str, int, float, bool, None.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: it contains a value of another type.
     """
     if isinstance(value, enum.Enum):
         return as_data(value.value)
@@ -208,10 +209,10 @@ def as_data(value: Any) -> Any:
 
 
 def write_yaml(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes `document` as YAML, atomically and durably, in its own order.
+    """Writes `document` as YAML, atomically and durably, with its keys in order.
 
     Raises:
-        OSError: it cannot be written; the old file is untouched.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     text = yaml.safe_dump(as_data(document), sort_keys=False, allow_unicode=True, width=110)
     write_atomic(path, text.encode("utf-8", "backslashreplace"))

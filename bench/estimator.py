@@ -1,12 +1,16 @@
 """How well the estimator predicts measured clusters, and how fast.
 
     python bench/estimator.py --surfaces DIR [--calibrate K] [--seeds N] [--only NAME] [--conventions]
+    python bench/estimator.py --tables DIR [--source NAME] [--rows] [--conventions]
     python bench/estimator.py --speed [--preset NAME]
 
 DIR holds tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
 global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and beside each a YAML that names the
 model's shape, the training set-up and the hardware. Nothing else is read: what such a YAML does not say is
-inferred from the framework it names, by the rules of `training_of`, and printed with `--conventions`.
+inferred from the framework it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`.
+
+--tables DIR is a folder of public tables as their sources publish them, a folder a source: each file is read by the
+form that it has (`bench/tables/`), and for each source one line is printed, over all its models and devices.
 
 Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time
 and of peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failed
@@ -29,178 +33,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
-from framework_constants import CONSTANTS
-from redline.base.errors import RedlineError
-from redline.estimator import (
-    Estimator,
-    Hardware,
-    Link,
-    Shape,
-    TrainingSetup,
-    find_hardware,
-)
+from redline.base.errors import RedlineError, UsageError
+from redline.estimator import Estimator, TrainingSetup
+from redline.estimator.estimate import Z80
 from redline.results import Measurement, Status, Trial
-
-KNOBS = (
-    "tp", "pp", "dp", "zero", "micro_batch", "grad_accum",
-    "checkpoint_ratio", "sequence_parallel", "precision", "attention", "fusion", "fused_optimizer",
-)  # fmt: skip
-Z80 = 1.2815515655446004
+from tables import read_tables
+from tables.judging import auc, judge
+from tables.surfaces import Measured, load
 
 
-@dataclass(frozen=True)
-class Surface:
-    """A table and the estimator for it."""
-
-    name: str
-    table: pd.DataFrame
-    estimator: Estimator
-    inferred: tuple[str, ...]
-
-    @property
-    def ok(self) -> np.ndarray:
-        return (self.table["status"] == "ok").to_numpy()
-
-    @property
-    def configs(self) -> pd.DataFrame:
-        return self.table[[name for name in KNOBS if name in self.table]]
-
-    @property
-    def step_ms(self) -> np.ndarray:
-        return self.table["step_ms"].to_numpy(float)
-
-
-def shape_of(model: Mapping[str, Any]) -> Shape:
-    """The model of a YAML."""
-    llama = model.get("family") not in ("gpt2", "gpt", "bert", "opt")
-    return Shape(
-        name=str(model.get("family", "model")),
-        layers=model["num_layers"],
-        hidden=model["hidden_size"],
-        heads=model["num_attention_heads"],
-        kv_heads=model.get("num_key_value_heads"),
-        intermediate=model.get("intermediate_size"),
-        vocabulary=model["vocab_size"],
-        tied=bool(model.get("tie_word_embeddings", not llama)),
-        gated=llama,
-        biases=not llama,
-        positions=0 if llama else model["seq_len"],
-        dropout=not llama,
-    )
-
-
-def hardware_of(data: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
-    """The cluster of a YAML; its network where the YAML puts a number on it."""
-    device = find_hardware(data["device"])
-    notes = []
-    per_node = int(data.get("gpus_per_node", device.devices_per_node))
-    text = str(data.get("inter_node", ""))
-    rate = None
-    if found := re.search(r"(\d+)\s*x\s*(HDR|NDR|EDR)", text, re.IGNORECASE):
-        gbit = {"EDR": 100, "HDR": 200, "NDR": 400}[found[2].upper()]
-        rate = int(found[1]) * gbit / 8 / per_node
-    elif found := re.search(r"([\d.]+)\s*(G[Bb])(?:/s|ps)?\s*per\s*node", text):
-        rate = float(found[1]) / (1 if found[2] == "GB" else 8) / per_node
-    if rate is not None:
-        # EFA's latency is about twice InfiniBand's.
-        latency = 45.0 if "efa" in text.lower() else device.inter_node.latency_us
-        device = device.replace(inter_node=Link(name=text, gb_per_s=rate, latency_us=latency))
-        notes.append(f"network: {rate:g} GB/s a device, {latency:g} us")
-    return device.replace(devices_per_node=per_node), notes
-
-
-def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str) -> tuple[TrainingSetup, list[str]]:
-    """The set-up of a YAML, and in words what was inferred from the framework rather than read."""
-    notes = []
-    recompute = str(data.get("checkpointing", "none")).lower()
-    selective = "selective" in recompute
-    ratio = 0.0 if selective or recompute in ("none", "no", "false", "off") else 1.0
-    if "not stated" in recompute:
-        notes.append("checkpointing not stated: every block, Megatron-LM's habit before selective recomputation")
-    master = str(data.get("master_weights", "fp32"))
-    gradients = str(data.get("gradient_accumulation", "fp32"))
-    tp_mode = str(data.get("tp_mode", "")).lower()
-    nanotron = framework == "nanotron"
-    if nanotron:
-        notes.append("peak memory is the first stage's, as rank 0 logs it; blocks cut by cost; flash attention")
-        notes.append("bf16 gradients beside the fp32 accumulator")
-    batch = data.get("global_batch_sequences")
-    attention = "flash_attention_2" if nanotron or "flash" in str(data.get("attention", "")).lower() else "eager"
-    order = str(data.get("pipeline", "1f1b")).lower()
-    pipeline = (
-        "interleaved"
-        if "interleav" in order
-        else "gpipe"
-        if any(each in order for each in ("gpipe", "afab"))
-        else "1f1b"
-    )
-    setup = TrainingSetup(
-        devices=gpus if isinstance(gpus, int) else 1,
-        seq_len=seq_len,
-        global_batch=batch,
-        precision="bf16_pure" if "16" in str(data.get("precision", "bf16")) else "fp32",
-        master_weights=master,
-        gradient_dtype=gradients,
-        gradient_copy=True,
-        scatter_transfers=not nanotron,
-        sequence_parallel="reduce_scatter" in tp_mode or "sequence" in tp_mode or bool(data.get("sequence_parallel")),
-        attention=attention,
-        recompute_attention=selective,
-        kernels=not nanotron,
-        checkpoint_ratio=ratio,
-        pipeline=pipeline,
-        virtual_stages=int(data.get("virtual_stages", 2 if pipeline == "interleaved" else 1)),
-        balance="cost" if nanotron else "layers",
-        reported_rank="first" if nanotron else "fullest",
-    )
-    return setup, notes
-
-
-def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
-    """The machine and the set-up of a table that `bench/record.py` took: what varies is in the table's
-    columns."""
-    machine, training = about["hardware"], about["training"]
-    precision = training["precision"]
-    return Hardware.from_mapping(machine["numbers"], name=machine["name"], where=about["name"]), TrainingSetup(
-        devices=machine["gpus"],
-        seq_len=about["model"]["seq_len"],
-        global_batch=training["global_batch_sequences"],
-        memory_limit_mib=machine.get("memory_limit_mib"),
-        precision="fp32" if precision == "knob" else precision,
-    )
-
-
-def load(path: Path) -> Surface:
-    """A table with its estimator."""
-    about = yaml.safe_load(path.with_suffix(".yaml").read_text())
-    words = f"{about.get('name', '')} {about.get('source', '')}".lower()
-    framework = next((name for name in CONSTANTS if name in words), "redline")
-    table = pd.read_csv(path)
-    if "numbers" in about["hardware"]:
-        device, setup, notes, more = *own(about), [], []
-        table = table.assign(**{knob: 1 for knob in ("tp", "pp", "dp") if knob not in table})
-    else:
-        device, notes = hardware_of(about["hardware"])
-        setup, more = training_of(
-            about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"), framework
-        )
-    samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
-    if "step_ms" not in table:
-        table["step_ms"] = samples * setup.seq_len / table["tokens_per_second"] * 1e3
-    table["throughput"] = samples * setup.seq_len / table["step_ms"] * 1e3
-    estimator = Estimator(shape_of(about["model"]), device, setup, constants=CONSTANTS.get(framework))
-    return Surface(path.stem, table, estimator, (*notes, *more))
-
-
-def evaluate(surface: Surface, estimator: Estimator, without: np.ndarray | None = None) -> dict[str, float]:
+def evaluate(surface: Measured, estimator: Estimator, without: np.ndarray | None = None) -> dict[str, float]:
     """The columns of the report for one table, rows in `without` left out."""
     keep = np.ones(len(surface.table), bool)
     if without is not None:
@@ -241,13 +89,7 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(pd.Series(a).rank(), pd.Series(b).rank())[0, 1])
 
 
-def auc(good: np.ndarray, bad: np.ndarray) -> float:
-    """Chance that a failure has a higher score than a success; ties count half."""
-    ranks = pd.Series(np.concatenate([good, bad])).rank().to_numpy()
-    return float((ranks[len(good) :].sum() - len(bad) * (len(bad) + 1) / 2) / (len(good) * len(bad)))
-
-
-def calibrated(surface: Surface, count: int, seed: int) -> dict[str, float]:
+def calibrated(surface: Measured, count: int, seed: int) -> dict[str, float]:
     """As `evaluate`, after `count` random successes, which are left out."""
     chosen = np.random.default_rng(seed).permutation(np.flatnonzero(surface.ok))[:count]
     rows = surface.configs.to_dict("records")
@@ -270,18 +112,24 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+PUBLIC = (
+    "rows", "left", "time_rows", "time_median", "time_mean", "time_bias", "time_cover", "tau", "memory_rows",
+    "memory_median", "memory_mean", "memory_bias", "memory_cover", "unfit", "failed", "auc",
+)  # fmt: skip
+
+
+def show(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str] = COLUMNS) -> None:
     print(f"\n{title}")
-    print(f"{'table':34}" + "".join(f"{name.replace('memory', 'mem'):>12}" for name in COLUMNS))
+    print(f"{'table':34}" + "".join(f"{name.replace('memory', 'mem'):>12}" for name in columns))
     for name, row in rows.items():
         cells = []
-        for column in COLUMNS:
+        for column in columns:
             value = row.get(column, math.nan)
             if math.isnan(value):
                 cells.append("-")
-            elif column == "rows":
+            elif column in ("rows", "left", "time_rows", "memory_rows", "failed"):
                 cells.append(f"{value:.0f}")
-            elif column in ("auc", "auc_runs", "spearman"):
+            elif column in ("auc", "auc_runs", "spearman", "tau"):
                 cells.append(f"{value:.3f}")
             else:
                 cells.append(f"{100 * value:.1f} %")
@@ -298,11 +146,11 @@ def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return out
 
 
-def pooled_auc(surfaces: list[Surface]) -> dict[str, dict[str, float]]:
+def pooled_auc(surfaces: list[Measured]) -> dict[str, dict[str, float]]:
     """The areas under the curve over all tables of a model together: by memory alone, by memory alone without
     the failures that were no lack of memory (see `outlived`), and with stalls; and how many those failures
     are."""
-    pools: dict[str, list[Surface]] = {}
+    pools: dict[str, list[Measured]] = {}
     for surface in surfaces:
         if not surface.ok.all():
             pools.setdefault(re.sub(r"-\d+gpu.*$", "", surface.name), []).append(surface)
@@ -418,9 +266,38 @@ def speed(preset: str) -> None:
     )
 
 
+def public(options: argparse.Namespace) -> None:
+    """Prints a line for each source of a folder of public tables."""
+    try:
+        sources = read_tables(options.tables, options.source)
+    except UsageError as error:
+        sys.exit(f"bench/estimator.py: error: {error}")
+    out: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    for source in sources:
+        judged = judge(source)
+        out[source.name], after[source.name] = judged.errors(), judged.calibrated(options.calibrate or 5, options.seeds)
+        if options.conventions:
+            print(f"{source.name}\n" + "\n".join(f"  inferred: {each}" for each in source.inferred))
+            print("\n".join(f"  left out: {each}" for each in (*source.left, *judged.left)))
+        if options.rows:
+            print(judged.rows().to_string(index=False))
+        out[source.name]["left"] = len(source.left) + len(judged.left)
+    show("uncalibrated", out, PUBLIC)
+    show(f"after {options.calibrate or 5} rows of the same source and device, mean of {options.seeds} seeds, on the rest", after,
+         PUBLIC)  # fmt: skip
+    if not any(row["rows"] for row in out.values()):
+        sys.exit(f"bench/estimator.py: error: no row of {options.tables} can be read; --conventions says why")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--surfaces", type=Path, help="folder of CSV and YAML files")
+    parser.add_argument("--tables", type=Path, help="folder of public tables, a folder a source")
+    parser.add_argument(
+        "--source", action="append", default=[], help="of --tables only this; several times for several"
+    )
+    parser.add_argument("--rows", action="store_true", help="of --tables every row too")
     parser.add_argument("--speed", action="store_true", help="how fast it answers")
     parser.add_argument("--preset", default="llama2-7b", help="whose first answer --speed times")
     parser.add_argument("--calibrate", type=int, default=0, metavar="K", help="also after K random measurements")
@@ -430,9 +307,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.speed:
         speed(options.preset)
+    if options.tables is not None:
+        public(options)
     if options.surfaces is None:
-        if not options.speed:
-            parser.error("give --surfaces DIR or --speed")
+        if not options.speed and options.tables is None:
+            parser.error("give --surfaces DIR, --tables DIR or --speed")
         return
     paths = [path for path in sorted(options.surfaces.glob("*.csv")) if options.only in path.name]
     paths = [path for path in paths if path.with_suffix(".yaml").exists()]

@@ -1,6 +1,6 @@
 """Measures every configuration of a space, as a table: `python bench/record.py MODEL --out bench/surfaces/NAME.csv`.
 
-The table is what `bench/tables.py` and `bench/search.py` read: one row a configuration, its knobs, `status`
+The table is what `bench/tables/recorded.py` and `bench/search.py` read: one row a configuration, its knobs, `status`
 (`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for images),
 `step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, what the trial cost. A knob that does not apply to a
 configuration (`zero` on one replica) is written with its default. `--passes N` measures what ran N times, spread over

@@ -1,6 +1,6 @@
 """How many dry runs each search method needs: `python bench/search.py --surfaces DIR --samplers bayes,tpe,...`.
 
-Replays recorded tables (see `bench/tables.py`): a dry run looks a row up. For each sampler and table:
+Replays recorded tables (see `bench/tables/recorded.py`): a dry run looks a row up. For each sampler and table:
 the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
 failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
@@ -82,7 +82,7 @@ def estimator_of(surface: Surface) -> Any:
     Raises:
         LookupError: it states none, or none that the estimator knows.
     """
-    from estimator import load  # bench/estimator.py reads the YAML
+    from tables.surfaces import load
 
     missing = [part for part in ("model", "training", "hardware") if not surface.facts.get(part)]
     if missing:

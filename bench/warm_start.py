@@ -1,6 +1,6 @@
 """What an earlier run is worth, and what a misleading one costs: `python bench/warm_start.py --surfaces DIR`.
 
-Replays recorded tables (see `bench/tables.py`). For every table an earlier run on another one of the
+Replays recorded tables (see `bench/tables/recorded.py`). For every table an earlier run on another one of the
 folder is taken, 30 trials of the default sampler, of a table with the same devices and another model, or of
 the same model and twice (or half), eight times (or an eighth of) the devices. `true` is that run as it is;
 `reversed` has its throughputs turned round, the fastest slowest; `shuffled` has them dealt out anew.

@@ -94,6 +94,8 @@ def render(found: "Check") -> str:
         f"bound by {estimate.binds}",
         *(f"         {100 * share:5.1f} %  {name}" for name, share in found.shares.items() if share >= 0.0005),
     ]
+    if not found.fits and found.assumed:
+        lines += ["", f"assumed  {'; '.join(found.assumed)}"]
     for number, each in enumerate(found.faster, 1):
         lines += ["", *_faster(number, each)]
     if not found.faster:

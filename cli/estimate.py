@@ -1,14 +1,17 @@
 """`redline estimate`: the best configurations, predicted without a device."""
 
 import json
+import shlex
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..base.errors import UsageError
+from ..base.reading import path_of
+from ..base.writing import as_data, write_atomic
 from ..models.request import ModelRequest, SpaceRequest
-from .options import options_of, request_of, values_of
+from .options import command_line, options_of, request_of, values_of
 
 if TYPE_CHECKING:
     from ..results import Trial
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   redline estimate llama2-7b --hardware h100 --devices 64 --global-batch 1024
+  redline estimate llama3-8b --hardware h100 --devices 16 -o plan.yaml
   redline estimate llama3-8b --hardware a100-80gb --devices 32 --global-batch 256 --fix tp=8 --explain
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
   redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
@@ -51,16 +55,22 @@ def _shape_options(command: Any) -> Any:
 @click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
 @click.option("--tied", is_flag=True, help="With shape numbers: the head is the embedding's matrix.")
 @click.option("--config", "config", metavar="KNOB=V,...", help="Predict this configuration only.")
-@click.option("--top", type=click.IntRange(min=1), metavar="N", default=5, show_default=True, help="How many to show.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", default=1, help="Show the N best plans.  [default: 1]")
+@click.option(
+    "-o", "--out", "output", metavar="FILE", help="Write the plans, for `redline tune`, `export` and `train`."
+)
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
 @click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
 @click.option("--layerwise", is_flag=True, help="Refine the winner: checkpointing chosen block by block.")
 @click.option("--explain", is_flag=True, help="What memory and time are made of.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
 def estimate(
+    ctx: click.Context,
     hardware: str | None,
     config: str | None,
     top: int,
+    output: str | None,
     memory_limit: str | None,
     trials_from: str | None,
     layerwise: bool,
@@ -77,34 +87,89 @@ def estimate(
     """
     from rich.console import Console
 
-    from ..estimator.document import estimate_document
+    from ..estimator.document import estimate_document, plan_file, with_fewer_devices
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
     from ..tuner.first_trial import first_trial
     from . import estimate_text
 
+    again = command_line(ctx)
     sizes = {name: options.pop(name) for name in SHAPE}
     shape = _shape(options, sizes, gated, tied)
     given = request_of(options, shape)
     asked = config_of(config) if config else None
+    if output is not None and asked is not None:
+        raise UsageError(
+            "--out writes the plans of a space, but --config asks for one configuration: leave one of them out"
+        )
+    limit_mib = parse_memory(memory_limit)
+    trials = None if trials_from is None else _trials_of(trials_from)
+    width = max(60, shutil.get_terminal_size((100, 30)).columns)
     # On standard error, and only where somebody looks; what is printed is the same elsewhere.
     with Console(stderr=True).status("reading the model") as status:
-        request = estimate_request(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
-        status.update(f"tracing {request.name} and predicting its configurations on {request.devices} devices")
+        request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, **given)
         document = estimate_document(
             request,
             config=asked,
             top=top,
-            trials=None if trials_from is None else _trials_of(trials_from),
+            trials=trials,
             layerwise=layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
+            say=lambda what: status.update(what),
         )
+        if not as_json:
+            status.stop()  # or what is printed begins behind it
+            click.echo("\n".join(estimate_text.head(document, width)))
+            status.start()
+        status.update("looking for plans on fewer devices")
+        more = {**given, "global_batch": request.global_batch or given["global_batch"]}
+        document = with_fewer_devices(
+            document,
+            lambda devices: estimate_request(
+                hardware=hardware, memory_limit_mib=limit_mib, **{**more, "devices": devices}
+            ),
+            trials,
+        )
+    if output is not None and document.ranked:
+        _write(output, plan_file(document, again))
     if as_json:
         click.echo(json.dumps(document.to_dict(), allow_nan=False))
     else:
-        width = max(60, shutil.get_terminal_size((100, 30)).columns)
-        click.echo(estimate_text.render(document, explain=explain, width=width))
+        then = () if asked is not None else _then(again, output, tunable=shape is None)
+        click.echo("\n".join(estimate_text.body(document, explain=explain, width=width, then=then)))
     return 0 if document.ranked else NOTHING_FITS
+
+
+def _then(again: str, output: str | None, *, tunable: bool) -> list[str]:
+    """The commands that use the plans."""
+    written = output or "plan.yaml"
+    file = shlex.quote(written)
+    tune = f"redline tune {file}" if tunable else None
+    export = f"redline export {file} --to torchtitan"
+    width = max(len(each) for each in (tune or "", export)) + 3
+    lines = [] if output else [f"{again} -o {file}"]
+    if tune:
+        lines.append(f"{tune:<{width}}on the devices: measures these plans first")
+    lines.append(f"{export:<{width}}or --list")
+    return lines
+
+
+def _write(output: str, document: dict[str, Any]) -> None:
+    """Writes a plan.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    import yaml
+
+    text = "# Predicted by redline estimate; nothing was run.\n" + yaml.safe_dump(as_data(document), sort_keys=False)
+    path = path_of(output)
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write '{output}': there is no folder '{path.parent}'")
+    try:
+        write_atomic(path, text.encode(), durable=False)
+    except OSError as error:
+        raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
 
 
 def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:

@@ -1,20 +1,51 @@
-"""What `redline estimate` says, as text."""
+"""The text that `redline estimate` prints."""
 
 import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..knobs.lossy import exactness
 from ..knobs.strategy import STANDARD
 
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
-    from ..estimator.survey import Ranked
+    from ..estimator.survey import Ranked, Survey
 
 
-def render(document: "EstimateDocument", *, explain: bool = False, width: int = 100) -> str:
-    """An estimate as text in lines of that width; with `explain` every configuration's memory and time by the term."""
-    lines = _head(document)
+def head(document: "EstimateDocument", width: int = 100) -> list[str]:
+    """What is estimated, and the verdict: whether it fits, how fast it is, and how much faster than untuned."""
+    request, setup = document.request, document.request.estimator.training
+    sizes = [f"{_count(document.facts.parameters)} parameters"]
+    if setup.seq_len:
+        sizes.append(f"sequences of {setup.seq_len:,} tokens")
+    if request.global_batch:
+        sizes.append(f"global batch {request.global_batch:,}")
+    lines = _wrapped(f"{request.name} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}", "", width)
+    if document.learned_from:
+        lines.append(f"corrected by {document.learned_from} measured trials")
+    if document.survey is not None and document.ranked:
+        best, base = document.ranked[0].estimate, document.baseline
+        verdict = f"predicted: {best.throughput:,.0f} {best.unit}"
+        if base is not None and base.estimate.fits:
+            verdict += f", {best.throughput / base.estimate.throughput:.2f}x untuned"
+        elif base is not None:
+            verdict += ", where untuned does not fit"
+        lines.append(f"{verdict}; fits with a chance of {100 * best.probability_fits:.0f} %")
+    return lines
+
+
+def body(
+    document: "EstimateDocument", *, explain: bool = False, width: int = 100, then: Sequence[str] = ()
+) -> list[str]:
+    """The plans, what was assumed, and what to do next, in lines of that width.
+
+    Args:
+        document: the estimate.
+        explain: whether to add every configuration's memory and time by the term, and why the others were ruled out.
+        width: columns.
+        then: commands to run next.
+    """
+    lines: list[str] = []
     ranked = document.ranked
     if not ranked:
         lines += ["", "no configuration is predicted to fit"]
@@ -22,99 +53,153 @@ def render(document: "EstimateDocument", *, explain: bool = False, width: int = 
             need = document.reference.estimate.peak_memory_mib / 1024
             limit = document.request.estimator.memory_limit_mib / 1024
             lines.append(f"the least memory, {need:.1f} GiB of the {limit:.1f} GiB there are, takes")
-            lines.append(f"  {_config(document.reference)}")
+            lines += _wrapped(_config(document.reference.config, document.reference.lossy), "  ", width)
             ranked = (document.reference,)
     else:
         lines += ["", *_table(document, width)]
-        if document.survey is not None:
-            lines += _next(document)
         if ranked[0].lossy and document.survey is not None:
-            lines += ["", _exact(document.survey.best_exact, ranked[0])]
+            lines += ["", *_wrapped(_exact(document.survey.best_exact, ranked[0]), "", width)]
     if explain:
         for each in ranked:
             lines += ["", *_explained(each)]
-    if document.survey is not None and document.survey.out:
-        lines += ["", f"ruled out, of {document.survey.predicted:,} predicted configurations"]
-        lines += [f"  {count:>9,}  {reason}" for reason, count in document.survey.out.items()]
+    if document.survey is not None:
+        lines += ["", *_looked_at(document.survey, explain, width)]
     if document.layerwise is not None:
         lines += ["", *document.layerwise.lines()]
     for note in (*document.request.notes, *document.facts.notes):
-        lines += ["", f"note: {note}"]
-    return "\n".join(lines)
+        lines += ["", *_wrapped(f"note: {note}", "", width)]
+    if then and document.ranked:
+        lines += ["", *(f"{'next' if not at else '':<9}{each}" for at, each in enumerate(then))]
+    return lines
 
 
-def _head(document: "EstimateDocument") -> list[str]:
-    request, setup = document.request, document.request.estimator.training
-    sizes = [f"{document.facts.parameters:,} parameters"]
-    if setup.seq_len:
-        sizes.append(f"sequences of {setup.seq_len} tokens")
-    if request.global_batch:
-        sizes.append(f"global batch {request.global_batch}")
-    machine = request.hardware
-    lines = [
-        f"{request.name} on {request.devices} x {machine.name}: {', '.join(sizes)}",
-    ]
-    if document.survey is not None:
-        found = document.survey
-        drawn = f", drawn from {found.valid:,} valid ones," if found.predicted < found.valid else ""
-        lines.append(f"{found.fitting:,} of {found.predicted:,} configurations{drawn} are predicted to fit")
-    if document.learned_from:
-        lines.append(f"corrected by {document.learned_from} measured trials")
+def _looked_at(survey: "Survey", explain: bool, width: int) -> list[str]:
+    """How many configurations were predicted, and why the others were ruled out."""
+    share = 100 * survey.fitting / max(1, survey.predicted)
+    drawn = f", drawn from {survey.valid:,} valid ones," if survey.predicted < survey.valid else ""
+    lines = _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{drawn} are predicted to fit", "", width)
+    if explain:
+        lines += [f"  {count:>9,}  {reason}" for reason, count in survey.out.items()]
     return lines
 
 
 def _table(document: "EstimateDocument", width: int) -> list[str]:
-    """A row of figures for each configuration, and the configuration below it, in lines of that width."""
-    devices = document.request.devices
-    unit = document.ranked[0].estimate.unit
-    rows = [("", unit, "a device", "+-", "step", "MFU", "memory", "fits", "bound by")]
-    shown = [(str(number), each) for number, each in enumerate(document.ranked, 1)]
-    if document.baseline is not None:
-        shown.append(("untuned", document.baseline))
-    for name, each in shown:
-        estimate = each.estimate
-        spread = 100 * (estimate.step_ms_high / estimate.step_ms - 1)
-        rows.append(
-            (
-                name,
-                f"{estimate.throughput:,.0f}",
-                f"{estimate.throughput / devices:,.0f}",
-                f"{spread:.0f} %",
-                _time(estimate.step_ms),
-                f"{100 * estimate.mfu:.1f} %",
-                f"{estimate.peak_memory_mib / 1024:.1f} GiB",
-                f"{100 * estimate.probability_fits:.0f} %" if estimate.fits is not None else "",
-                estimate.binds,
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    last = len(widths) - 1
-    lines = []
-    for row, below in zip(rows, (None, *(each for _, each in shown))):
-        cells = (
-            cell.rjust(size) if 0 < at < last else cell.ljust(size) for at, (cell, size) in enumerate(zip(row, widths))
-        )
-        lines.append("  ".join(cells).rstrip())
-        if below is not None:
-            indent = " " * (widths[0] + 2)
-            lines += textwrap.wrap(
-                _config(below), width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
-                break_on_hyphens=False,
-            )  # fmt: skip
-    return lines
-
-
-def _next(document: "EstimateDocument") -> list[str]:
-    """What the figures mean, and the command that measures the first."""
+    """A row of figures for each plan, and the configuration below it, in lines of that width."""
     best, base = document.ranked[0], document.baseline
-    lines = ["", "plans differ in how they share the model; the first has the highest throughput times chance to fit;"]
-    lines.append("+- covers 80 % of outcomes, fits is the chance that memory suffices")
-    if base is not None and base.estimate.fits:
-        ratio = best.estimate.throughput / base.estimate.throughput
-        lines.append(f"the first is predicted to be {ratio:.2f}x as fast as what a person would run untuned")
-    elif base is not None:
-        lines.append("what a person would run untuned is not predicted to fit")
-    return lines
+    shown = [(each.role, each.ranked, each.devices) for each in document.plans]
+    shown = shown or [("", best, document.request.devices)]
+    common = _common([each.config for _, each, _ in shown]) if len(shown) > 1 else {}
+    if base is not None:
+        shown.append(("untuned", base, document.request.devices))
+    device = "GPU" if document.request.hardware.kind != "cpu" else "device"
+    columns: dict[str, list[str]] = {"": [], best.estimate.unit: [], f"per {device}": [], "80 % range": [], "step": []}
+    columns |= {"MFU": [], "memory": [], "fits": [], "bound by": []}
+    for role, each, devices in shown:
+        estimate = each.estimate
+        slow, fast = (
+            estimate.throughput * estimate.step_ms / end for end in (estimate.step_ms_high, estimate.step_ms_low)
+        )
+        cells = (
+            role.replace("device", device),
+            f"{estimate.throughput:,.0f}",
+            f"{estimate.throughput / devices:,.0f}",
+            _range(slow, fast),
+            _time(estimate.step_ms),
+            f"{100 * estimate.mfu:.0f} %",
+            f"{estimate.peak_memory_mib / 1024:.1f} GiB",
+            f"{100 * estimate.probability_fits:.0f} %" if estimate.fits is not None else "",
+            estimate.binds,
+        )
+        for cell, column in zip(cells, columns.values(), strict=True):
+            column.append(cell)
+    if all(devices == 1 for _, _, devices in shown):
+        del columns[f"per {device}"]
+    for least in ("bound by", "MFU", "step"):  # a narrow terminal goes without
+        if _width(columns) > width:
+            del columns[least]
+    indent = " " * (2 + max(map(len, columns[""])))
+    lines = [_row(list(columns), columns)]
+    for at, (_, each, _) in enumerate(shown):
+        lines.append(_row([column[at] for column in columns.values()], columns))
+        if each is base or not common:
+            own: Mapping[str, Any] = each.config
+        else:
+            own = {name: value for name, value in each.config.items() if common.get(name, common) != value}
+        lines += _wrapped(_config(own, each.lossy), indent, width)
+    if common:
+        lines += ["", *_wrapped(f"in all plans but untuned: {_config(common, best.lossy)}", "", width)]
+    return [*lines, "", *_legend(document, width)] if document.survey is not None else lines
+
+
+def _legend(document: "EstimateDocument", width: int) -> list[str]:
+    """What the rows and columns mean."""
+    roles = {each.role for each in document.plans}
+    told = []
+    if "safest" in roles:
+        told.append("safest: the surest to fit within 3 % of the fastest.")
+    if halves := [each for each in document.plans if each.role == "least memory" or "device" in each.role]:
+        names = " and ".join(
+            each.role.replace("device", "GPU") if "device" in each.role else each.role for each in halves
+        )
+        told.append(f"{names}: at least half as fast.")
+    told.append("untuned: the default configuration, or what a person would change for it to fit.")
+    told.append("80 % range: 8 of 10 measurements are expected in it; fits: the chance that memory suffices.")
+    return _wrapped(" ".join(told), "", width)
+
+
+def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The knobs that all of them have at one value."""
+    first, *others = configs
+    return {name: value for name, value in first.items() if all(each.get(name, others) == value for each in others)}
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(max(map(len, (name, *cells))) for name, cells in columns.items()) + 2 * (len(columns) - 1)
+
+
+def _row(cells: Sequence[str], columns: Mapping[str, Sequence[str]]) -> str:
+    """Cells in their columns; words are flush left, figures flush right."""
+    out = []
+    for cell, (name, column) in zip(cells, columns.items(), strict=True):
+        size = max(map(len, (name, *column)))
+        out.append(cell.ljust(size) if name in ("", "bound by") else cell.rjust(size))
+    return "  ".join(out).rstrip()
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _count(number: int) -> str:
+    """A number of parameters to three digits.
+
+    >>> _count(8_030_261_248), _count(124_439_808), _count(68)
+    ('8.03 billion', '124 million', '68')
+    """
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {name}" if number < 1000 * size else f"{number / size:,.0f} {name}"
+    return f"{number:,}"
+
+
+def _range(low: float, high: float) -> str:
+    """Both ends of a range, to three digits of the upper one.
+
+    >>> _range(67_923.4, 108_923.4), _range(5_801.2, 9_123.0), _range(81.26, 99.0)
+    ('68k-109k', '5,800-9,120', '81.3-99')
+    """
+    if high >= 1e5:
+        return f"{low / 1e3:,.0f}k-{high / 1e3:,.0f}k"
+    if high >= 1000:
+        return f"{round(low, -1):,.0f}-{round(high, -1):,.0f}"
+    return f"{low:.3g}-{high:.3g}"
 
 
 def _exact(exact: "Ranked | None", best: "Ranked") -> str:
@@ -126,16 +211,16 @@ def _exact(exact: "Ranked | None", best: "Ranked") -> str:
     ratio = estimate.throughput / best.estimate.throughput
     return (
         f"{words}: {estimate.throughput:,.0f} {estimate.unit}, {ratio:.2f} times the best, "
-        f"{estimate.peak_memory_mib / 1024:.1f} GiB, {_config(exact)}"
+        f"{estimate.peak_memory_mib / 1024:.1f} GiB, {_config(exact.config, exact.lossy)}"
     )
 
 
-def _config(ranked: "Ranked") -> str:
-    # What stands in every table says the least.
+def _config(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
+    """Knobs and values; those at the value that a configuration without the knob has are left out."""
     quiet = {name: each.neutral for name, each in STANDARD.items() if name not in ("micro_batch", "grad_accum", "dp")}
     return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}{' (lossy)' if name in ranked.lossy else ''}"
-        for name, value in ranked.config.items()
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}{' (lossy)' if name in lossy else ''}"
+        for name, value in config.items()
         if not (name in quiet and value == quiet[name])
     )
 
@@ -146,7 +231,7 @@ def _time(milliseconds: float) -> str:
 
 def _explained(ranked: "Ranked") -> list[str]:
     estimate = ranked.estimate
-    lines = [_config(ranked)]
+    lines = [_config(ranked.config, ranked.lossy)]
     for what, prefix, total, unit, scale in (
         ("memory of the fullest rank", "memory.", estimate.peak_memory_mib, "GiB", 1024.0),
         ("time of a step", "time.", estimate.step_ms, "ms", 1.0),

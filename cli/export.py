@@ -1,5 +1,8 @@
 """`redline export`: a run's winner, or any trial, in the words of the framework people train with."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from ..frameworks.launch import LAUNCHES
@@ -12,6 +15,7 @@ Examples:
   redline export runs/gpt2 --to python -o train.py
   redline export runs/gpt2 --to env --trial 3
   redline export runs/gpt2 --to torchtitan --launch slurm -o job.sh
+  redline export plan.yaml --to torchtitan                   a plan of `redline estimate -o plan.yaml`
 """
 
 
@@ -47,7 +51,7 @@ def export(
     launch: str | None,
     storage: str | None,
 ) -> None:
-    """Write the winner of the run in folder RUN as a file of another framework.
+    """Write the winner of the run in folder RUN, or of the plan in file RUN, as a file of another framework.
 
     What the framework cannot do is stated in the file's comments, as is that a run was simulated; where the
     file has no comments, on standard error.
@@ -56,15 +60,23 @@ def export(
     from ..base.reading import path_of
     from ..base.writing import write_atomic
     from ..frameworks import chosen_trial, form_of, render
-    from ..results import View
+    from ..results import View, best
     from ..results.columns import fold
 
     if force and trial is None:
         raise UsageError("--force is for a single trial: give --trial N too")
-    view = View(run, storage=storage)
-    chosen = chosen_trial(view.trials(), trial, force=force)
+    problems: list[str] = []
+    document: Mapping[str, Any] | None
+    if best.is_plan(path_of(run)):
+        if trial is not None:
+            raise UsageError(f"--trial {trial} names a trial of a run, but '{run}' is a file with one configuration")
+        plan = best.load(path_of(run))
+        chosen, document = plan.trial, plan.document
+    else:
+        view = View(run, storage=storage)
+        chosen, document, problems = chosen_trial(view.trials(), trial, force=force), view.document, view.problems
     form = form_of(target, output) if output else None
-    made = render(target, chosen, view.document, form=form, launch=launch, file=output)
+    made = render(target, chosen, document, form=form, launch=launch, file=output)
     if output is None:
         click.echo(made.text, nl=False)
     else:
@@ -76,7 +88,7 @@ def export(
         except OSError as error:
             raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
         click.echo("\n".join((f"wrote {output}", *made.use)), err=True)
-    for problem in view.problems:
+    for problem in problems:
         click.echo(f"note: {fold(problem)}", err=True)
     if not made.comments_inside:
         for note in (*made.notes, *(made.use if output is None else ())):

@@ -1,5 +1,6 @@
 """Options that several commands share, and how their values are read."""
 
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
@@ -104,6 +105,29 @@ def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
     known = {each.name for each in fields(Request)}
     out |= {name: given.pop(name) for name in list(given) if name in known}
     return out
+
+
+def command_line(ctx: click.Context, *more: str) -> str:
+    """The command that was given, for a shell, with more behind it.
+
+    Args:
+        ctx: of the command.
+        more: arguments.
+    """
+    words = ["redline", str(ctx.info_name)]
+    for each in ctx.command.params:
+        name = each.name or ""
+        if ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        value, flag = ctx.params[name], max(each.opts, key=len)
+        if isinstance(each, click.Argument):
+            words.append(str(value))
+        elif isinstance(each, click.Option) and each.is_flag:
+            words.append(flag if value else max(each.secondary_opts, key=len))
+        else:
+            for one in value if each.multiple else [value]:
+                words += [flag, *map(str, one if each.nargs > 1 else [one])]
+    return shlex.join([*words, *more])
 
 
 def target_of(model: str | None, workload: str | None) -> str:

@@ -65,6 +65,12 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
         console.print(
             Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler")
         )
+    if result.seconds_again >= 1:
+        share = f"{100 * result.seconds_again / result.seconds:.0f} %"
+        spent = words.duration(result.seconds_again)
+        console.print(
+            Text(f"time     {words.duration(result.seconds)}, of which {spent} ({share}) measuring the leaders again")
+        )
     console.print()
     sides = {"winner": best}
     for name, each in ((summary.exactness(result.all_trials), exact), ("default", default)):

@@ -99,9 +99,14 @@ class LineListener(ProgressListener):
         self._print(trial_line(trial, self._plan).plain)
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        if done == 0:
-            about = f", about {words.duration(seconds)}" if seconds else ""
-            self._print(f"measuring the leaders again, in turns: {_numbers(leaders)}{about}")
+        if done < total:
+            about = f", about {words.duration(seconds)} left" if seconds else ""
+            self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
+
+    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+        self._print(
+            f"measuring the leaders again, in short turns, about {words.duration(seconds)}: {_numbers(leaders)}"
+        )
 
     def said(self, message: str) -> None:
         self._print(f"note: {message}")
@@ -118,7 +123,7 @@ class TerminalListener(ProgressListener):
 
     def __init__(self, stream: TextIO) -> None:
         self._plan: SearchPlan | None = None
-        self._what, self._since, self._expected = "", time.monotonic(), 0.0
+        self._what, self._who, self._since, self._expected = "", "", time.monotonic(), 0.0
         self._running: dict[int, tuple[Trial, float]] = {}
         self._finished: list[Trial] = []
         self._begin = time.monotonic()
@@ -147,7 +152,7 @@ class TerminalListener(ProgressListener):
         self._console.print()
 
     def waiting(self, what: str) -> None:
-        self._what, self._since, self._expected = what, time.monotonic(), 0.0
+        self._what, self._who, self._since, self._expected = what, "", time.monotonic(), 0.0
 
     def started(self, trial: Trial) -> None:
         self._running[trial.number] = trial, time.monotonic()
@@ -155,11 +160,18 @@ class TerminalListener(ProgressListener):
     def finished(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
-        line = trial_line(trial, self._plan, narrow=self._console.width < _NARROW)
+        line = shortened(trial_line(trial, self._plan, narrow=self._console.width < _NARROW), self._console.width)
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        self._what = "" if done >= total else f"measuring the leaders again, in turns: {_numbers(leaders)}"
+        turn = _turn(done, total)
+        self._what = "" if done >= total else f"measuring the leaders again: {turn}"
+        self._who = f" ({_numbers(leaders)})"
+        self._since, self._expected = time.monotonic(), seconds
+
+    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+        self._what = "measuring the leaders again in short turns"
+        self._who = f" ({_numbers(leaders)})"
         self._since, self._expected = time.monotonic(), seconds
 
     def said(self, message: str) -> None:
@@ -178,10 +190,13 @@ class TerminalListener(ProgressListener):
         return Group(*lines)
 
     def _waited(self) -> str:
-        """What is waited for, since when, and how long it is expected to take."""
+        """What is waited for, since when, and how long it will take still."""
         spent = time.monotonic() - self._since
-        about = f" of about {words.duration(self._expected)}" if self._expected else ""
-        return f"{words.duration(spent)}{about}: {self._what}"
+        left = self._expected - spent
+        about = (
+            f", about {words.duration(left)} left" if left > 0 else ", longer than expected" if self._expected else ""
+        )
+        return f"{words.duration(spent)} {self._what}{about}{self._who}"
 
     def _status(self, plan: SearchPlan) -> Text:
         done = len(self._finished)
@@ -206,7 +221,9 @@ class TerminalListener(ProgressListener):
             limits.append(plan.seconds - (time.monotonic() - self._begin))
         known = [trial.measured.seconds_total or 0.0 for trial in self._finished]
         if plan.trials is not None and known:
-            limits.append((plan.trials - done) * statistics.mean(known))
+            usual = statistics.mean(known)
+            under_way = sum(min(time.monotonic() - since, usual) for _, since in self._running.values())
+            limits.append((plan.trials - done) * usual - under_way)
         return max(0.0, min(limits)) if limits else None
 
 
@@ -245,6 +262,25 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     if measured.reason:
         line.append(f"  ({fold(measured.reason)})", style="dim")
     return line
+
+
+def shortened(line: Text, width: int) -> Text:
+    """A line that fits a width: cut behind a word, not within one, where there is a word to cut behind.
+
+    >>> shortened(Text("0  ok  micro_batch=8 precision=fp32"), 28).plain
+    '0  ok  micro_batch=8 …'
+    """
+    if line.cell_len <= width:
+        return line
+    end = line.plain.rfind(" ", 0, width - 1)
+    if end < width // 2:
+        return line
+    return line[:end].append(" …")
+
+
+def _turn(done: int, total: int) -> str:
+    """Which turn begins, of how many."""
+    return f"turn {done + 1} of {total}"
 
 
 def _numbers(trials: list[Trial]) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from ..base.errors import UsageError
+from ..base.reading import path_of
 from ..models.request import SpaceRequest
+from ..results.best import is_plan, load
 from ..runners.command.command import Command
 from ..tuner.request import SECTIONS
 from . import exit_codes
@@ -27,6 +29,7 @@ Examples:
   redline tune llama2-7b --lora r=16 --seq-len 2048
   redline tune path/to/config.json --time 30m --sampler hebo
   redline tune --workload train.py:workload --runner local
+  redline tune plan.yaml                       begin with the plans of `redline estimate -o plan.yaml`
   redline tune gpt2 --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
@@ -65,7 +68,8 @@ def tune(
     """Find the configuration that trains MODEL fastest on the devices at hand.
 
     MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id.
-    Weights are not needed. Every candidate is built and trained for some steps in fresh processes.
+    Weights are not needed. A plan of `redline estimate -o` names the model, its sizes and the first candidates.
+    Every candidate is built and trained for some steps in fresh processes.
 
     Instead of MODEL, tune a command of yours as it is: `--command "python train.py --batch {micro_batch}" --space
     knobs.yaml`.
@@ -74,11 +78,15 @@ def tune(
     """
     command = command_of(options, command_file)
     given = request_of(options, command)
+    if isinstance(given["target"], str) and is_plan(path_of(given["target"])):
+        _begin_with_plan(given)
     if server is not None:
         if dry:
             raise UsageError("--dry prints the commands of this machine; leave --server out")
         from .submit import searched
 
+        if given.pop("begin_with", ()):
+            click.echo("note: a server takes the plan's model and sizes, and finds its configurations itself", err=True)
         return searched(given, server, token, as_json)
     if dry:
         _print_commands(command, given)
@@ -102,6 +110,28 @@ def tune(
     if result.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE
+
+
+def _begin_with_plan(given: dict[str, Any]) -> None:
+    """Has a search begin with the configurations of a plan or a best.yaml, for its model and sizes unless others are given.
+
+    Raises:
+        UsageError: it does not name a model.
+    """
+    path = path_of(given["target"])
+    plan = load(path)
+    what = plan.trains.get("workload") or {}
+    if not (spec := what.get("spec")):
+        raise UsageError(
+            f"'{path}' does not name a model to tune: give MODEL, or estimate a model in place of shape numbers"
+        )
+    asked: dict[str, Any] = {name: plan.trains.get(name) for name in ("seq_len", "global_batch")}
+    asked |= {"devices": (plan.trains.get("devices") or {}).get("used"), "lora": what.get("lora")}
+    if limit := plan.trains.get("memory_limit_mib"):
+        asked["memory_limit"] = f"{limit:g}MiB"
+    for name, value in asked.items():
+        given[name] = value if given.get(name) is None else given[name]
+    given["target"], given["begin_with"] = spec, (plan.trial.config, *plan.others)
 
 
 def _print_commands(command: Command | None, given: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from .estimator import Estimator
 from .hardware import Hardware, find_hardware
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
+from .trainers import assumed, trainer_of
 
 MOST_CHANGES = 3
 """Faster configurations that are shown, and knobs that one of them changes."""
@@ -72,6 +73,8 @@ class Check:
     shares: Mapping[str, float]
     """Shares of the step by what takes it; they sum to 1."""
     faster: tuple[Faster, ...]
+    assumed: tuple[str, ...]
+    """What is taken for granted of the trainer's memory, in words."""
     findings: tuple[str, ...]
     """Settings that have no effect, contradict each other or waste memory or time."""
 
@@ -108,6 +111,7 @@ class Check:
                 }
                 for each in self.faster
             ],
+            "assumed": list(self.assumed),
             "findings": list(self.findings),
         }
 
@@ -177,7 +181,7 @@ def check(
         memory_limit_mib=memory_limit_mib,
         **trainer.conventions,
     )
-    estimator = Estimator(workload, machine, setup)
+    estimator = Estimator(workload, machine, setup, framework=trainer_of(trainer.framework).name)
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=workload.seq_len)
     if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
         raise UsageError(reason)
@@ -192,6 +196,7 @@ def check(
         fullest=_fullest(trainer, estimator, estimate),
         shares=_shares(estimate, trainer.strategy(), machine),
         faster=_faster(trainer, workload, estimator, estimate, machine, context),
+        assumed=assumed(trainer.conventions),
         findings=tuple(dict.fromkeys(findings)),
     )
 

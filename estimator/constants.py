@@ -27,21 +27,21 @@ class Constants:
     """The same as a share of what stays, and of what is made once a step for the update."""
 
     # Compute.
-    matmul_efficiency: float = 0.95
-    """Of what the device's best product reaches (`Hardware.achievable`), for a model's large ones."""
-    half_rows: float = 450.0
-    """Rows (tokens) at which a product has half of the efficiency of an endless one."""
-    half_width: float = 30.0
+    matmul_efficiency: float = 1.0
+    """Of what products reach by `estimator/kernels.py`."""
+    half_rows: float = 20.0
+    """On a CPU: rows (tokens) at which a product has half of the efficiency of an endless one."""
+    half_width: float = 16.0
     """The same of its inner and outer dimensions, which tensor parallelism makes thin."""
     tile_rows: float = 128.0
     """Rows of a tile of grouped products, to a multiple of which the rows of each expert are filled up."""
     expert_spread: float = 0.25
     """By how much the rows of an expert depart from their mean, as a share of that: a standard deviation over experts."""
-    attention_efficiency: float = 0.35
-    """Of the peak rate that fused attention reaches."""
+    attention_efficiency: float | None = None
+    """Of the peak rate that fused attention reaches; None: what `estimator/kernels.py` says."""
     eager_attention_efficiency: float = 0.45
     """Of the peak rate that the batched products of eager attention reach."""
-    bandwidth_efficiency: float = 0.55
+    bandwidth_efficiency: float = 0.60
     """Of the memory bandwidth that memory-bound kernels reach."""
     launch_us: float = 9.0
     """The host's time to launch a kernel from eager PyTorch, us."""
@@ -66,8 +66,13 @@ class Constants:
     """Share of the last backward behind which gradients are reduced."""
     sharded_overlap: float = 0.5
     """The same where they are scattered to shards: ZeRO 1 and beyond."""
+    overlap_tensor: float = 0.6
+    """Share of tensor parallelism's collectives behind products, where they are overlapped at all."""
     max_overlap: float = 0.8
     """Share of a transfer that can hide at all."""
+    sharded_max_overlap: float = 0.55
+    """The same of weights and gradients that travel block by block (ZeRO 2 and 3): they take units and bandwidth from products
+    beside them."""
     network_rails: float = 8.0
     """Members of a ring in one node whose network shares it can use together."""
     straggler_ms: float = 5.0
@@ -127,7 +132,9 @@ CPU = Constants(
     workspace_mib=45.0,
     compiled_mib=40.0,
     slack=0.0,
-    # Caches are near, kernels need no grid to fill, and a launch is a call.
+    matmul_efficiency=0.95,
+    attention_efficiency=0.35,
+    # Caches are near, and a launch is a call.
     half_rows=20.0,
     half_width=16.0,
     tile_rows=40.0,
@@ -140,6 +147,7 @@ CPU = Constants(
     overlap=0.0,
     sharded_overlap=0.0,
     max_overlap=0.0,
+    sharded_max_overlap=0.0,
     straggler_ms=0.0,
     retry_factor=1.0,
     # Nobody else need be at rest on the machine.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UsageError
@@ -15,8 +15,9 @@ from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, refine, relatives
+from .plans import HALF, Plan, choose, fewer_devices, rows
 from .request import EstimateRequest
-from .survey import Ranked, Survey, checked_config, hopeful, survey
+from .survey import Ranked, Survey, checked_config, device_of
 
 if TYPE_CHECKING:
     from ..results import Trial
@@ -38,6 +39,8 @@ class EstimateDocument:
     """Trials that corrected the predictions."""
     layerwise: Layerwise | None = None
     """The winner refined block by block, where asked for."""
+    plans: tuple[Plan, ...] = ()
+    """The plans to choose among, `ranked` among them, told apart; empty where one configuration was asked for."""
     baseline: Ranked | None = None
     """What a person would run without tuning; None where one configuration was asked for."""
     reference: Ranked | None = None
@@ -66,6 +69,10 @@ class EstimateDocument:
             }
         if self.survey is not None and self.survey.best_exact is not None:
             out["best_exact"] = entry(self.survey.best_exact, self.request.devices)
+        if self.plans:
+            out["plans"] = [
+                {"role": each.role, "devices": each.devices, **entry(each.ranked, each.devices)} for each in self.plans
+            ]
         if self.baseline is not None:
             out["untuned"] = entry(self.baseline, self.request.devices)
         if self.reference is not None:
@@ -98,6 +105,55 @@ def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
     }
 
 
+def plan_file(document: EstimateDocument, command: str) -> dict[str, Any]:
+    """What `redline estimate -o` writes: the plans as best.yaml has a winner, for `redline tune`, `export` and `train`.
+
+    Args:
+        document: an estimate with a plan.
+        command: what printed it.
+    """
+    request, machine = document.request, document.request.hardware
+    plans = [each for each in document.plans if each.ranked is not document.ranked[0]]
+    base, devices = document.baseline, request.devices
+    return {
+        "simulated": True,
+        "best": _planned("fastest", document.ranked[0], devices),
+        "alternatives": [_planned(each.role, each.ranked, each.devices) for each in plans],
+        "default": None if base is None else _planned("untuned", base, devices),
+        "trains": {
+            **request.trains,
+            "seq_len": request.estimator.training.seq_len,
+            "global_batch": request.global_batch,
+            "memory_limit_mib": request.estimator.training.memory_limit_mib,
+            "devices": {
+                "type": device_of(machine).type,
+                "name": machine.name,
+                "used": devices,
+                "per_host": machine.devices_per_node,
+                "memory_mib": int(machine.memory_gib * 1024),
+            },
+        },
+        "reproduce": command,
+    }
+
+
+def _planned(role: str, ranked: Ranked, devices: int) -> dict[str, Any]:
+    estimate = ranked.estimate
+    return {
+        "role": role,
+        "devices": devices,
+        "configuration": ranked.config.to_dict(),
+        **({"lossy": lossy_values(ranked.config, ranked.lossy)} if ranked.lossy else {}),
+        "prediction": {
+            "throughput": finite(estimate.throughput),
+            "unit": estimate.unit,
+            "step_ms": finite(estimate.step_ms),
+            "memory_mib": finite(estimate.peak_memory_mib),
+            "probability_fits": finite(estimate.probability_fits),
+        },
+    }
+
+
 def finite(value: float) -> float | None:
     """A number for JSON; None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
@@ -107,10 +163,11 @@ def estimate_document(
     request: EstimateRequest,
     *,
     config: Mapping[str, Any] | None = None,
-    top: int = 5,
+    top: int = 1,
     trials: "Sequence[Trial] | None" = None,
     layerwise: bool = False,
     untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
+    say: Callable[[str], None] = lambda what: None,
 ) -> EstimateDocument:
     """The answer to a request.
 
@@ -120,7 +177,8 @@ def estimate_document(
         top: how many of the best.
         trials: of a run, which correct the predictions.
         layerwise: whether to refine the first one block by block.
-        untuned: the configuration that a person would run without tuning; stands beside the best.
+        untuned: the configuration that a person would run without tuning; it is shown beside the best.
+        say: called with what is being done.
 
     Raises:
         SpaceError: the configuration is not in the space.
@@ -132,15 +190,23 @@ def estimate_document(
         estimator = estimator.calibrate(trials)
         learned = estimator.calibrated
     whole, reference, baseline = None, None, None
+    plans: tuple[Plan, ...] = ()
     if config is not None:
         chosen = checked_config(request.space, config)
         lossy = lossy_in(chosen, lossy_of_space(request.space))
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
         if isinstance(estimator.source, TracedFacts):
-            trace_concurrently(estimator.source, variants_of(request.space, estimator.training))
-        whole = survey(estimator, request.space, top=top, order=hopeful, plans=True)
-        ranked = whole.best
+            say("tracing the model")
+            trace_concurrently(
+                estimator.source,
+                variants_of(request.space, estimator.training),
+                lambda done, total: say(f"tracing the model: {done} of {total} variants"),
+            )
+        say("predicting configurations")
+        picked = choose(estimator, request.space, top=top)
+        whole, ranked = picked.survey, picked.best
+        plans = tuple(rows(ranked, picked.safest, picked.least_memory, request.devices))
         reference = whole.smallest if not ranked else None
         usual = untuned(request.space, estimator)
         baseline = Ranked(config=usual, estimate=estimator(usual), lossy=lossy_in(usual, lossy_of_space(request.space)))
@@ -158,4 +224,37 @@ def estimate_document(
         layerwise=refined,
         reference=reference,
         baseline=baseline,
+        plans=plans,
     )
+
+
+def with_fewer_devices(
+    document: EstimateDocument,
+    on: Callable[[int], EstimateRequest],
+    trials: "Sequence[Trial] | None" = None,
+) -> EstimateDocument:
+    """An estimate with the plan on the fewest devices that keeps half of the best throughput among its plans, if half of
+    the devices do.
+
+    Args:
+        document: the estimate.
+        on: the same request for another number of devices.
+        trials: those that corrected the estimate.
+    """
+    if not document.ranked or document.survey is None:
+        return document
+
+    def best(devices: int) -> Ranked | None:
+        try:
+            asked = on(devices)
+        except UsageError:  # so few cannot share the model, or its global batch
+            return None
+        estimator = asked.estimator if trials is None else asked.estimator.calibrate(trials)
+        return next(iter(choose(estimator, asked.space).best), None)
+
+    found = fewer_devices(HALF * document.ranked[0].estimate.throughput, document.request.devices, best)
+    if found is None:
+        return document
+    devices, ranked = found
+    fewer = Plan(role=f"{devices} device{'s'[: devices > 1]}", ranked=ranked, devices=devices)
+    return replace(document, plans=(*document.plans, fewer))

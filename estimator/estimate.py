@@ -1,7 +1,7 @@
 """What the estimator says about a configuration, and about many of them at once."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -88,17 +88,9 @@ class EstimateTable:
     def __len__(self) -> int:
         return len(self.step_ms)
 
-    def followed_by(self, other: "EstimateTable") -> "EstimateTable":
-        """These predictions and then those of another table of the same estimator."""
-
-        def joined(one: Any, two: Any) -> Any:
-            if isinstance(one, Mapping):
-                return {name: joined(one[name], two[name]) for name in one}
-            return np.concatenate([one, two]) if isinstance(one, np.ndarray) else one
-
-        return EstimateTable(
-            **{each.name: joined(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
-        )
+    def first(self, count: int) -> "EstimateTable":
+        """The first so many."""
+        return self if count >= len(self) else _map(lambda values: values[:count], self)
 
     def row(self, index: int) -> Estimate:
         """The estimate of one configuration.
@@ -131,3 +123,20 @@ class EstimateTable:
 
 Z80 = 1.2815515655446004
 """Half-width of the central 80 % of a normal distribution, in standard deviations."""
+
+
+def joined(table: EstimateTable, other: EstimateTable) -> EstimateTable:
+    """The configurations of one table, then those of another of the same estimator."""
+    return _map(lambda *values: np.concatenate(values), table, other)
+
+
+def _map(change: Callable[..., np.ndarray], table: EstimateTable, *others: EstimateTable) -> EstimateTable:
+    """A table with each of its arrays changed; `change` gets that of every table."""
+    made: dict[str, Any] = {}
+    for name in (each.name for each in fields(table)):
+        values = [getattr(each, name) for each in (table, *others)]
+        if isinstance(values[0], np.ndarray):
+            made[name] = change(*values)
+        elif isinstance(values[0], Mapping):
+            made[name] = {key: change(*(each[key] for each in values)) for key in values[0]}
+    return replace(table, **made)

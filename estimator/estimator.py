@@ -24,16 +24,23 @@ from .calibration import (
 )
 from .constants import CPU, Constants
 from .estimate import Estimate, EstimateTable
+from .facts.fused_loss import with_loss
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .hardware import Hardware, find_hardware
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
+from .trainers import find_trainer
 
 if TYPE_CHECKING:
     from ..models.workload import Workload
     from ..results import Trial
+
+
+ALLOCATED_MIB = 64.0
+"""Of what libraries take from the allocator, what it counts as allocated: workspaces of cuBLAS."""
+_Raw = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]
 
 
 class Estimator:
@@ -47,7 +54,8 @@ class Estimator:
             `Shape`, or shape numbers by name.
         hardware: a name in `DEVICES`, a YAML file, or `Hardware`.
         training: what all configurations share; by default one device.
-        constants: other efficiencies than those of the setup's framework.
+        constants: other efficiencies than those of the framework.
+        framework: the trainer, whose kernels and habits these are; see `estimator.trainers`.
 
     Raises:
         UsageError: one of these is unknown or impossible.
@@ -60,12 +68,14 @@ class Estimator:
         training: TrainingSetup | Mapping[str, Any] | None = None,
         *,
         constants: Constants | None = None,
+        framework: str = "redline",
     ) -> None:
         setup = training if isinstance(training, TrainingSetup) else _setup(training or {})
         self.hardware = _hardware(hardware)
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
-        self.constants = constants or (CPU if self.hardware.kind == "cpu" else Constants())
+        base = CPU if self.hardware.kind == "cpu" else Constants()
+        self.constants = constants or find_trainer(framework).constants_on(base)
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[Variant, ModelFacts] = {}
@@ -99,8 +109,12 @@ class Estimator:
             UsageError: a value is impossible; names the first such configuration.
         """
         cols = knob_arrays(configs, self.training)
-        time, memory, fullest, flops = self._raw(cols)
-        noise = self.constants.memory_noise
+        return self._tabled(cols, self._raw(cols))
+
+    def _tabled(self, cols: KnobArrays, raw: "_Raw") -> EstimateTable:
+        """Estimates from uncorrected terms."""
+        (time, memory, fullest, flops), noise = raw, self.constants.memory_noise
+        time = dict(time)
         peak, memory_std = self._memory.apply(memory_groups(memory), noise)
         full, full_std = self._memory.apply(memory_groups(fullest), noise)
         pressed = self._add_retries(time, fullest, full, full_std)
@@ -204,6 +218,13 @@ class Estimator:
         made._memory = carried([each._memory for each in found], self._memory_prior())
         return made
 
+    def corrected(self, time: Correction | None, memory: Correction | None) -> "Estimator":
+        """An estimator with these corrections, such as of other models on the same devices; None for none."""
+        made = self._copy()
+        made._time = Correction.none(self._time_prior()) if time is None else time
+        made._memory = Correction.none(self._memory_prior()) if memory is None else memory
+        return made
+
     def drawn(self, random: np.random.Generator) -> "Estimator":
         """An estimator of a world that this one holds possible: its factors are drawn from their uncertainty.
 
@@ -261,9 +282,7 @@ class Estimator:
         """The facts that a configuration of `cols` uses."""
         return self.facts(cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index])
 
-    def _raw(
-        self, cols: KnobArrays
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    def _raw(self, cols: KnobArrays) -> "_Raw":
         """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a
         unit."""
         size = len(cols)
@@ -272,7 +291,7 @@ class Estimator:
         fullest = {name: np.zeros(size) for name in MEMORY_TERMS}
         flops = np.zeros(size)
         for variant, at in cols.variants():
-            facts = self.facts(*variant)
+            facts = with_loss(self.facts(*variant), self.training.loss)
             part = cols.take(at)
             _check_experts(facts, part)
             for name, value in step_time(facts, part, self.training, self.hardware, self.constants).items():
@@ -282,6 +301,9 @@ class Estimator:
                 fullest[name][at] = value
             if self.training.reported_rank != "fullest":
                 full = peak_memory(facts, part, self.training, self.constants, self.training.reported_rank)
+            if not self.training.reserved_memory:
+                none = np.zeros(len(part))
+                full = {**full, "slack": none, "context": np.minimum(full["context"], ALLOCATED_MIB)}
             for name, value in full.items():
                 memory[name][at] = value
             flops[at] = facts.model_flops(self.training.seq_len or 1)

@@ -11,7 +11,7 @@ from ..base.errors import UsageError, unknown
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ..knobs.meaning import FLOAT8
 
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 LEAST_GIB = 0.1
@@ -108,6 +108,8 @@ class Hardware:
             "bf16": ("bf16", "fp32"),
             "bf16_pure": ("bf16", "fp32"),
             "fp16": ("fp16", "bf16", "fp32"),
+            "mxfp8": ("fp8", "bf16", "fp16", "fp32"),
+            "nvfp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
             **dict.fromkeys(FLOAT8, ("fp8", "bf16", "fp16", "fp32")),
         }.get(precision, ("fp32",))
         return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
@@ -373,6 +375,7 @@ _NVLINK5 = Link(name="NVLink 5, 18 links", gb_per_s=900.0, latency_us=6.0)
 _FABRIC = Link(name="Infinity Fabric, 7 links", gb_per_s=448.0, latency_us=10.0)
 _PCIE3 = Link(name="PCIe 3 x16", gb_per_s=16.0, latency_us=15.0)
 _PCIE4 = Link(name="PCIe 4 x16", gb_per_s=32.0, latency_us=15.0)
+_PCIE5 = Link(name="PCIe 5 x16", gb_per_s=64.0, latency_us=15.0)
 
 
 def _network(name: str, gbit_per_s: float, latency_us: float = 25.0) -> Link:
@@ -389,6 +392,15 @@ _L4 = "NVIDIA L4 Tensor Core GPU datasheet; rates without sparsity"
 _A10G = "NVIDIA A10G datasheet (AWS G5); rates without sparsity"
 _T4 = "NVIDIA T4 datasheet; AWS G4dn"
 _MI300X = "AMD Instinct MI300X datasheet; rates without sparsity"
+_B300 = "NVIDIA DGX B300 datasheet, an eighth; rates without sparsity"
+_GB200 = "NVIDIA GB200 NVL72 datasheet, a 72nd; rates without sparsity"
+_GB300 = "NVIDIA GB300 NVL72 datasheet, a 72nd; rates without sparsity"
+_H20 = "NVIDIA H20, as vendors of HGX H20 state it; rates without sparsity"
+_5090 = "NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090; fp32 accumulation, without sparsity"
+_A6000 = "NVIDIA RTX A6000 datasheet; rates without sparsity"
+_L40 = "NVIDIA L40 datasheet; rates without sparsity"
+_L40S = "NVIDIA L40S datasheet; rates without sparsity"
+_MI325X = "AMD Instinct MI325X datasheet; rates without sparsity"
 _NETWORKS = {
     "v100": "NVIDIA DGX-1 datasheet: 4x 100 Gbit/s InfiniBand EDR for 8 devices",
     "a100": "NVIDIA DGX A100 datasheet: 8x 200 Gbit/s HDR for 8 devices",
@@ -398,6 +410,9 @@ _NETWORKS = {
     "l4": "Google Cloud G2 machine types: 100 Gbit/s for 8 devices",
     "a10g": "AWS g5.48xlarge: 100 Gbit/s for 8 devices",
     "t4": "AWS g4dn.metal: 100 Gbit/s for 8 devices",
+    "b300": "NVIDIA DGX B300 datasheet: 8x 800 Gbit/s for 8 devices",
+    "gb200": "NVIDIA GB200 NVL72: 400 Gbit/s for each device",
+    "gb300": "NVIDIA GB300 NVL72: 800 Gbit/s for each device",
     "mi300x": "AMD Instinct MI300X platform: 8x 400 Gbit/s for 8 devices",
 }
 
@@ -413,6 +428,7 @@ def _device(
     sheet: str,
     network: str,
     kind: str = "cuda",
+    per_node: int = 8,
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -421,7 +437,7 @@ def _device(
         memory_gb_per_s=bandwidth,
         intra_node=intra,
         inter_node=inter,
-        devices_per_node=8,
+        devices_per_node=per_node,
         host_gb_per_s=host,
         achievable=_ACHIEVABLE.get(network, 0.8),
         kind=kind,
@@ -439,7 +455,7 @@ def _device(
 
 # Maximum achievable matmul FLOPS, bf16.
 _MAMF = "Bekman, Machine Learning Engineering (2024), accelerators, MAMF table"
-_ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.60}
+_ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "b300": 0.78, "gb200": 0.78, "gb300": 0.78, "mi300x": 0.60}
 
 _V100_RATES = {"fp32": 15.7, "fp16": 125.0}
 _MI300X_RATES = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
@@ -458,8 +474,24 @@ DEVICES: Mapping[str, Hardware] = {
         _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100"),
         _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100"),
         _device("h200-141gb", 139.8, _H100_RATES, 4800, _NVLINK4, _NDR, 50, _H200, "h100"),
-        _device("b200", 178.4, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0},
-                8000, _NVLINK5, _NDR, 50, _B200, "b200"),
+        _device("b200", 178.4, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0,
+                "fp4": 9000.0}, 8000, _NVLINK5, _NDR, 50, _B200, "b200"),
+        _device("b300", 268.6, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0,
+                "fp4": 13500.0}, 8000, _NVLINK5, _network("8x 800 Gbit/s", 800), 100, _B300, "b300"),
+        _device("gb200", 184.8, {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0,
+                "fp4": 10000.0}, 8000, _NVLINK5, _NDR, 200, _GB200, "gb200", per_node=72),
+        _device("gb300", 277.4, {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0,
+                "fp4": 15000.0}, 8000, _NVLINK5, _network("800 Gbit/s", 800), 200, _GB300, "gb300", per_node=72),
+        _device("h20-96gb", 95.1, {"fp32": 44.0, "tf32": 74.0, "bf16": 148.0, "fp16": 148.0, "fp8": 296.0},
+                4000, _NVLINK4, _NDR, 50, _H20, "h100"),
+        _device("rtx-5090", 31.8, {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419.0,
+                "fp4": 1676.0}, 1792, _PCIE5, _SHARED, 50, _5090, "rtx"),
+        _device("rtx-a6000", 47.5, {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8},
+                768, _PCIE4, _SHARED, 25, _A6000, "rtx"),
+        _device("l40", 44.6, {"fp32": 90.5, "tf32": 90.5, "bf16": 181.0, "fp16": 181.0, "fp8": 362.0},
+                864, _PCIE4, _SHARED, 25, _L40, "rtx"),
+        _device("l40s", 44.6, {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0, "fp8": 733.0},
+                864, _PCIE4, _SHARED, 25, _L40S, "rtx"),
         _device("rtx-4090", 23.6, {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
                 1008, _PCIE4, _SHARED, 25, _4090, "rtx"),
         _device("l4", 22.0, {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
@@ -469,6 +501,8 @@ DEVICES: Mapping[str, Hardware] = {
         _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4"),
         _device("mi300x", 191.7, _MI300X_RATES, 5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
                 _MI300X, "mi300x", kind="rocm"),
+        _device("mi325x", 255.7, _MI300X_RATES, 6000, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
+                _MI325X, "mi300x", kind="rocm"),
     )
 }  # fmt: skip
 """Every known device by its name."""

@@ -35,7 +35,7 @@ def peak_memory(
     They sum to the peak. Infinity in `parameters` where a model has fewer blocks than stages.
 
     Args:
-        rank: `fullest`, or `first`: those of the first stage, which is what some frameworks report.
+        rank: `fullest`, or `first` or `last`: those of that stage, which is what some frameworks report.
     """
     size = len(cols)
     best = {name: np.zeros(size) for name in MEMORY_TERMS}
@@ -44,7 +44,7 @@ def peak_memory(
         part = cols.take(at)
         worst: dict[str, np.ndarray] | None = None
         found = staged(facts, split, setup.balance, part)
-        for stage, own in found[: 1 if rank == "first" else None]:
+        for stage, own in {"first": found[:1], "last": found[-1:]}.get(rank, found):
             terms = stage_peak(stage, split.pp, facts, own, setup, constants)
             if worst is None:
                 worst = terms
@@ -73,7 +73,7 @@ def stage_peak(
     if not setup.gradient_copy:
         terms |= _with_gradients_that_come_and_go(rank, terms, gathered)
     terms["buffers"] = terms["buffers"] + _update(rank, terms)
-    terms["slack"] = _slack(terms, constants) if setup.reserved_memory else rank.none
+    terms["slack"] = _slack(terms, constants)
     terms["context"] = rank.none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
     terms["build"] = np.maximum(_build(rank) + terms["context"] - sum(terms.values()), 0.0)
     return {name: np.asarray(terms[name], float) / MIB for name in MEMORY_TERMS}
@@ -81,7 +81,7 @@ def stage_peak(
 
 def _beside(rank: Rank) -> np.ndarray:
     """Where weights are whole from forward to backward, beside the pieces that are updated (ZeRO 2)."""
-    return rank.setup.own & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
+    return rank.setup.in_pieces & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
 def _held(rank: Rank, what: str) -> np.ndarray:
@@ -95,14 +95,21 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
 
     Rajbhandari et al., arXiv:1910.02054, section 3.
     """
-    form, on_host = rank.form, rank.cols.offload == "optimizer"
-    optimizer = np.where(on_host, 0.0, _held(rank, "optimizer"))
+    form, trained, on_host = rank.form, rank.trained_share, rank.cols.offload == "optimizer"
+    weights = rank.held(_beside(rank) | shared("weights", rank.cols.zero))
+    gradients = np.where(_whole_gradients(rank), rank.weights, _held(rank, "gradients"))
+    optimizer = np.where(on_host, 0.0, _held(rank, "optimizer") * trained)
     return {
-        "parameters": rank.held(_beside(rank) | shared("weights", rank.cols.zero)) * form.parameter,
-        "gradients": _held(rank, "gradients") * form.gradient,
+        "parameters": weights * (trained * form.parameter + (1 - trained) * form.frozen),
+        "gradients": gradients * trained * form.gradient,
         "optimizer": optimizer * form.optimizer,
         "master": optimizer * form.master,
     }
+
+
+def _whole_gradients(rank: Rank) -> np.ndarray:
+    """Where gradients that will be cut are whole until the last micro-batch."""
+    return rank.setup.unsharded_gradients & (rank.cols.grad_accum > 1)
 
 
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
@@ -111,7 +118,7 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     weights = _matrices(rank.stage, rank.tp, rank.ep) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
-    gradients = rank.weights * form.parameter if rank.setup.gradient_copy else rank.none
+    gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
     return {"weight copies": weights, "gradient copies": gradients}
 
 
@@ -129,8 +136,8 @@ def _exchanged(rank: Rank) -> np.ndarray:
     """Gradients on their way: from ZeRO 2 on those of two blocks before they are scattered; below two buckets, or a
     second copy of all where they are no views of buckets (DistributedDataParallel)."""
     zero, several = rank.cols.zero, rank.replicas > 1
-    whole = rank.weights * rank.form.gradient
-    scattered = np.minimum(rank.two_blocks, rank.weights) * rank.form.gradient
+    whole = rank.trained * rank.form.gradient
+    scattered = np.minimum(rank.two_blocks, rank.trained) * rank.form.gradient
     bucket = whole if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, whole)
     return np.maximum(np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0))
 
@@ -144,7 +151,9 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
     lasting, boundaries = rank.none, rank.none
     for each, count in rank.stage.blocks:
-        full = _saved(rank, each, constants, scores)
+        full = _saved(rank, each, constants, scores) - _narrow_inputs(rank, each)
+        if rank.setup.keeps_products:
+            full = np.minimum(full, _products_kept(rank, each))
         lasting = lasting + count * (1 - ratio) * full
         boundaries = boundaries + count * ratio * (each.boundary / rank.sequence)
     for each in rank.stage.ends:
@@ -156,6 +165,30 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         outputs = _output_gradients(rank.stage, rank.tp)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
+
+
+def _narrow_inputs(rank: Rank, part: Part) -> np.ndarray:
+    """Bytes a token by which a block keeps less where products keep their inputs in 8 bits; attention keeps its output."""
+    if rank.setup.products not in ("fp8", "mxfp8", "nvfp4"):
+        return rank.none
+    width = part.attention.heads * part.attention.head_dim if part.attention is not None else 0
+    inputs = sum(
+        (item.count * item.rows * item.k / (rank.tp if item.split == "row" else rank.sequence)
+         for item in part.matmuls if item.k != width or item.split != "row"),
+        start=rank.none,
+    )  # fmt: skip
+    return (rank.form.compute - 1) * inputs
+
+
+def _products_kept(rank: Rank, part: Part) -> np.ndarray:
+    """Bytes a token that a block keeps where it keeps its input, attention's output and every other product."""
+    width = rank.form.compute
+    outputs = sum(
+        (item.count * item.rows * item.n / (rank.tp if item.split == "column" else rank.sequence) for item in part.matmuls),
+        start=rank.none,
+    )  # fmt: skip
+    heads = part.attention.heads * (part.attention.head_dim + 2) if part.attention is not None else 0
+    return part.boundary / rank.sequence + width * (outputs / 2 + heads / rank.tp)
 
 
 def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
@@ -175,7 +208,8 @@ def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
         transient = per_token(each.transient, each, rank.tp, rank.sequence, rank.seq_len)
         saved = _saved(rank, each, constants)
         working = np.maximum(working, transient)
-        rebuilt = np.maximum(rebuilt, np.where(rank.cols.checkpoint_ratio > 0, saved + transient, 0.0))
+        rebuilds = rank.setup.keeps_products | (rank.cols.checkpoint_ratio > 0)
+        rebuilt = np.maximum(rebuilt, np.where(rebuilds, saved + transient, 0.0))
     return np.maximum(working, rebuilt) * rank.tokens
 
 
@@ -224,7 +258,7 @@ def _with_gradients_that_come_and_go(
          for each in rank.stage.ends for item in each.matmuls),
         start=rank.none,
     )  # fmt: skip
-    only_head = np.minimum(head, rank.weights) * rank.form.gradient
+    only_head = np.minimum(head, rank.trained) * rank.form.gradient
     return {
         "gradients": np.where(transient & ~late, only_head, gradients),
         "buffers": np.where(transient & ~late & (rank.cols.zero >= 2), gathered, buffers),
@@ -239,8 +273,8 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     time."""
     form = rank.form
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
-    updating = np.where(unneeded, 0.0, _held(rank, "optimizer") * max(form.master, form.parameter))
-    whole_gradients = _held(rank, "gradients") * form.gradient
+    updating = np.where(unneeded, 0.0, _held(rank, "optimizer") * rank.trained_share * max(form.master, form.parameter))
+    whole_gradients = _held(rank, "gradients") * rank.trained_share * form.gradient
     comes_and_goes = (
         terms["gradients"] + terms["activations"] + terms["checkpoints"] + terms["logits and loss"]
         + terms["recomputation"] + terms["buffers"] + terms["gradient copies"]

@@ -31,6 +31,8 @@ class Formats:
     """Weights in products."""
     gathered: int
     """Weights that are cut over replicas, where they are gathered."""
+    frozen: float
+    """Weights that are not trained."""
 
 
 def formats(setup: TrainingSetup, precision: str) -> Formats:
@@ -39,7 +41,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
     parameter = BYTES[setup.parameter_dtype or own.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
     kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
-    compute = 2 if own.autocast else parameter
+    compute = min(own.compute_bytes, parameter)
     # torch's optimizers keep their states in the dtype of what they update.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     return Formats(
@@ -49,6 +51,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
         optimizer=OPTIMIZERS[setup.optimizer] * state,
         compute=compute,
         gathered=BYTES[own.gathered] if setup.own else compute,
+        frozen=parameter if setup.frozen_bits is None else setup.frozen_bits / 8,
     )
 
 
@@ -165,6 +168,21 @@ class Rank:
     def held(self, cut: np.ndarray) -> np.ndarray:
         """Parameters of which the rank holds something, where all replicas `cut` them among them, or not."""
         return np.where(cut, self._parameters[0] / self.cols.shares, self.weights)
+
+    @cached_property
+    def trained_share(self) -> np.ndarray:
+        """Share of the rank's parameters that are trained."""
+        total = self._parameters[0]
+        held = (*self.stage.blocks, *((each, each.count) for each in self.stage.ends))
+        frozen = sum(
+            (count * (each.frozen - min(each.frozen, each.sharded) * (1 - 1 / self.tp)) for each, count in held), self.none
+        )  # fmt: skip
+        return np.divide(np.maximum(total - frozen, 0.0), total, where=total > 0, out=np.zeros(len(total)))
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Those of the rank's parameters that are trained."""
+        return self.weights * self.trained_share
 
     @cached_property
     def form(self) -> Formats:

@@ -1,7 +1,7 @@
 """What is estimated: a model, on some hardware, trained somehow, over a space."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from ..models.request import TrainingRequest, resolve
 from ..models.server_model import ServerModel
 from ..space import Space
 from .estimator import Estimator
-from .facts.model_facts import Shape
+from .facts.concurrent import variants_of
+from .facts.model_facts import FactsSource, Shape
+from .facts.traced import TracedFacts
 from .hardware import Hardware, find_hardware
+from .kept import Kept, KeptFacts, key_of, load, store
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
 
@@ -39,8 +42,8 @@ class EstimateRequest:
     """How many of it."""
     global_batch: int | None
     """Samples of a step; None where they vary with `grad_accum`."""
-    workload: Workload | None = None
-    """The workload, where it is one."""
+    trains: Mapping[str, Any] = field(default_factory=dict)
+    """What is trained, in run.yaml's words."""
     notes: tuple[str, ...] = ()
     """What was assumed."""
 
@@ -71,20 +74,18 @@ def estimate_request(
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     length: int | None
     total: int | None
+    model: FactsSource | Workload
     if isinstance(target, Shape):
         space, length, total, said = _of_shape(request, target, machine, count)
-        model: Shape | Workload = target
-        workload, name = None, target.name
+        model, name, trains, samples = target, target.name, {"model": target.name}, total
     else:
-        found = resolve(request, device_of(machine), count)
-        workload, space, said = found.workload, found.space, found.notes
-        model = workload
-        length, name = workload.seq_len, workload.name
-        total = None if found.free_batch else workload.global_batch
+        model, kept = _resolved(request, machine, count)
+        space, said, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
+        samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
     setup = TrainingSetup(
         devices=count,
         seq_len=length,
-        global_batch=total,
+        global_batch=samples,
         memory_limit_mib=memory_limit_mib,
         **without_knobs(space),
     )
@@ -95,9 +96,30 @@ def estimate_request(
         hardware=machine,
         devices=count,
         global_batch=total,
-        workload=workload,
+        trains=trains,
         notes=notes + said,
     )
+
+
+def _resolved(request: TrainingRequest, machine: Hardware, devices: int) -> tuple[FactsSource | Workload, Kept]:
+    """What tells the facts of a request's model, and the rest that it came to: kept from an earlier process where all of it
+    is, otherwise resolved."""
+    device = device_of(machine)
+    key = key_of(request, device, devices)
+    kept = None if key is None else load(key)
+    if kept is not None:
+        kind = "cpu" if machine.kind == "cpu" else "cuda"
+        source = KeptFacts(
+            kept.workload_id, kind, remake=lambda: TracedFacts(resolve(request, device, devices).workload, kind)
+        )
+        setup = TrainingSetup(devices=devices, **without_knobs(kept.space))
+        if source.has_all(variants_of(kept.space, setup)):
+            return source, kept
+    found = resolve(request, device, devices)
+    kept = Kept.of(found)
+    if key is not None:
+        store(key, kept)
+    return found.workload, kept
 
 
 def _of_shape(

@@ -13,6 +13,15 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "ad
 """States a parameter has in each optimizer, each of the size of the master weights."""
 PRECISIONS = tuple(FORMATS)
 _DTYPES = ("fp32", "bf16", "fp16")
+ATTENTION_KERNELS = ("flash1", "flash2", "flash3")
+"""FlashAttention, FlashAttention-2 (PyTorch's scaled_dot_product_attention), and 3 or cuDNN's (Transformer Engine)."""
+LOSSES = ("plain", "parallel", "fused", "chunked")
+"""By operators, which upcast the logits; in fp32 over parts of the vocabulary, in place; by one kernel over 16-bit logits whose
+gradient takes their place; or together with the head, a chunk of tokens at a time, so that logits are never there."""
+_REPORTED = ("fullest", "first", "last")
+PRODUCTS = ("fp16", "fp8", "mxfp8", "nvfp4")
+"""What products may multiply besides what precisions say: 8 bits with a scale a tensor or row, with one for each 32 numbers,
+4 bits with one for each 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +79,8 @@ class TrainingSetup:
     """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
     reduce_dtype: str | None = None
     """dtype in which gradients travel; None: that they are kept in."""
+    loss: str | None = None
+    """How cross-entropy is computed: a name in `LOSSES`; None: as the model's own code does."""
     parallel_loss: bool | None = None
     """Whether logits stay sharded by vocabulary under tp; None: they do."""
     pipeline: str = "1f1b"
@@ -90,8 +101,29 @@ class TrainingSetup:
     """Size of a gradient bucket, MiB."""
     recompute_attention: bool = False
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
+    keeps_products: bool = False
+    """Whether blocks that are not recomputed as a whole keep their inputs, attention and every other product, and
+    recompute the rest, as torchtitan's selective checkpointing does."""
+    pieces: bool = False
+    """Whether replicas keep pieces of the weights beside those that are gathered, as FSDP does (in redline's own
+    training they do)."""
+    unsharded_gradients: bool = False
+    """Whether replicas that cut gradients keep them whole while they accumulate, and reduce them once a step
+    (`no_sync`, `set_requires_gradient_sync(False)`)."""
+    overlap_tensor: bool = False
+    """Whether tensor parallelism's collectives go on behind the products beside them (asynchronous TP)."""
+    overlap_transfers: bool = False
+    """Whether stages go on while they hand micro-batches over, as Megatron-LM's interleaved pipelines do."""
+    overlap_gathers: bool = False
+    """Whether weights that were updated in pieces are gathered behind the next forward (ZeRO 1)."""
+    frozen_bits: float | None = None
+    """Bits of a weight that is not trained, with its scales; None: those of the weights' dtype."""
+    attention_kernel: str = "flash2"
+    """Which generation of fused kernels attention has: a name in `ATTENTION_KERNELS`."""
+    products: str | None = None
+    """What the matrix products of blocks multiply: a name in `PRODUCTS`; None: what the precision says."""
     reported_rank: str = "fullest"
-    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` stage."""
+    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` or `last` stage."""
     reserved_memory: bool = True
     """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -122,10 +154,21 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}")
         if self.memory_limit_mib is not None and not self.memory_limit_mib > 0:
             raise UsageError(f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}")
-        if self.reported_rank not in ("fullest", "first"):
-            raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}")
+        if self.reported_rank not in _REPORTED:
+            raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, _REPORTED)}")
+        if self.loss not in (None, *LOSSES):
+            raise UsageError(f"TrainingSetup: {unknown('loss', self.loss, LOSSES)}")
+        if self.attention_kernel not in ATTENTION_KERNELS:
+            raise UsageError(f"TrainingSetup: {unknown('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)}")
+        if self.products not in (None, *PRODUCTS):
+            raise UsageError(f"TrainingSetup: {unknown('products', self.products, PRODUCTS)}")
         if not self.bucket_mib > 0:
             raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether replicas keep pieces of the weights beside those that they gather."""
+        return self.own or self.pieces
 
     @property
     def own(self) -> bool:

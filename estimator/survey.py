@@ -1,7 +1,7 @@
 """From hardware that one need not have to a space of configurations, and to the best of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,15 @@ from ..knobs.rules import RuleContext
 from ..knobs.strategy import BLOCK_KNOBS
 from ..models.spaces import lossy_of_space, require_rules
 from ..space import Config, Space
-from .estimate import Estimate, EstimateTable
+from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
 from .facts.model_facts import Shape
 from .hardware import Hardware
-from .neighbours import STARTS, climbed
 
 MAX_CONFIGS = 200_000
 """Configurations that are predicted at once; of a larger space as many are drawn."""
-MOST_DRAWN = 60_000
-"""Configurations that are drawn of a space that is too large to be listed; drawing takes longer there."""
-MOST_LOOKED_AT = 20_000
-"""Configurations among which different plans are looked for."""
+CHANGED_AT_ONCE = 3
+"""Knobs in which a neighbour differs at most: a larger micro-batch often fits only with another degree and more checkpointing."""
 
 
 def device_of(hardware: Hardware) -> Device:
@@ -130,6 +127,70 @@ class Survey:
     """Why the others were ruled out: a reason, and how many."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Configurations of a space with their predictions: row i of the table is that of configuration i."""
+
+    space: Space
+    estimator: Estimator
+    table: EstimateTable
+    configs: Sequence[Config] | None = None
+    """The configurations, where the space is not predicted by columns."""
+    rows: np.ndarray | None = None
+    """Otherwise their indices in the space."""
+    drawn: int
+    """The first so many were drawn evenly, or are all that the space has."""
+
+    @property
+    def valid(self) -> int:
+        """Valid configurations of the space."""
+        return len(self.space) if self.space.enumerable else self.space.combinations
+
+    def take(self, indices: np.ndarray) -> list[Config]:
+        """The configurations of these rows."""
+        if self.configs is not None:
+            return [self.configs[index] for index in indices.tolist()]
+        assert self.rows is not None, "without configurations there are their indices"
+        return self.space.take(self.rows[indices].tolist())
+
+    def ranked(self, index: int) -> Ranked:
+        """The configuration of a row, with its estimate."""
+        (config,) = self.take(np.array([index]))
+        return Ranked(config=config, estimate=self.table.row(index), lossy=lossy_in(config, lossy_of_space(self.space)))
+
+    def beside(self, indices: Sequence[int]) -> "Predicted":
+        """The same with the configurations that differ from those of these rows in at most `CHANGED_AT_ONCE` knobs."""
+        if self.rows is None or not len(indices):
+            return self
+        near = [self.space.near(row, CHANGED_AT_ONCE) for row in self.rows[np.asarray(indices)].tolist()]
+        more = np.setdiff1d(np.concatenate(near), self.rows)
+        if not len(more):
+            return self
+        table = self.estimator.table(columns_of(self.space, self.estimator, more))
+        return replace(self, rows=np.concatenate([self.rows, more]), table=joined(self.table, table))
+
+
+def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed: int = 0) -> Predicted:
+    """Predicts every configuration of a space; of one with more than `most` as many are drawn, evenly.
+
+    Args:
+        most: None for `MAX_CONFIGS`.
+    """
+    most = MAX_CONFIGS if most is None else most
+    if space.enumerable and _by_columns(space):
+        valid = len(space)
+        chosen = np.arange(valid)
+        if valid > most:
+            chosen = np.sort(np.random.default_rng(seed).choice(valid, most, replace=False, shuffle=False))
+        table = estimator.table(columns_of(space, estimator, chosen))
+        return Predicted(space=space, estimator=estimator, table=table, rows=chosen, drawn=len(chosen))
+    whole = space.enumerable and len(space) <= most
+    configs = list(space) if whole else space.sample(most, seed=seed)
+    return Predicted(
+        space=space, estimator=estimator, table=estimator.table(configs), configs=configs, drawn=len(configs)
+    )
+
+
 def survey(
     estimator: Estimator,
     space: Space,
@@ -137,99 +198,64 @@ def survey(
     top: int = 5,
     seed: int = 0,
     order: Callable[[EstimateTable], np.ndarray] | None = None,
-    plans: bool = False,
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
-    Of a space with more than `MAX_CONFIGS` as many are drawn, evenly, fewer where it cannot be listed; those that are best
-    among these lead to better ones (`neighbours.climbed`).
+    Of a space with more than `MAX_CONFIGS` as many are drawn, evenly.
 
     Args:
         order: which of them are ranked, and how, in the place of `ranking`.
-        plans: whether the best are of different plans (`plan_of`), the best of each.
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
-    configs: list[Config] | None = None
-    valid = len(space) if space.enumerable else space.combinations
-    drawn: np.ndarray | None = None
-    if space.enumerable and _by_columns(space):
-        columns = columns_of(space, estimator)
-        if valid > MAX_CONFIGS:
-            drawn = np.sort(np.random.default_rng(seed).choice(valid, MAX_CONFIGS, replace=False))
-            columns = {name: values[drawn] for name, values in columns.items()}
-        table = estimator.table(columns)
-    else:
-        most = MAX_CONFIGS if space.enumerable else min(MAX_CONFIGS, MOST_DRAWN)
-        configs = space.sample(most, seed=seed) if valid > most else list(space)
-        table = estimator.table(configs)
-    order = order or ranking
-    ranked_ones = order(table)
-    drawn_count, climbed_ones = len(table), list[Config]()
+    found = predict(estimator, space, seed=seed)
+    ranks = (order or ranking)(found.table)
+    return surveyed(found, ranks, tuple(found.ranked(int(index)) for index in ranks[:top]))
 
-    def take(index: int) -> Config:
-        if index >= drawn_count:
-            return climbed_ones[index - drawn_count]
-        if configs is not None:
-            return configs[index]
-        return space.at(index if drawn is None else int(drawn[index]))
 
-    if valid > drawn_count and len(ranked_ones):
-        starts = [take(index) for index in distinct(ranked_ones, take, STARTS)]
-        climbed_ones += climbed(space, estimator, starts, order, plan_of)
-        if climbed_ones:
-            table = table.followed_by(estimator.table(climbed_ones))
-            ranked_ones = order(table)
-
-    lossy = lossy_of_space(space)
-
-    def ranked(index: int) -> Ranked:
-        config = take(int(index))
-        return Ranked(config=config, estimate=table.row(int(index)), lossy=lossy_in(config, lossy))
-
-    best = tuple(ranked(index) for index in (distinct(ranked_ones, take, top) if plans else ranked_ones[:top]))
-    exact = ranked_ones[:0]
-    if lossy:
-        marked = _lossy(space, lossy, configs)
-        marked = np.append(marked if drawn is None else marked[drawn], _lossy(space, lossy, climbed_ones))
-        exact = ranked_ones[~marked[ranked_ones]]
+def surveyed(found: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> Survey:
+    """An account of predictions, of which those at `ranks` fit, in that order, and `best` are shown. Counts are those of
+    the configurations that were drawn evenly."""
+    exact = ranks[:0]
+    if lossy := lossy_of_space(found.space):
+        exact = ranks[~_lossy(found, lossy)[ranks]]
+    table = found.table.first(found.drawn)
     return Survey(
         best=best,
-        valid=valid,
-        predicted=drawn_count,
-        fitting=int((ranked_ones < drawn_count).sum()),
-        smallest=ranked(int(np.argmin(table.peak_memory_mib))) if len(table) else None,
-        best_exact=ranked(exact[0]) if len(exact) else None,
+        valid=found.valid,
+        predicted=found.drawn,
+        fitting=int((ranks < found.drawn).sum()),
+        smallest=found.ranked(int(np.argmin(found.table.peak_memory_mib))) if len(found.table) else None,
+        best_exact=found.ranked(int(exact[0])) if len(exact) else None,
         out=_reasons(table, best[0].estimate if best else None),
     )
 
 
-def columns_of(space: Space, estimator: Estimator) -> dict[str, np.ndarray]:
-    """The values of a space's free knobs as columns, row i those of `space.at(i)`; where a knob is absent,
+def columns_of(space: Space, estimator: Estimator, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The values of a space's free knobs as columns, row i those of `space.at(rows[i])`; where a knob is absent,
     what the estimator takes for it. Derived knobs are left to the estimator."""
     out = {}
-    for name, codes in space.columns().items():
+    for name, codes in space.columns(rows).items():
         values = np.array(list(space[name].values), dtype=object)
         taken = values[np.maximum(codes, 0)]
         if (codes < 0).any():
             taken = np.where(codes < 0, getattr(estimator.training, name, None), taken)
         out[name] = taken
-    size = len(space)
     for knob in space.knobs:
         if not knob.derived and len(knob.values) == 1:  # fixed
-            out[knob.name] = np.full(size, knob.values[0], dtype=object)
+            out[knob.name] = np.full(len(rows), knob.values[0], dtype=object)
     return out
 
 
-def _lossy(space: Space, lossy: Lossy, configs: Sequence[Config] | None) -> np.ndarray:
-    """Whether each configuration has a lossy value; None for those of the space in its order."""
-    if configs is not None:
-        return np.array([bool(lossy_in(config, lossy)) for config in configs], dtype=bool)
-    columns, found = space.columns(), np.zeros(len(space), dtype=bool)
+def _lossy(found: Predicted, lossy: Lossy) -> np.ndarray:
+    """Whether each configuration has a lossy value."""
+    if found.configs is not None:
+        return np.array([bool(lossy_in(config, lossy)) for config in found.configs], dtype=bool)
+    columns, marked = found.space.columns(found.rows), np.zeros(len(found.table), dtype=bool)
     for name, values in lossy.items():
         codes = columns.get(name)  # that of a fixed knob is not there
-        found |= True if codes is None else np.isin(codes, [space[name].code(value) for value in values])
-    return found
+        marked |= True if codes is None else np.isin(codes, [found.space[name].code(v) for v in values])
+    return marked
 
 
 def _by_columns(space: Space) -> bool:
@@ -248,23 +274,6 @@ def hopeful(table: EstimateTable) -> np.ndarray:
     fits = ranking(table)
     expected = table.throughput[fits] * table.probability_fits[fits]
     return fits[np.argsort(-expected, kind="stable")]
-
-
-def plan_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """How a configuration shares the model and saves memory, whatever the degrees: configurations alike in this are variants
-    of one plan."""
-    shared = (config.get(name, 1) > 1 for name in ("tp", "sp", "cp", "pp", "ep"))
-    return (*shared, config.get("zero", 0), config.get("offload", "none"), bool(config.get("checkpoint_ratio", 0)))
-
-
-def distinct(order: np.ndarray, take: Callable[[int], Config], top: int) -> list[int]:
-    """The first of each plan, in this order; fewer than `top` where the first `MOST_LOOKED_AT` have no more plans."""
-    found: dict[tuple[Any, ...], int] = {}
-    for index in order[:MOST_LOOKED_AT]:
-        if len(found) == top:
-            break
-        found.setdefault(plan_of(take(int(index))), int(index))
-    return list(found.values())
 
 
 def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:

@@ -7,16 +7,17 @@ arXiv:2205.05198.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
-from ..knobs.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
+from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
 from .experts import Rows, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
+from .kernels import attention_share, product_seconds, products_of
 from .knob_arrays import KnobArrays
 from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
 from .sequences import all_to_alls, ring_waits
@@ -44,21 +45,56 @@ BINDS = {
 def matmul_seconds(
     item: Matmul, tokens: np.ndarray, tp: np.ndarray, width: float, hardware: Hardware, precision: str,
     constants: Constants, ep: "np.ndarray | float" = 1.0,
-) -> np.ndarray:  # fmt: skip
-    """One forward product on one rank: the larger of its arithmetic and its memory traffic. Of experts a rank has its
-    share, with as many rows more: their products run as one, in tiles of rows that are of one expert each."""
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """One product on one rank, forward, and the one or two of its backward.
+
+    A rank has its share of the experts, with as many rows more. Their products run as one, in tiles of rows that are of one
+    expert each.
+    """
     shared = ep if item.experts > 1 else 1.0
     rows, count = np.maximum(tokens * item.rows * shared, 1.0), item.count / shared
     k = item.k / (tp if item.split == "row" else 1.0)
     n = item.n / (tp if item.split == "column" else 1.0)
-    few = constants.half_rows / rows
+    peak = hardware.rate(precision)
+    if hardware.kind == "cpu":
+        few = constants.half_rows / rows
+        if item.experts > 1:
+            few = few * shared / item.experts + constants.tile_rows / 2 / rows
+        shape = (1 + few) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
+        compute = 2 * rows * k * n / (peak * hardware.achievable * constants.matmul_efficiency) * shape
+        moved = width * (rows * k + k * n + rows * n) / _bandwidth(hardware, constants)
+        one = count * np.maximum(compute, moved)
+        return one, one * (2 if item.trainable else 1)
+    like = products_of(hardware)
+    narrow = precision in NARROW
+    one_like = partial(
+        product_seconds,
+        width=1 if narrow else width,
+        peak=peak,
+        bandwidth=hardware.memory_gb_per_s * 1e9,
+        like=like,
+        share=constants.matmul_efficiency * like.sustained * (like.eight_bit if narrow else 1.0),
+    )
     if item.experts > 1:
-        few = few * shared / item.experts + constants.tile_rows / 2 / rows
-    shape = (1 + few) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
-    rate = hardware.rate(precision) * hardware.achievable * constants.matmul_efficiency
-    compute = 2 * rows * k * n / rate * shape
-    moved = width * (rows * k + k * n + rows * n) / _bandwidth(hardware, constants)
-    return count * np.maximum(compute, moved)
+        group = item.experts / shared
+        weights = group * width * k * n / _bandwidth(hardware, constants)
+        filled = (rows + constants.tile_rows / 2) * group
+        one = np.maximum(one_like(filled, n, k), weights)
+        back = np.maximum(one_like(filled, k, n), weights)
+        if item.trainable:
+            back = back + one_like(k * group, n, rows + constants.tile_rows / 2)
+        return count / group * one, count / group * back
+    back = one_like(rows, k, n)
+    if item.trainable:
+        back = back + one_like(k, n, rows)
+    return count * one_like(rows, n, k), count * back
+
+
+NARROW = (*FLOAT8, "mxfp8", "nvfp4")
+"""Values of what products multiply of 8 and 4 bits."""
+CAST = {"mxfp8": 5.0, "nvfp4": 8.0}
+"""Bytes moved to cast a number of 16 bits to fewer with scales, in both layouts; for 4 bits it is rotated and rounded at random
+besides."""
 
 
 def _bandwidth(hardware: Hardware, constants: Constants) -> float:
@@ -97,6 +133,7 @@ def _part_work(
     setup: TrainingSetup,
     hardware: Hardware,
     constants: Constants,
+    distinct: tuple[np.ndarray, np.ndarray],
 ) -> _Work:
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
@@ -104,13 +141,22 @@ def _part_work(
     sequence = np.where(cols.sequence_parallel, tp, 1.0)
     width = bytes_of(facts.precision)
     zero = np.zeros(len(tp))
-    matmul, back, experts, experts_back = zero, zero, zero, zero
+    matmul, back, experts, experts_back, inputs, outputs = zero, zero, zero, zero, zero, zero
+    half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
+    kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
+    first, alike = distinct
     for item in part.matmuls:
-        one = matmul_seconds(item, tokens, tp, width, hardware, facts.precision, constants, cols.ep)
-        again = one * (2 if item.trainable else 1)
-        matmul, back = matmul + one, back + again
+        one, two = (
+            each[alike]
+            for each in matmul_seconds(
+                item, tokens[first], tp[first], width, hardware, kind_of_product, constants, cols.ep[first]
+            )
+        )
+        matmul, back = matmul + one, back + two
         if item.experts > 1:
-            experts, experts_back = experts + one, experts_back + again
+            experts, experts_back = experts + one, experts_back + two
+        inputs = inputs + item.count * item.rows * item.k / (tp if item.split == "row" else 1.0)
+        outputs = outputs + item.count * item.rows * item.n / (tp if item.split == "column" else 1.0)
     attention = zero
     if part.attention is not None:
         kind = part.attention
@@ -119,15 +165,21 @@ def _part_work(
         eager = part.saved.scores > 0
         if kind.causal and not eager and kind.window is None:
             flops = flops / 2
-        share = constants.eager_attention_efficiency if eager else constants.attention_efficiency
-        rate = hardware.rate(facts.precision) * share
-        attention = flops / rate
+        share = constants.eager_attention_efficiency
+        if not eager:
+            kernel = setup.attention_kernel
+            share = constants.attention_efficiency or attention_share(hardware, kernel, keys, kind.head_dim)
+            share = share * (1.0 if hardware.kind == "cpu" else products_of(hardware).sustained)
+        attention = flops / (hardware.rate(half) * share)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
     memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
     if part.traffic_backward is None:
         memory_back = 2 * memory
     else:
         memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+    if setup.products in NARROW and part.role == "block":
+        cast = CAST.get(str(setup.products), 4.0) * tokens / bandwidth
+        memory, memory_back = memory + cast * inputs, memory_back + cast * outputs
     chunks = np.maximum(np.ceil(tokens / part.chunk), 2.0) if part.chunk else 1.0
     return _Work(
         matmul,
@@ -142,6 +194,13 @@ def _part_work(
     )
 
 
+def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
+    """Of many configurations the first of each size of products, and which of these each has."""
+    sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sharers) * 65536 + cols.ep
+    _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
+    return first, alike
+
+
 def step_time(
     facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware, constants: Constants
 ) -> Mapping[str, np.ndarray]:
@@ -153,7 +212,8 @@ def step_time(
     out = {name: np.zeros(size) for name in TIME_TERMS}
     out["fixed"][:] = np.inf
     # A part's work is the same in every stage.
-    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
+    distinct = _distinct(cols)
+    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
     for split, at in cols.splits():
         pp, sub = split.pp, cols.take(at)
         cut = staged(facts, split, setup.balance, sub)
@@ -200,7 +260,8 @@ def stage_times(
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp`
     stages."""
-    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
+    distinct = _distinct(cols)
+    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
     return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
 
 
@@ -221,6 +282,7 @@ def _stage_time(
     slot = _slot(rank, work)
     transfer, bubble = _pipeline(rank, slot)
     accum, none = rank.accum, rank.none
+    gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     terms = {
         "matmul": accum * slot.matmul,
         "attention": accum * slot.attention,
@@ -231,8 +293,8 @@ def _stage_time(
         "sequence exchange": accum * slot.exchange,
         "expert exchange": accum * slot.rows,
         "expert imbalance": accum * slot.uneven,
-        "data parallel": _data_parallel(rank, slot.backward),
-        "parameter gathers": _parameter_gathers(rank, slot.forward, slot.backward),
+        "data parallel": _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0)),
+        "parameter gathers": gathers,
         "pipeline transfers": transfer,
         "bubble": bubble,
         "optimizer": _update(rank),
@@ -308,7 +370,7 @@ class _Rank(Rank):
     @cached_property
     def owned(self) -> np.ndarray:
         """Parameters that the rank updates."""
-        return self.held(shared("optimizer", self.cols.zero))
+        return self.held(shared("optimizer", self.cols.zero)) * self.trained_share
 
     @cached_property
     def states(self) -> np.ndarray:
@@ -364,6 +426,8 @@ def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
         crossing = rank.devices > rank.hardware.devices_per_node
         step = rank.constants.ring_step_with_pipeline_us
         start = start + np.where(crossing, 2 * (rank.tp - 1) * step * 1e-6, 0.0)
+    if rank.setup.overlap_tensor:
+        pair = pair * (1 - rank.constants.overlap_tensor)
     return pair, start
 
 
@@ -388,6 +452,8 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         home = exchange + around_back + rows + late * item.experts_back
         back = ahead * (1 + anew / 2)
         rebuilt = ratio * item.forward
+        if block and rank.setup.keeps_products:
+            rebuilt = rebuilt + (1 - ratio) * (item.matmul / 2 + item.memory)
         out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
         out.attention = out.attention + count * (item.attention + item.attention_back)
         out.memory = out.memory + count * (item.memory + item.memory_back)
@@ -397,7 +463,8 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         out.rows = out.rows + count * (2 + ratio) * rows
         out.uneven = out.uneven + count * late * ((1 + ratio) * item.experts + item.experts_back)
         host = item.host + pairs * start
-        host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
+        again = 1.0 if block and rank.setup.keeps_products else ratio
+        host_back = (2 + again) * item.host + pairs * (1 + anew / 2 + ratio) * start
         links = back + ratio * ahead + ratio * there + home
         slack = np.maximum(host - item.forward - ahead - there, 0.0)
         slack_back = np.maximum(host_back - item.backward - rebuilt - links, 0.0)
@@ -422,12 +489,13 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     sequence = np.where(cols.sequence_parallel | rank.setup.scatter_transfers, rank.tp, 1.0)
     moved = rank.tokens * _hidden(rank.facts) * _residual(rank.facts) / sequence
     hop = moved / (rate * 1e9) + constants.hop_ms * 1e-3 + rank.switch
-    transfer = rank.accum * 2.0 * crossings(rank.pp, cols) * hop
+    shown = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
+    transfer = shown * rank.accum * 2.0 * crossings(rank.pp, cols) * hop
     idle = idle_slot(slot.whole, slot.forward, slot.backward, slot.of_weights, hop, cols)
     return transfer, (rank.pp - 1) * idle
 
 
-def _data_parallel(rank: _Rank, backward: np.ndarray) -> np.ndarray:
+def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """What backward does not hide of the gradients' reduction, the gather of weights behind the update, and the wait
     of all ranks for the slowest of them.
 
@@ -438,34 +506,38 @@ def _data_parallel(rank: _Rank, backward: np.ndarray) -> np.ndarray:
     cols, setup, constants, zero = rank.cols, rank.setup, rank.constants, rank.cols.zero
     share, form = cols.shares, rank.form
     groups = group(cols.hsdp, cols.tp * share, rank.devices, rank.hardware, constants)
-    travels = _travels(cols, form, setup, rank.facts.precision)
-    gradient = rank.weights * travels
-    scatter = rank.gathers(travels, np.where(zero >= 2, rank.pieces, 1.0))
-    gather = rank.gathers(form.parameter)
-    whole = rank.data.reduce(gradient - rank.apart * travels, rank.collective)
-    whole = whole + np.where(rank.apart > 0, rank.copies.reduce(rank.apart * travels, rank.collective), 0.0)
+    travels, trained = _travels(cols, form, setup, rank.facts.precision), rank.trained_share
+    gradient = rank.trained * travels
+    scatter = rank.gathers(travels, np.where(zero >= 2, rank.pieces, 1.0)) * trained
+    gather = rank.gathers(form.parameter) * trained
+    if setup.overlap_gathers:
+        gather = np.maximum(gather - forward * constants.max_overlap, gather * (1 - constants.max_overlap))
+    whole = rank.data.reduce(gradient - rank.apart * trained * travels, rank.collective)
+    whole = whole + np.where(rank.apart > 0, rank.copies.reduce(rank.apart * trained * travels, rank.collective), 0.0)
     reduce = np.where(zero == 0, whole, scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
     window = backward * overlap if setup.overlap_gradients else rank.none
     each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
-    times = np.where(each_pass, rank.accum, 1.0)
+    times = np.where(each_pass & (not setup.unsharded_gradients), rank.accum, 1.0)
     between = rank.pieces * groups.reduce(gradient / share / rank.pieces, rank.collective)
     summed = np.where(cols.hsdp > 1, between, 0.0)
-    alone, both = (np.maximum(each - window, each * (1 - constants.max_overlap)) for each in (reduce, reduce + summed))
+    most = np.where(zero >= 2, constants.sharded_max_overlap, constants.max_overlap)
+    alone, both = (np.maximum(each - window, each * (1 - most)) for each in (reduce, reduce + summed))
     sums = 1.0 if SUMMED[rank.pp > 1] == "step" else times
     exposed = (times - sums) * alone + sums * both
     behind = gathered_at("update", zero)
-    if not setup.own:  # others collect all weights once they are updated
+    if not setup.in_pieces:  # others collect all weights once they are updated
         behind = behind | gathered_at("step", zero)
     time = np.where(rank.replicas > 1, exposed + np.where(behind, gather, 0.0), 0.0)
     nodes = np.maximum(rank.devices / rank.hardware.devices_per_node, 1.0)
     return time + np.where(rank.devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
 
 
-def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the passes do not hide of the gathers of weights: before each pass of a micro-batch (ZeRO 3; backward finds
-    the weights of some blocks still whole), or once a step (ZeRO 2)."""
-    cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.constants.max_overlap
+    the weights of some blocks still whole), or once a step (ZeRO 2); and how long the links are busy with them during one
+    backward."""
+    cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.constants.sharded_max_overlap
     form, stage = rank.form, rank.stage
     gathers = rank.gathers(form.gathered, rank.pieces)
     ahead = np.maximum(gathers - forward * most, gathers * (1 - most))
@@ -473,7 +545,7 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
     missing = gathers * (
         1 - cols.gathered_ratio * np.divide(inside, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
     )
-    if setup.own and rank.pp == 1 and stage.blocks:
+    if setup.in_pieces and rank.pp == 1 and stage.blocks:
         # It begins with the last block and what is in none, which are whole too.
         left = (inside - rank.whole(stage.blocks[-1][0])) * (1 - cols.gathered_ratio)
         few = (rank.pieces - 2) * (1 - cols.gathered_ratio)
@@ -482,8 +554,9 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
         missing = np.where(rank.apart > 0, gathers * share, missing)
     again = np.maximum(missing - backward * most, missing * (1 - most))
     time = np.where(gathered_at("pass", zero), rank.accum * (ahead + again), 0.0)
-    once = gathered_at("step", zero) & setup.own
-    return np.where(once, ahead, time) * (rank.replicas > 1)
+    once = gathered_at("step", zero) & setup.in_pieces
+    several = rank.replicas > 1
+    return np.where(once, ahead, time) * several, np.where(gathered_at("pass", zero), missing, 0.0) * several
 
 
 def _update(rank: _Rank) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 from .. import __version__
 from ..base.errors import UsageError, unknown
 from ..results import summary
+from ..results.best import PLANNED
 from ..results.columns import fold, number, speed
 from ..results.measurement import Trial
 from . import accelerate, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
@@ -160,7 +161,8 @@ def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = F
 def _head(target: Target, setup: Setup) -> list[str]:
     """Where the configuration comes from, what has to be known before it is used, and what it runs on."""
     trial, measured = setup.trial, setup.trial.measurement
-    what = f"{setup.model or 'a model'}, trial {setup.trial.number}{', predicted' if setup.simulated else ''}"
+    which = "the fastest plan" if trial.sampler == PLANNED else f"trial {trial.number}"
+    what = f"{setup.model or 'a model'}, {which}{', predicted' if setup.simulated else ''}"
     if trial.ok:
         what += f": {speed(trial.throughput, trial.measured.unit)}"
     if measured is not None and measured.peak_memory_mib is not None:

@@ -264,9 +264,28 @@ def read(stated: Stated) -> None:
         stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
     if (slices := stated.whole("expert-tensor-parallel-size")) not in (None, knobs.get("tp", 1)):
         stated.note(f"expert-tensor-parallel-size = {slices}: the estimate cuts experts over the tp ranks as all else")
+    _read_kernels(stated)
     if stated.get("rampup-batch-size") is not None:
         stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")
     read_optimizer(stated, stated.get("optimizer"))
+
+
+def _read_kernels(stated: Stated) -> None:
+    """Reads which kernels there are, and what goes on behind the passes."""
+    said = stated.conventions
+    for flag, name in (
+        ("overlap-grad-reduce", "overlap_gradients"),
+        ("overlap-param-gather", "overlap_gathers"),
+        ("tp-comm-overlap", "overlap_tensor"),
+    ):
+        if stated.flag(flag):
+            said[name] = True
+    if stated.flag("no-gradient-accumulation-fusion") or stated.flag("gradient-accumulation-fusion") is False:
+        said["gradient_copy"] = True
+    if stated.flag("cross-entropy-loss-fusion") and stated.get("cross-entropy-fusion-impl") == "te":
+        said["loss"] = "fused"
+    if stated.knobs.get("virtual_stages", 1) > 1 and not stated.flag("no-overlap-p2p-communication"):
+        said["overlap_transfers"] = True
 
 
 def _read_recomputation(stated: Stated, layers: int | None, stages: int) -> None:
@@ -304,11 +323,14 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients that add up in fp32 beside those of a
-    backward pass; and slices of activations between stages (arXiv:2104.04473, section 4.1)."""
-    half = config.get("precision") in ("bf16", "fp16")
-    formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True}
-    return {"scatter_transfers": True, **(formats if half else {})}
+    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 to which the kernels of products
+    add; slices of activations between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by
+    operators over parts of the vocabulary; replicas that exchange nothing behind the passes, unless they are told to."""
+    eight = str(config.get("precision", "")).startswith("fp8")
+    half = eight or config.get("precision") in ("bf16", "fp16")
+    formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32"}
+    kernels = {"attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False}
+    return {"scatter_transfers": True, **kernels, **(formats if half else {}), **({"products": "fp8"} if eight else {})}
 
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}

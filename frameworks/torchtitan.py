@@ -1,7 +1,7 @@
 """torchtitan: the flags of its training command, and the TOML of its versions before 0.3."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
@@ -351,10 +351,10 @@ def _read_recomputation(stated: Stated) -> None:
         stated.knobs["checkpoint_ratio"] = 1 / int(option)
     else:
         stated.knobs.setdefault("checkpoint_ratio", 0)
-        stated.conventions["recompute_attention"] = True
+        stated.conventions["keeps_products"] = True
         stated.note(
-            "activation_checkpoint.mode = selective (op) keeps every other product of a block and recomputes the rest; "
-            "the estimate recomputes nothing and so asks for more memory and less time"
+            "activation_checkpoint.mode = selective (op) keeps attention and every other product of a block and recomputes "
+            "the rest, which is taken into account; the knob checkpoint_ratio has no value for it"
         )
 
 
@@ -365,6 +365,16 @@ def _read_float8(stated: Stated) -> None:
     ):
         recipe = str(stated.get("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise")
         stated.knobs["precision"] = "fp8_rowwise" if recipe == "rowwise" else "fp8"
+
+
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Its formats: FSDP2 keeps pieces of weights, gradients and states in fp32 and gathers weights in bf16, in which the
+    residual stream is too; products in 8 bits are of linear layers alone; the loss upcasts logits by operators."""
+    eight = str(config.get("precision", "")).startswith("fp8")
+    if config.get("precision") != "bf16" and not eight:
+        return {"loss": "plain"}
+    shards = {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return {**shards, "loss": "plain", **({"products": "fp8"} if eight else {})}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
@@ -413,6 +423,7 @@ FRAMEWORK = Framework(
     programs=("torchtitan.train", "torchtitan/train.py", "run_train.sh", "train.py --job.config_file"),
     seq_len=("training.seq_len",),
     defaults={"precision": "bf16", "fused_optimizer": True, "fusion": False},
+    conventions=conventions,
     prepare=prepare,
     read=read,
     write=write,

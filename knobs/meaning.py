@@ -11,6 +11,16 @@ from typing import Any
 
 BUCKET_MIB = 25.0
 """What replicas that are kept whole exchange at once, MiB; the default of torch's DistributedDataParallel."""
+LEAST_CHUNK = 128
+"""Tokens of the smallest chunk of a large micro-batch whose logits are not formed: below it products are too thin to be
+fast."""
+
+
+def most_chunk(hidden: int) -> int:
+    """Tokens of a chunk of a large micro-batch whose logits are not formed. A chunk adds its part to the gradient of the
+    head's weight, vocabulary x hidden numbers, after some passes over vocabulary x chunk: with half as many tokens as
+    features the one costs about as much as the others, and the logits take half of that gradient."""
+    return max(LEAST_CHUNK, hidden // 2)
 
 
 @dataclass(frozen=True, slots=True)

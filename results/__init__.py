@@ -1,4 +1,4 @@
-"""What is known: measurements, the ledger, trials.csv and what is made from them."""
+"""Results of a search: measurements, the ledger, trials.csv and the files derived from them."""
 
 from .ledger import Ledger
 from .measurement import Measurement, RankReport, Status, Trial

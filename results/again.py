@@ -1,4 +1,4 @@
-"""What re-measurements make of a trial, so that every view has one number for how fast it is."""
+"""Combination of a trial's first measurement and its re-measurements into one result."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from .measurement import Measurement, Trial
 Z95 = 1.959963984540054
 """Standard errors in half of a 95 % interval."""
 PRIOR_DEGREES = 4.0
-"""Degrees of freedom of the variance within the first measurement, beside that of the re-measurements."""
+"""Degrees of freedom of the variance within the first measurement, used as the prior for that of the re-measurements."""
 
 
 def median_rank(n: int) -> int:
-    """From which of n values in order, counted from 0, to its mirror image the median's 95 % confidence interval runs.
+    """Returns the index, from 0, among n sorted values at which the 95 % confidence interval of the median starts; it
+    ends at the mirrored index.
 
     By the binomial distribution, from 100 values on its normal approximation (Conover, Practical Nonparametric
-    Statistics, 3.2); below six no interval reaches 95 %, and 0 stands for all of them.
+    Statistics, 3.2). Below six values no interval reaches 95 %, and 0 selects all of them.
     """
     if n < 6:
         return 0
@@ -31,31 +32,31 @@ def median_rank(n: int) -> int:
 
 
 def measured_again(first: Measurement, throughputs: Sequence[float], failure: Measurement | None = None) -> Measurement:
-    """What re-measurements make of a trial's first, successful measurement.
+    """Returns a trial's first, successful measurement updated by its re-measurements.
 
-    The throughput becomes their median, and with it whatever says how fast the trial is: the step time, samples and
-    tokens per second, FLOPs, MFU. The interval is that of the mean of the re-measurements; their variance is moderated
-    by that within the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a
-    few that agree by chance do not make it narrow. Memory, losses and times spent stay those of the first.
+    The throughput becomes their median, and step time, samples and tokens per second, FLOPs and MFU change
+    accordingly. The interval is that of the mean of the re-measurements. Their variance is moderated by that within
+    the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a few that agree
+    by chance do not make it too narrow. Memory, losses and times spent are those of the first.
 
     Args:
         first: the first measurement, an `ok`.
-        throughputs: those of the re-measurements that ran to the end, in the unit of the first.
-        failure: the re-measurement that did not, if any: then the trial ends as that one did.
+        throughputs: of the re-measurements that completed, in the unit of the first.
+        failure: the re-measurement that failed, if any; the result then has its status.
     """
     if failure is not None:
-        told = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
-        return replace(first, status=failure.status, reason=told, throughput=None, log=failure.log or first.log)
+        text = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
+        return replace(first, status=failure.status, reason=text, throughput=None, log=failure.log or first.log)
     if not throughputs:
         return first
     middle = median(throughputs)
     ratio = middle / first.throughput if first.throughput else 1.0
     many = f"{len(throughputs)} re-measurements" if len(throughputs) > 1 else "the re-measurement"
-    told = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.reached, first.unit)}"
+    text = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.reached, first.unit)}"
     again = replace(
         first,
         throughput=middle,
-        reason=f"{told} ({first.reason})" if first.reason else told,
+        reason=f"{text} ({first.reason})" if first.reason else text,
         samples_per_second=_times(first.samples_per_second, ratio),
         tokens_per_second=_times(first.tokens_per_second, ratio),
         tflops_per_device=_times(first.tflops_per_device, ratio),
@@ -69,7 +70,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
 
 
 def _spread(throughputs: Sequence[float], within: float | None) -> float | None:
-    """Relative half-width of the 95 % interval of the mean of re-measurements; None where nothing tells.
+    """Returns the relative half-width of the 95 % interval of the mean of re-measurements; None if unknown.
 
     Args:
         throughputs: of the re-measurements.
@@ -103,7 +104,7 @@ def judged(
     *,
     first: Measurement | None = None,
 ) -> Trial:
-    """The trial as its re-measurements have it.
+    """Returns the trial updated by its re-measurements.
 
     Args:
         trial: the trial; measured once, unless `first` is given.

@@ -1,26 +1,30 @@
-"""best.yaml: the winner, and all that is needed to believe and to reproduce it.
+"""best.yaml: the winner, with the data needed to check and reproduce it.
 
-trials.csv has one throughput a trial and not how often it was measured, and a confirmed trial beats an unconfirmed one. So
-whoever reads the trials of a run without its ledger adds the re-measurements that best.yaml keeps (`confirmed`): every
-command, page and export then has the same winner, `summary.best`.
+trials.csv has one throughput per trial and not the number of measurements, and a confirmed trial ranks before an
+unconfirmed one. Readers without the ledger add the re-measurements stored in best.yaml (`confirmed`), so that every
+command, page and export names the same winner, `summary.best`.
 """
 
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ..base.errors import NothingFound, StudyError, UsageError
+from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..knobs.lossy import lossy_values
 from . import schema, summary
-from .measurement import Trial
-from .names import BEST
+from .measurement import Measurement, Status, Trial
+from .names import BEST, holds_run
 
-TRAINS = ("model", "workload", "seq_len", "global_batch", "memory_limit_mib")
-"""What of a run's request says what is trained, and in what memory."""
+PLANNED = "estimate"
+"""The sampler of a plan's configuration, which was predicted and not run."""
+TRAINS = ("model", "workload", "shape", "seq_len", "global_batch", "memory_limit_mib", "simulated")
+"""Keys of a run's request that define the training and its memory limit."""
 OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")
-"""What of its devices says on what."""
+"""Keys of its devices that are kept with them."""
 
 
 def document(
@@ -29,16 +33,16 @@ def document(
     command: Sequence[str],
     environment: Mapping[str, Any],
     asked: Mapping[str, Any] | None = None,
+    again_s: float | None = None,
 ) -> dict[str, Any]:
-    """What best.yaml says about these trials.
+    """Returns the contents of best.yaml for these trials.
 
-    `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
-    `gain` the winner's throughput over the default's, and `gain_interval` its 95 % interval. Where lossy values
-    were tried, `best_exact` is the best without any, and `lossy` names a configuration's. Measurements are those of
-    the re-measurements
-    where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
-    measured `again`. `trains` is what of `asked`, run.yaml's, a training by this file alone needs to know.
-    `reproduce` is the command line, quoted for a shell.
+    `best` is the winner, or null with the reason in `why`; `default` is the default configuration, `gain` the winner's
+    throughput over the default's, and `gain_interval` its 95 % interval. If lossy values were tried, `best_exact` is
+    the best configuration without any, and `lossy` lists a configuration's. Measurements include re-measurements;
+    `remeasured` lists for each such trial the throughput at `first` and those measured `again`. `trains` holds the
+    keys of `asked` (run.yaml's) that a training from this file alone needs. `seconds_again` is the time of measuring the
+    leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -56,6 +60,8 @@ def document(
         for trial in trials
         if trial.first is not None
     }
+    if again_s:
+        out["seconds_again"] = round(again_s, 1)
     if asked:
         out["trains"] = _trains(asked)
     out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
@@ -65,9 +71,9 @@ def document(
 
 
 def _trains(asked: Mapping[str, Any]) -> dict[str, Any]:
-    what = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
+    training = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
     devices = asked.get("devices") or {}
-    return what | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
+    return training | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
 
 
 def _entry(trial: Trial) -> dict[str, Any]:
@@ -91,13 +97,102 @@ def _entry(trial: Trial) -> dict[str, Any]:
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
     out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
     measured = trial.measured.to_dict()
-    measured.pop("probe", None)  # a hundred numbers that only `wrong` is judged by; the ledger keeps them
+    measured.pop("probe", None)  # a hundred numbers, used only to detect `wrong`; the ledger keeps them
     out["measurement"] = measured
     return out
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A file with a configuration: a best.yaml outside its run, or a plan of `redline estimate`."""
+
+    trial: Trial
+    """The configuration, with what was measured or predicted of it."""
+    document: Mapping[str, Any]
+    """What is trained, and on what, as run.yaml has it."""
+    others: tuple[Mapping[str, Any], ...] = ()
+    """The configurations of the other plans for as many devices."""
+
+    @property
+    def trains(self) -> Mapping[str, Any]:
+        """What is trained, and on what."""
+        found: Mapping[str, Any] = self.document["asked"]
+        return found
+
+
+def is_plan(path: Path) -> bool:
+    """Whether `load` is to read it: a file in YAML, but for the best.yaml in its run's folder."""
+    named = path.name.endswith((".yaml", ".yml")) and path.is_file()
+    return named and (path.name != BEST or not holds_run(path.parent))
+
+
+def load(path: Path) -> Plan:
+    """Reads a best.yaml that lies outside its run, or a plan of `redline estimate`.
+
+    Raises:
+        StudyError: it is something else, or cannot be read.
+        NothingFound: it names no winner.
+    """
+    try:
+        document = parse_yaml(read_inside(path.parent, path.name, at_most=LARGEST_DOCUMENT))
+    except (OSError, Malformed) as error:
+        raise StudyError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if isinstance(document, Mapping) and "best" in document and document["best"] is None:
+        raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
+    found, _ = schema.clean(document, schema.BEST, path.name) if isinstance(document, Mapping) else ({}, [])
+    winner = found.get("best") or {}
+    if not winner.get("configuration"):
+        raise StudyError(
+            f"'{path}' is neither a best.yaml of redline nor a plan of `redline estimate -o`: "
+            "it has no best with a configuration"
+        )
+    asked = dict(found.get("trains") or {}) | ({"simulated": True} if found.get("simulated") else {})
+    used = (asked.get("devices") or {}).get("used")
+    others = [*(found.get("alternatives") or ()), found.get("default") or {}]
+    return Plan(
+        trial=_trial(winner, used, path),
+        document={"asked": asked, "environment": found.get("environment") or {}},
+        others=tuple(
+            each["configuration"]
+            for each in others
+            if each.get("configuration") and each.get("devices", used) == used and asked.get("simulated")
+        ),
+    )
+
+
+def _trial(winner: Mapping[str, Any], devices: int | None, path: Path) -> Trial:
+    """The trial of an entry, of which either a measurement or a prediction is known."""
+    predicted = winner.get("prediction") or {}
+    throughput, memory = predicted.get("throughput"), predicted.get("memory_mib")
+    reached = winner.get("throughput")  # in best.yaml what came of measuring again
+    try:
+        if winner.get("measurement") is not None:
+            measured = Measurement.from_dict(winner["measurement"])
+            measured = measured if reached is None else replace(measured, throughput=reached)
+        else:
+            measured = Measurement(
+                status=Status.OK,
+                throughput=throughput if reached is None else reached,
+                unit=predicted.get("unit") or winner.get("unit") or "",
+                peak_memory_mib=memory,
+                devices=devices,
+            )
+    except UsageError as error:
+        raise StudyError(f"'{path}' is damaged: {error}") from error
+    return Trial(
+        number=winner.get("trial") or 0,
+        config=dict(winner["configuration"]),
+        sampler=winner.get("sampler") or PLANNED,
+        predicted_throughput=throughput,
+        predicted_memory_mib=memory,
+        measurement=measured,
+    )
+
+
 def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
-    """The contents of a folder's best.yaml; None without one. Damaged parts are left out and named in `problems`."""
+    """Returns the contents of a folder's best.yaml; None without one. Damaged parts are left out and listed in
+    `problems`.
+    """
     found = schema.read_document(folder, BEST, problems)
     if found is None:
         return None
@@ -107,14 +202,16 @@ def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[Trial] | None:
-    """The trials of a table with the re-measurements of the best.yaml beside it; the table has what came of them.
+    """Returns the trials of a table with the re-measurements of the best.yaml beside it.
+
+    The measurements of the table already include them.
 
     Args:
         trials: the finished trials, as trials.csv lists them.
         found: the contents of best.yaml.
 
     Returns:
-        None if there is no best.yaml, or one that is about other trials: it is written when the search ends.
+        None if there is no best.yaml, or it is about other trials: it is written when the search ends.
     """
     if found is None or not _is_about(found, trials):
         return None

@@ -1,4 +1,4 @@
-"""What a dry run found out: status, speed, memory, timings."""
+"""Result of a dry run (status, throughput, memory, times), and the trial it belongs to."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -18,25 +18,24 @@ class Status(StrEnum):
     OK = "ok"
     """Ran to the end; `throughput` is set."""
     OOM = "oom"
-    """Device or host memory ran out, however it showed."""
+    """Device or host memory ran out, in any form."""
     TIMEOUT = "timeout"
-    """Outlived its deadline and was killed."""
+    """Exceeded its time limit and was killed."""
     CRASH = "crash"
     """Any other failure; `reason` is the last exception or the signal."""
     WRONG = "wrong"
-    """Ran, but computes something else than the reference, or what is not finite."""
+    """Ran, but its results differ from the reference or are not finite."""
     SKIPPED = "skipped"
     """Never run: predicted not to fit, or dominated by a known OOM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What one rank of a trial measured."""
+    """Measurements of one rank of a trial."""
 
     rank: int
     """Global rank, 0 to world size - 1."""
     status: Status
-    """How this rank ended."""
     reason: str = ""
     """Why, when not `ok`."""
     step_ms: float | None = None
@@ -48,13 +47,13 @@ class RankReport:
     build_memory_mib: float | None = None
     """Peak memory until model and optimizer were built, which `peak_memory_mib` includes, MiB."""
     outside_mib: float | None = None
-    """CUDA: what the rank takes of its device beside the allocator's memory (context, libraries, NCCL), MiB. None on a CPU."""
+    """CUDA: device memory of the rank outside the allocator (context, libraries, NCCL), MiB. None on a CPU."""
     clock_mhz: float | None = None
-    """CUDA: median clock of the multiprocessors while it was measured, MHz."""
+    """CUDA: median clock of the multiprocessors during the measurement, MHz."""
     power_w: float | None = None
-    """CUDA: median power that the device drew meanwhile, W."""
+    """CUDA: median power draw of the device during the measurement, W."""
     allocation_retries: int = 0
-    """CUDA: how often the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
+    """CUDA: number of times the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 
     def __post_init__(self) -> None:
         _check_types(self, _names(RankReport))
@@ -64,7 +63,7 @@ _STATUSES = frozenset(Status)
 _TEXTS = frozenset({"reason", "unit", "log", "told"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""Numbers that JSON has no word for."""
+"""Numbers that JSON cannot represent."""
 _NESTED = frozenset({"ranks", "probe"})
 _MOST_RANKS = 1 << 16
 _LONGEST_TEXT = 100_000
@@ -77,7 +76,7 @@ def _names(cls: "type[Measurement | RankReport]") -> tuple[str, ...]:
 
 
 def _to_json(value: Any) -> Any:
-    # numpy and torch scalars know their plain value; json knows neither them nor NaN.
+    # json supports neither numpy and torch scalars nor NaN.
     if isinstance(value, Status):
         return str(value)
     if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
@@ -89,10 +88,10 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(cls: type, data: Any) -> dict[str, Any]:
-    """The fields of `cls` in `data`, with numbers for the words that JSON has in their place.
+    """Returns the fields of `cls` in `data`, with `nan`, `inf` and `-inf` converted to numbers.
 
     Raises:
-        UsageError: it is no mapping, or has no status.
+        UsageError: the data is not a mapping, or has no status.
     """
     if not isinstance(data, Mapping):
         raise UsageError(f"a measurement is a mapping, but got {shown(data)}")
@@ -106,8 +105,7 @@ def _from_json(cls: type, data: Any) -> dict[str, Any]:
 
 
 def _check_types(made: "Measurement | RankReport", names: Iterable[str]) -> None:
-    """Has every field of a measurement or a rank's report be of its type, whoever made it: numbers of numpy and torch
-    become Python's, and texts are cut where they are endless.
+    """Checks the type of every field, converts numpy and torch numbers to Python's, and cuts long texts.
 
     Raises:
         UsageError: a field is of another type.
@@ -115,7 +113,7 @@ def _check_types(made: "Measurement | RankReport", names: Iterable[str]) -> None
     for name in names:
         value = given = getattr(made, name)
         if name == "status":
-            # Whoever measures by a function of their own writes "ok", and means Status.OK.
+            # A user's own function may return "ok" for Status.OK.
             if not isinstance(value, str) or value not in _STATUSES:
                 raise UsageError(unknown("status", shown(value).strip("'"), Status))
             value = Status(value)
@@ -145,15 +143,14 @@ class Measurement:
     """Outcome of one dry run. Quantities that were not reached are None."""
 
     status: Status
-    """How the trial ended."""
     reason: str = ""
-    """Why, in one line; empty for a plain `ok`."""
+    """Reason of the status, in one line; empty for a plain `ok`."""
     throughput: float | None = None
-    """What the search maximises, in `unit`; higher is better."""
+    """The value that the search maximises, in `unit`; higher is better."""
     unit: str = ""
     """Unit of `throughput`: `tokens/s`, `samples/s`, or empty for a callable's own number."""
     told: str = ""
-    """What else a command was asked to tell and told, such as `p99_ms = 120`."""
+    """Further metrics that a command was asked to report, such as `p99_ms = 120`."""
     samples_per_second: float | None = None
     """Sequences (or images) per second over all devices."""
     tokens_per_second: float | None = None
@@ -163,9 +160,9 @@ class Measurement:
     step_ms_spread: float | None = None
     """Half-width of the 95 % confidence interval of `step_ms`, ms."""
     peak_memory_mib: float | None = None
-    """Largest peak memory of a rank, MiB; for an `oom`, what it held plus what it asked for, where known."""
+    """Largest peak memory of a rank, MiB; for an `oom`, allocated plus requested memory, if known."""
     memory_limit_mib: float | None = None
-    """Memory a rank could use, MiB."""
+    """Memory available to a rank, MiB."""
     tflops_per_device: float | None = None
     """Model FLOPs (recomputation not counted) per second and device, 1e12."""
     mfu: float | None = None
@@ -173,17 +170,18 @@ class Measurement:
     devices: int | None = None
     """Devices the trial ran on."""
     foreign_cores: float | None = None
-    """Cores of the trial's host (the busiest one) that others kept busy while it was measured, on average."""
+    """Average number of cores that other processes used on the trial's busiest host during the measurement."""
     machine_speed: float | None = None
-    """How fast the default configuration ran at that time over how fast it ran at first, where other work had made a
-    difference (see `tuner.conditions`)."""
+    """Speed of the default configuration at that time relative to its first measurement, if other load changed it
+    (see `tuner.conditions`).
+    """
     expert_load: float | None = None
-    """Rows of the expert that gets most over the mean, averaged over the model's mixtures, on the probe's samples; None
-    without experts."""
+    """Rows of the busiest expert over the mean, averaged over the model's mixtures, on the probe's samples; None without
+    experts."""
     loss: float | None = None
     """Loss of the first step."""
     probe: Probe | None = None
-    """What it computed on one fixed batch, for the comparison with the reference."""
+    """Results on one fixed batch, for the comparison with the reference."""
     samples_per_step: int | None = None
     """Samples of one optimizer step over all devices."""
     started: float | None = None
@@ -191,19 +189,19 @@ class Measurement:
     seconds_total: float | None = None
     """From request to result, s."""
     seconds_overhead: float | None = None
-    """`seconds_total` less build, warm-up and measurement: what trying costs, s."""
+    """`seconds_total` less build, warm-up and measurement, s."""
     seconds_build: float | None = None
     """Model, schedule, weights, optimizer and compilation, s."""
     seconds_compile: float | None = None
-    """The part of `seconds_build` that went into steps in which some rank compiled, s."""
+    """The part of `seconds_build` spent in steps in which some rank compiled, s."""
     seconds_warmup: float | None = None
-    """Steps before the step time was steady, s."""
+    """Steps before the step time became steady, s."""
     seconds_measure: float | None = None
     """The measured steps, s."""
     log: str = ""
-    """Path of the file with everything the ranks printed, relative to the run's folder."""
+    """Path of the log of all ranks' output, relative to the run's folder."""
     ranks: tuple[RankReport, ...] = ()
-    """One report a rank that got to report."""
+    """One report per rank that reported."""
 
     def __post_init__(self) -> None:
         _check_types(self, _names(Measurement))
@@ -214,15 +212,15 @@ class Measurement:
 
     @property
     def ok(self) -> bool:
-        """Whether the trial counts as a success."""
+        """True if the trial succeeded."""
         return self.status is Status.OK
 
     @property
     def reached(self) -> float:
-        """The throughput of a success.
+        """Throughput of a successful trial.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: the trial has none.
         """
         if self.throughput is None:
             raise RuntimeError(f"a trial that ended as {self.status} has no throughput")
@@ -230,20 +228,20 @@ class Measurement:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """When the trial began and ended, Unix time, s; None where that is not known."""
+        """Start and end of the trial, Unix time, s; None if unknown."""
         if self.started is None or self.seconds_total is None:
             return None
         return self.started, self.started + self.seconds_total
 
     @property
     def spread(self) -> float | None:
-        """Relative half-width of the 95 % interval of throughput and step time; None where nothing tells."""
+        """Relative half-width of the 95 % interval of throughput and step time; None if unknown."""
         return self.step_ms_spread / self.step_ms if self.step_ms and self.step_ms_spread is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready mapping, without fields that are None or empty.
+        """Returns a JSON-ready mapping, without fields that are None or empty.
 
-        Numbers are plain Python ones; those JSON has no word for are the texts `nan`, `inf`, `-inf`.
+        Numbers are Python numbers; those that JSON cannot represent are the texts `nan`, `inf`, `-inf`.
         """
         out: dict[str, Any] = {}
         for name in _names(Measurement):
@@ -260,7 +258,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
-        """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read.
+        """Inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read.
 
         Raises:
             UsageError: a field is of another type, or the status is missing or unknown.
@@ -285,41 +283,42 @@ def _rank(data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A configuration that was chosen, why, what was predicted, and what came of it."""
+    """A configuration, the sampler that proposed it, its prediction, and its measurement."""
 
     number: int
     """Position in the study, from 0."""
     config: Any
-    """The `Config` that is tried."""
+    """The tried `Config`."""
     sampler: str = ""
-    """Who proposed it: a sampler's name, `default`, or `user`."""
+    """Name of the sampler that proposed it, `default`, or `user`."""
     attempts: int = 1
-    """How often it was begun, by processes that ended with it and by the one that has it now."""
+    """Number of times it was started: by processes that ended during it and by the present one."""
     predicted_throughput: float | None = None
     """Estimated throughput before the run, in the measurement's unit."""
     predicted_memory_mib: float | None = None
     """Estimated peak memory before the run, MiB."""
     measurement: Measurement | None = None
-    """The outcome; None while the trial is pending. Where it was measured again, what came of that
-    (`again.measured_again`): there is one number for how fast a configuration is."""
+    """The outcome; None while the trial is pending. After re-measurements, the combined result
+    (`again.measured_again`), so that each configuration has a single throughput.
+    """
     remeasured: tuple[float, ...] = ()
     """Throughputs of the interleaved re-measurements at the end of the search."""
     first: float | None = None
-    """Throughput of the first measurement, where `measurement` is what came of measuring again."""
+    """Throughput of the first measurement, if `measurement` is the result of re-measurements."""
     lossy: tuple[str, ...] = ()
-    """The knobs whose values trade accuracy for speed: where there are any, it is another training."""
+    """Knobs whose values trade accuracy for speed. With any of them it is another training."""
 
     @property
     def pending(self) -> bool:
-        """Whether the trial has not ended yet."""
+        """True if the trial has not ended."""
         return self.measurement is None
 
     @property
     def measured(self) -> Measurement:
-        """The outcome of a trial that has ended.
+        """Outcome of a finished trial.
 
         Raises:
-            RuntimeError: it is pending.
+            RuntimeError: the trial is pending.
         """
         if self.measurement is None:
             raise RuntimeError(f"trial {self.number} has not ended yet")
@@ -327,14 +326,14 @@ class Trial:
 
     @property
     def throughput(self) -> float:
-        """What a trial that is `ok` reached, in the measurement's unit.
+        """Throughput of an `ok` trial, in the measurement's unit.
 
         Raises:
-            RuntimeError: it is pending, or it did not run to its end.
+            RuntimeError: the trial is pending or failed.
         """
         return self.measured.reached
 
     @property
     def ok(self) -> bool:
-        """Whether the trial ended as a success."""
+        """True if the trial succeeded."""
         return self.measurement is not None and self.measurement.ok

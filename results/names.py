@@ -1,4 +1,4 @@
-"""The files of a run's folder, by name."""
+"""Names of the files in a run's folder."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ LEDGER, TABLE, BEST, RUN, LOGS = "study.log", "trials.csv", "best.yaml", "run.ya
 
 
 def holds_run(path: Path) -> bool:
-    """Whether the folder holds (what is left of) a run."""
+    """True if the folder contains a run, complete or partial."""
     return any((path / name).exists() for name in (RUN, LEDGER, TABLE))

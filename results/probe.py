@@ -1,4 +1,4 @@
-"""What a configuration computed, by which it is told from one that trains something else."""
+"""Numerical results of a configuration, compared to detect one that trains something else."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from .schema import count, number, shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computed:
-    """Loss and gradients on some samples, over all ranks together; or of one rank its share."""
+    """Loss and gradients on some samples, over all ranks or of one rank's share."""
 
     loss: float
     """Mean loss."""
@@ -20,14 +20,15 @@ class Computed:
     blocks: tuple[float, ...] = ()
     """Norm of the gradient of each repeated block, in the model's order."""
     vectors: tuple[float, ...] = ()
-    """Norm of the gradient of each block's biases and norms alone, then of those outside of blocks: ranks
-    that forget to add up their parts of these hardly change the norm of all."""
+    """Gradient norm of each block's biases and norms alone, then of those outside blocks. Ranks that do not sum their
+    parts of these hardly change the total norm.
+    """
     samples: int
-    """How many samples."""
+    """Number of samples."""
 
     @classmethod
     def together(cls, shares: "Sequence[Computed]") -> "Computed":
-        """Of all ranks, whose losses are the same and whose gradients are pieces."""
+        """Combines the shares of all ranks: equal losses, and gradients that are pieces of the whole."""
         return cls(
             loss=sum(each.loss for each in shares) / len(shares),
             gradient=math.hypot(*(each.gradient for each in shares)),
@@ -39,32 +40,32 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What a configuration computed on one fixed batch with everything random off, and in its first step.
+    """Results of a configuration on one fixed batch with all randomness off, and in its first training step.
 
-    Samples, weights and projections follow from the run's seed, so that these numbers may differ between
-    configurations by rounding alone, and in training by what dropout draws.
+    Samples, weights and projections follow from the run's seed. Between configurations these numbers may differ only
+    by rounding, and in training also by dropout.
     """
 
     quiet: Computed
     """On the fixed batch."""
     step: Computed | None = None
-    """In the first training step that was not skipped; None where statistics over micro-batches take part."""
+    """In the first training step that was not skipped; None for models with statistics over micro-batches."""
     logits: tuple[float, ...] = ()
     """Random projections of the logits on the fixed batch, each of a logit's size; empty without logits."""
     noise: float = 0.0
-    """By how much the logits of training depart from these, relative to their size: what dropout does."""
+    """Deviation of the logits in training from these, relative to their size, caused by dropout."""
     noise_numbers: int = 0
-    """Of how many numbers `noise` is the root mean square."""
+    """Number of values whose root mean square is `noise`."""
     still: tuple[str, ...] = ()
-    """Parameters that have a gradient, and that the first step left as they were."""
+    """Parameters that have a gradient and that the first step left unchanged."""
     brought: tuple[str, ...] = ()
-    """Parameters that the schedule brought in: what has other weights computes something else."""
+    """Parameters that the schedule added. A model with other weights computes something else."""
     depth: int = 1
     """Layers with weights of at least two dimensions, for the growth of rounding."""
     roundoff: float
     """Unit roundoff of the arithmetic: half the distance from 1 to the next number."""
     loss_roundoff: float
-    """Unit roundoff of what the loss is computed in."""
+    """Unit roundoff of the format in which the loss is computed."""
 
     @property
     def logits_size(self) -> float:
@@ -72,12 +73,12 @@ class Probe:
         return math.sqrt(sum(each**2 for each in self.logits) / max(1, len(self.logits)))
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready mapping; numbers JSON has no word for are the texts `nan`, `inf`, `-inf`."""
+        """Returns a JSON-ready mapping; numbers that JSON cannot represent are the texts `nan`, `inf`, `-inf`."""
         return _as_data(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Probe":
-        """The inverse of `to_dict`; unknown keys are ignored.
+        """Inverse of `to_dict`; unknown keys are ignored.
 
         Raises:
             UsageError: a field is missing or of another type.

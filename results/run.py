@@ -252,12 +252,15 @@ class RunFolder:
             path.unlink()
         return path
 
-    def write_best(self, command: Sequence[str], *, devices: Mapping[str, Any] | None = None) -> Path:
+    def write_best(
+        self, command: Sequence[str], *, devices: Mapping[str, Any] | None = None, again_s: float | None = None
+    ) -> Path:
         """Writes best.yaml from the trials so far, and returns its path.
 
         Args:
             command: the arguments of the command that reproduces the winner.
             devices: the devices at hand, for the environment.
+            again_s: what measuring the leaders again took, s.
 
         Raises:
             StudyError: it cannot be written; the old one is untouched.
@@ -267,7 +270,8 @@ class RunFolder:
         try:
             asked = self.document.get("asked", {})
             mark = {"simulated": True} if asked.get("simulated") else {}
-            write_yaml(path, mark | best.document(self.trials(), command=command, environment=facts, asked=asked))
+            told = best.document(self.trials(), command=command, environment=facts, asked=asked, again_s=again_s)
+            write_yaml(path, mark | told)
         except OSError as error:
             raise cannot_write(path, error) from error
         return path

@@ -30,18 +30,9 @@ from torch.nn import functional as F
 
 from ..base._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
 from ..base.errors import ScheduleError
+from ..knobs.meaning import most_chunk
 from .parallel.collectives import Axis, all_reduce
 from .parallel.vocabulary import SplitLogits
-
-LEAST_CHUNK = 128
-"""Tokens of the smallest chunk of a large micro-batch: below it products are too thin to be fast."""
-
-
-def most_chunk(hidden: int) -> int:
-    """C of a large micro-batch. A chunk adds its part to the weight's gradient, V x H numbers, after some
-    passes over V x C: with half as many tokens as features the one costs about as much as the others, and
-    the logits take half of that gradient."""
-    return max(LEAST_CHUNK, hidden // 2)
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:

@@ -326,14 +326,22 @@ class Space:
             raise SpaceError(f"count >= 0 must hold, but got {count}")
         return self._set().sample(count, operator.index(seed))
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """For every free knob the index of its value in `knob.values`: int32, one row a configuration, row i
-        that of `space.at(i)`; -1 where the knob is absent.
+    def near(self, index: int, changes: int) -> np.ndarray:
+        """Indices of the configurations that differ from `space.at(index)` in at most so many knobs, itself too.
 
         Raises:
-            SpaceError: more configurations than fit (5 million).
+            SpaceError: too many configurations to list.
         """
-        return self._set().columns([knob.name for knob in self.free])
+        return self._set().near(index, changes)
+
+    def columns(self, indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """For every free knob the index of its value in `knob.values`: int32, one row a configuration, row i
+        that of `space.at(i)`, or of `space.at(indices[i])`; -1 where the knob is absent.
+
+        Raises:
+            SpaceError: more rows than fit (5 million).
+        """
+        return self._set().columns([knob.name for knob in self.free], indices)
 
     # -- as text ---------------------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class ValidSet:
             out = out * table.rows + int(low)
         return out
 
-    def _digits(self, indices: Sequence[int]) -> list[np.ndarray]:
+    def _digits(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """For every component the row that each index picks."""
         sizes = self.sizes
         rest = np.asarray(indices, np.int64) if self.size < 2**62 else np.array([*indices], object)
@@ -140,16 +140,36 @@ class ValidSet:
             rest = rest // size
         return digits[::-1]
 
-    def columns(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Codes of the knobs for every configuration, int32; -1 where absent.
+    def near(self, index: int, changes: int) -> np.ndarray:
+        """Indices of the configurations that differ from that at `index` in at most so many knobs, itself too, ascending."""
+        found, changed = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for at, (row,) in enumerate(self._digits([index])):
+            table = self.table(at)
+            differ = np.zeros(table.rows, np.int64)
+            for name in self.components[at].names:
+                differ += table.codes[name] != table.codes[name][row]
+            here = np.flatnonzero(differ <= changes)
+            total = changed[:, None] + differ[here]
+            kept = total <= changes
+            found, changed = (found[:, None] * table.rows + here)[kept], total[kept]
+        return found
+
+    def columns(self, names: Sequence[str], indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Codes of the knobs for every configuration, or for those at some indices, int32; -1 where absent.
 
         Raises:
             TooLarge: more than `MAX_ROWS` configurations.
         """
-        size = self.size
+        size = self.size if indices is None else len(indices)
         if size > MAX_ROWS:
             raise TooLarge(f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()")
-        out, repeat = {}, 1
+        out: dict[str, np.ndarray] = {}
+        repeat = 1
+        if indices is not None:
+            for at, rows in enumerate(self._digits(indices)):
+                codes = self.table(at).codes
+                out |= {name: codes[name][rows].astype(np.int32) for name in self.components[at].names}
+            return {name: out[name] for name in names}
         for at in reversed(range(len(self.components))):
             table = self.table(at)
             for name in self.components[at].names:

@@ -94,7 +94,7 @@ ERROR = 0.05
 """Chance that a contender that is the best is dropped, over all rounds and contenders (Bonferroni)."""
 ROUNDS_TO_TIE = 3
 """Rounds after which what is no farther apart than `EQUAL` is as good as equal."""
-SHARE_OF_SEARCH = 0.5
+SHARE_OF_SEARCH = 0.3
 """Of the time the trials took, what further rounds than the fewest, and waiting for the load of others to pass, may take."""
 CALM_ROUNDS = 5
 """Rounds without others' load that each contender must have had for the rest to be left out."""
@@ -210,7 +210,7 @@ class Confirmation:
         if self.take_turns is None or len(active) < 2 or self.watch.left < self._fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
-        self.listener.remeasuring(list(active), self._done, total, _turns_s(active))
+        self.listener.alternating(list(active), _turns_s(active))
         found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - self._fewest_s(active))))
         if found is None:
             self.take_turns = None
@@ -240,7 +240,9 @@ class Confirmation:
         # Another one goes first each time, so that no one's turn comes always after the same.
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
-            self.listener.remeasuring(list(active), self._done, total, trial.measured.seconds_total or 0.0)
+            left = max(1, total - self._done)
+            each_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
+            self.listener.remeasuring(list(active), self._done, total, left * each_s)
             if self.watch.left <= 0:
                 if taken and not any(self.rounds[:-1]):
                     # Who was not measured beside the others cannot be compared with them.

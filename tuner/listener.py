@@ -27,7 +27,12 @@ class SearchListener:
         """A trial has an outcome."""
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        """The leaders are measured again; `done` of `total` runs are over, and the next ones take about `seconds`."""
+        """The leaders are measured again: `done` of `total` turns are over, and those that follow are expected to take
+        `seconds`, all of them together."""
+
+    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+        """The leaders are measured again in short turns, all of them in memory, which takes about `seconds`."""
+        self.remeasuring(leaders, 0, 1, seconds)
 
     def said(self, message: str) -> None:
         """Something the user should know."""

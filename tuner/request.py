@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
 from inspect import Signature, cleandoc, signature
@@ -43,6 +43,8 @@ class SearchRequest:
         prior: an estimate to begin with: `prior(config) -> Estimate | throughput`, such as a `redline.Estimator`.
             Where it is wrong the search finds out. Samplers other than `bayes` do without. By default a
             workload's is made, where its model can be traced.
+        begin_with: configurations tried right after the default one, such as those of a plan of `redline estimate`; knobs
+            that they leave out are as near to the default as is valid. A note names those that are not valid here.
         warm_start: folders of earlier runs, of this or another workload: what paid there is expected to pay here.
         headroom: share of a device's memory that is to stay free.
         layerwise: at the end, refine the winner block by block as predictions suggest, and try that beside it: one
@@ -71,6 +73,7 @@ class SearchRequest:
     ] = None
     sampler: Annotated[str, Asked(f"How candidates are chosen: {either(sampler_names())}.")] = "bayes"
     prior: Any = None
+    begin_with: Sequence[Mapping[str, Any]] = ()
     warm_start: Annotated[
         str | Path | Sequence[str | Path],
         Asked("An earlier run to learn from; repeatable.", metavar="RUN", many=True),

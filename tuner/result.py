@@ -56,6 +56,10 @@ class Result:
     """What was said on the way."""
     simulated: bool = False
     """Whether nothing was run and all numbers are predictions."""
+    seconds: float = 0.0
+    """Wall time of this call, s."""
+    seconds_again: float = 0.0
+    """The part of it in which the leaders were measured again, s."""
 
     @property
     def winner(self) -> Candidate:
@@ -97,6 +101,8 @@ class Result:
             "ended": self.ended,
             "interrupted": self.interrupted,
             "simulated": self.simulated,
+            "seconds": round(self.seconds, 1),
+            "seconds_again": round(self.seconds_again, 1),
             "trials": {str(name): count for name, count in summary.counts(self.all_trials).items() if count},
             "out": str(self.folder) if self.folder else None,
             "failures": summary.failures(self.all_trials) or None,
@@ -136,6 +142,8 @@ def make_result(
     interrupted: bool,
     notes: Sequence[str] = (),
     simulated: bool = False,
+    seconds: float = 0.0,
+    seconds_again: float = 0.0,
 ) -> Result:
     """The result of these trials."""
     return Result(
@@ -150,6 +158,8 @@ def make_result(
         knobs=tuple(knobs),
         notes=tuple(notes),
         simulated=simulated,
+        seconds=seconds,
+        seconds_again=seconds_again,
     )
 
 

@@ -103,6 +103,8 @@ class Search:
         self._shortfall = ""
         self.ended = ""
         """Why the search ended, in words."""
+        self.again_s = 0.0
+        """What measuring the leaders again took, s."""
 
     def run(self) -> None:
         """Tries configurations until the budget is spent or the space exhausted.
@@ -374,11 +376,14 @@ class Search:
         """Measures the leaders again, in turns, so that the winner is not merely the luckiest (see `Confirmation`)."""
         if not self.runner.confirms:
             return
+        begin = self._watch.elapsed
         try:
             self._confirmation().run()
         except BaseException as cause:
             self._close(cause)
             raise
+        finally:
+            self.again_s = self._watch.elapsed - begin
 
     def _confirmation(self) -> Confirmation:
         return Confirmation(

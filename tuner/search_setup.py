@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import available_memory_mib, usable_cores
-from ..base.errors import UsageError
+from ..base.errors import SpaceError, UsageError
 from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
 from ..models import Workload
@@ -24,7 +24,7 @@ from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.local import SharedDevices
 from ..runners.registry import runner_on
 from ..runners.work import Work
-from ..space import Space
+from ..space import Config, Space
 from .default_prior import assumed_hardware, default_prior
 from .first_trial import FirstTrial, first_trial
 from .loggers import check_trackers
@@ -65,6 +65,9 @@ class SearchSetup:
     estimator: "Estimator | None"
     """Predicts the task's configurations; None where there is no model, or its machine cannot be measured."""
     first: FirstTrial
+    begin_with: tuple[Config, ...]
+    """Configurations that the request names to be tried after the first trial."""
+    notes: tuple[str, ...]
     sampler: Sampler
     judge: Judge
     predictor: Predictor
@@ -122,6 +125,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
     if first.note:
         asked["first_trial"] = first.note
 
+    begin_with, notes = _begin_with(request, task)
     posterior = _surrogate_prior(request, task, estimator, prior, transferred, warn)
     if request.sampler == BayesSampler.name:
         sampler: Sampler = BayesSampler(task.space, seed=request.seed, knowledge=posterior)
@@ -138,6 +142,8 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         limit_mib=limit_mib,
         estimator=estimator,
         first=first,
+        begin_with=begin_with,
+        notes=notes,
         sampler=sampler,
         judge=Judge(posterior),
         predictor=Predictor(posterior),
@@ -170,6 +176,20 @@ def _transferred(request: Request, task: Task, asked: Mapping[str, Any]) -> list
     warm = request.warm_start
     runs = read_runs([warm] if isinstance(warm, (str, Path)) else warm, own=request.out)
     return [take(run, task.space, asked, task.own.unit if task.own else "") for run in runs]
+
+
+def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple[str, ...]]:
+    """The configurations of `begin_with` that are valid here, and a note for each of the others."""
+    from ..estimator.survey import checked_config
+
+    found, notes = dict[Config, None](), []
+    for each in request.begin_with:
+        try:
+            found[checked_config(task.space, each)] = None
+        except SpaceError as error:
+            text = " ".join(f"{name}={value}" for name, value in each.items())
+            notes.append(f"not tried, because it is not valid here: {text} ({' '.join(str(error).split())[:200]})")
+    return tuple(found), tuple(notes)
 
 
 def _estimator(

@@ -53,10 +53,10 @@ def run_search(request: Request) -> Result:
         messages.listener = held.enter_context(logging_to(request.log_to, request.out, messages.listener))
         folder = held.enter_context(_open(setup, held.enter_context(_folder(request.out)), messages.warn))
         begun = (setup.first.note,) if setup.first.note and not folder.resumed else ()
-        for note in (*folder.notes, *setup.task.notes, *begun):
+        for note in (*folder.notes, *setup.task.notes, *setup.notes, *begun):
             messages.warn(note)
         ended, lost = _search(setup, folder, watch, messages)
-        return _conclude(setup, folder, ended, lost, messages)
+        return _conclude(setup, folder, ended, lost, messages, watch)
 
 
 class _Messages:
@@ -65,6 +65,8 @@ class _Messages:
     def __init__(self, listener: SearchListener) -> None:
         self.listener = listener
         self.notes: list[str] = []
+        self.again_s = 0.0
+        """Time of measuring the leaders again, s."""
 
     def warn(self, message: str) -> None:
         self.notes.append(message)
@@ -104,7 +106,7 @@ def _search(
                 sampler=setup.sampler,
                 runner=runner,
                 budget=request.budget,
-                first=(setup.first.config,),
+                first=(setup.first.config, *setup.begin_with),
                 fallback=setup.first.fallback,
                 trial_timeout_s=request.timeout_s,
                 listener=messages.listener,
@@ -121,7 +123,10 @@ def _search(
             ended = search.ended
             if request.layerwise:
                 search.refine(refiner(setup.estimator, task.space, request.headroom, messages.warn))
-            search.confirm()
+            try:
+                search.confirm()
+            finally:
+                messages.again_s = search.again_s
             search.soak(messages.warn)
     except KeyboardInterrupt as interrupt:
         return "interrupted", interrupt
@@ -131,7 +136,12 @@ def _search(
 
 
 def _conclude(
-    setup: SearchSetup, folder: RunFolder, ended: str, cause: BaseException | None, messages: _Messages
+    setup: SearchSetup,
+    folder: RunFolder,
+    ended: str,
+    cause: BaseException | None,
+    messages: _Messages,
+    watch: Stopwatch,
 ) -> Result:
     """Writes best.yaml and returns the result.
 
@@ -147,7 +157,8 @@ def _conclude(
         own = folder.path.absolute() / "trials" / str(winner.number)
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
         messages.warn(f"the winner's command: {task.command.whole(winner.config, winner.number, own, hosts=hosts)}")
-    folder.write_best(command_of(request, task, setup.limit_mib, done), devices=task.device.to_dict())
+    command = command_of(request, task, setup.limit_mib, done)
+    folder.write_best(command, devices=task.device.to_dict(), again_s=messages.again_s)
     result = make_result(
         done,
         folder.knobs,
@@ -156,6 +167,8 @@ def _conclude(
         interrupted=interrupted,
         notes=messages.notes,
         simulated=task.simulated,
+        seconds=watch.elapsed,
+        seconds_again=messages.again_s,
     )
     messages.listener.ended(result)
     if isinstance(cause, RunnerError):

@@ -199,6 +199,14 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
         found = relative_error(side.best) if side.best else None
         return None if found is None else 100 * Z95 * found
 
+    precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
+
+    def utilisation(side: Side) -> str:
+        mfu = best("mfu")(side)
+        # Shares of two formats' peaks do not compare: that of the faster one may be smaller.
+        of = f" of {side.best.config['precision']}" if len(precisions) > 1 and side.best and mfu is not None else ""
+        return "" if mfu is None else f"{number(mfu, 3)}{of}"
+
     def spent(side: Side) -> float | None:
         known = [
             trial.measured.seconds_total * (trial.measured.devices or 1)
@@ -219,7 +227,7 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
         row("peak MiB", best("peak_memory_mib")),
         row("limit MiB", best("memory_limit_mib")),
         row("TFLOPS per device", best("tflops_per_device"), 4),
-        row("MFU", best("mfu"), 3),
+        ("MFU", tuple(utilisation(side) for side in sides)),
         row("loss", best("loss"), 6),
         row("devices", best("devices")),
         row("winner is trial", lambda side: side.best.number if side.best else None),

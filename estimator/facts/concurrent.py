@@ -5,7 +5,7 @@ import multiprocessing
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -27,8 +27,11 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     return list(product(precisions, attentions, fusions, kernels))
 
 
-def trace_concurrently(source: TracedFacts, variants: Iterable[Variant]) -> None:
+def trace_concurrently(
+    source: TracedFacts, variants: Iterable[Variant], progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
     """Traces those that are not known yet, as many at once as there are cores; what fails is left for later.
+    `progress` is called with how many of how many are done.
 
     Processes are forked, so that they have torch and transformers: only where no other thread runs that may
     hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
@@ -51,8 +54,11 @@ def trace_concurrently(source: TracedFacts, variants: Iterable[Variant]) -> None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with pool:
+        done, total = 0, sum(map(len, groups.values()))
         for found in pool.imap_unordered(_trace, groups.values()):
             source.add(found)
+            done += len(found)
+            progress(done, total)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -14,6 +14,7 @@ of one in the products, 4 or 2. See `schedule/fused_logits.py` for what is compu
 
 from dataclasses import replace
 
+from ...knobs.meaning import most_chunk
 from .model_facts import Matmul, ModelFacts, PerToken, bytes_of
 
 ON_A_CHUNK = 40
@@ -24,8 +25,6 @@ OPERATORS = 20.0
 
 def unformed(facts: ModelFacts) -> ModelFacts:
     """The facts with the logits unformed, from those with them; as they are where there is no vocabulary."""
-    from ...schedule.fused_logits import most_chunk
-
     head = _head(facts)
     if head is None:
         note = "kernels: no head onto a vocabulary; as without it"
@@ -60,3 +59,39 @@ def _head(facts: ModelFacts) -> Matmul | None:
     found = [item for part in facts.parts if part.role == "head" for item in part.matmuls]
     found = [item for item in found if item.n == facts.vocabulary]
     return found[-1] if found and has_loss else None
+
+
+def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:
+    """The facts with cross-entropy computed as one of `estimator.setup.LOSSES` says; None leaves it.
+
+    Of `plain` there are the logits, their fp32 copy and its logarithms, then the gradient of either; of `parallel` their fp32
+    copy, which becomes their shares, and the gradient in 16 bits; of `fused` the logits, in whose place their gradient comes:
+    read twice, written once.
+    """
+    head = _head(facts)
+    if loss is None or head is None:
+        return facts
+    if loss == "chunked":
+        return replace(unformed(facts), kernels=facts.kernels)
+    width, count = bytes_of(facts.precision), float(head.n)
+    saved, spike, moved, back, kernels = {
+        "plain": (width + (8 if width < 4 else 4), 4 + width, width + 16, 2 * width + 32, 8.0),
+        "parallel": (4, width, width + 20, 8 + width, 8.0),
+        "fused": (width, 0, 2 * width, width, 2.0),
+    }[loss]
+    parts = tuple(
+        replace(
+            part,
+            saved=PerToken(whole=part.saved.whole, sharded=count * saved),
+            transient=PerToken(sharded=count * spike),
+            traffic=PerToken(sharded=count * moved),
+            traffic_backward=PerToken(sharded=count * back),
+            kernels=kernels,
+            chunk=0,
+            transient_fixed=0.0,
+        )
+        if part.role == "loss"
+        else part
+        for part in facts.parts
+    )
+    return replace(facts, parts=parts)

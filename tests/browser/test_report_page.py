@@ -352,7 +352,9 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
     tab.goto(again.as_uri())
     for name in ("progress", "memory", "parallel", "trials"):
         lead = tab.locator(f"#{name} .lead").first.inner_text()
-        assert "Trial 2, above the winner, was measured once only: what is not confirmed cannot win." in lead, name
+        assert "Trial 2, above the winner, was measured only once: a trial that is not confirmed cannot win." in lead, (
+            name
+        )
     assert [each.get_attribute("data-trial") for each in tab.locator("#trials tbody tr[data-trial]").all()] == [
         "1",
         "0",
@@ -519,7 +521,7 @@ def test_it_prints_on_pages_no_wider_than_paper_with_all_rows_of_the_table(tab, 
         (
             "step time",
             1.1,
-            "half of the predictions are within 8 % of what was measured; typically 1.1 × predicted was measured",
+            "half of the predictions are within 8 % of the measured step time, which is typically 1.1 times the predicted one",
         ),
     ],
 )

@@ -133,8 +133,8 @@ def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
     assert retries(1.0) > 0
     # Where what is live does not fit either the run fails, or it lived because it needed less than predicted.
     assert retries(0.9) > retries(1.3)
-    # Measured by live tensors there is no slack that could be freed.
-    assert retries(1.0, reserved_memory=False) == 0
+    # A device is as full, whatever a measurement states of it.
+    assert retries(1.0, reserved_memory=False) == retries(1.0)
 
 
 def test_more_stages_than_blocks_never_finish():

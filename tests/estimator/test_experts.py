@@ -9,11 +9,7 @@ from redline.estimator.constants import Constants
 from redline.estimator.experts import imbalance
 from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.hardware import find_hardware
-from redline.estimator.neighbours import neighbours
-from redline.estimator.survey import device_of, hopeful, survey
 from redline.estimator.time import matmul_seconds
-from redline.models import workload
-from redline.models.spaces import make_space
 
 H100 = find_hardware("h100-80gb")
 EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS = 64, 4, 2048, 1024, 16
@@ -122,26 +118,3 @@ def test_products_of_experts_with_more_rows_each_are_faster():
     assert seconds(64) < seconds(8) < seconds(1)
     rate = 2 * 8192 * CHOSEN * HIDDEN * 2 * INNER / seconds(64)
     assert 0.5 < rate / (H100.rate("bf16") * H100.achievable * Constants().matmul_efficiency) < 1
-
-
-def test_neighbours_are_valid_and_differ_by_a_value_or_a_factor_that_moved():
-    device = device_of(H100)
-    space = make_space(replace(workload("mixtral-8x7b"), global_batch=256), device, 64)
-    begin = space.config({"tp": 2, "pp": 4, "micro_batch": 2, "sequence_parallel": True})
-    found = list(neighbours(space, begin))
-    assert len(set(found)) > 40 and begin not in found
-    assert all(each in space for each in found)
-    assert any(each["pp"] == 2 and each["ep"] == 2 for each in found)
-    assert any(each["tp"] == 1 and each["micro_batch"] == 4 for each in found)
-
-
-@pytest.mark.slow
-def test_the_best_of_a_drawn_sample_leads_to_better_ones(monkeypatch):
-    space = make_space(replace(workload("mixtral-8x7b"), global_batch=256), device_of(H100), 64)
-    estimator = Estimator("mixtral-8x7b", H100, TrainingSetup(devices=64, global_batch=256))
-    monkeypatch.setattr("redline.estimator.survey.MOST_DRAWN", 2000)
-    found = survey(estimator, space, order=hopeful)
-    monkeypatch.setattr("redline.estimator.survey.climbed", lambda *arguments: [])
-    drawn = survey(estimator, space, order=hopeful)
-    assert found.best[0].estimate.throughput > 1.05 * drawn.best[0].estimate.throughput
-    assert found.best[0].config in space

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +73,77 @@ def test_a_library_that_was_cut_short_breaks_the_next_compilation_unless_it_is_s
     assert found and is_damaged_library(run("as it is").stderr)
     again = run("sweep")
     assert again.returncode == 0 and again.stdout == first.stdout, again.stderr
+
+
+SLOW_LINKER = """#!/bin/sh
+# As a linker on a slow disk: the library exists, with nothing in it yet.
+case "$*" in *.so*) if [ -e "{flag}" ]; then
+    for word in "$@"; do case "$before" in -o) : > "$word";; esac; before=$word; done
+    sleep 60
+fi;; esac
+exec {compiler} "$@"
+"""
+
+
+def empty_libraries(cache):
+    return [path for path in cache.glob("*/*.so") if path.stat().st_size == 0]
+
+
+def killed_while_it_links(command, cache, folder, how):
+    """Starts a command in a session of its own whose compilations do not come beyond an empty library, and ends the session
+    when there is one; returns the environment for the next command."""
+    linker, flag = folder / "linker", folder / "slow"
+    linker.write_text(SLOW_LINKER.format(flag=flag, compiler=shutil.which("g++")))
+    linker.chmod(0o755)
+    flag.touch()
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "CXX": str(linker)}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        end = time.monotonic() + 300
+        while not empty_libraries(cache) and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert empty_libraries(cache), "nothing was being linked"
+        os.killpg(process.pid, how)
+        process.wait(120)
+    flag.unlink()
+    assert empty_libraries(cache), "the killed compilation leaves its library behind"
+    return environment
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for a CPU by g++")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_compilation_that_was_killed_while_it_linked_does_not_break_the_next(tmp_path, how):
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", COMPILED, "sweep"]
+    environment = killed_while_it_links(command, cache, tmp_path, how)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and again.stdout == f"{[1.0] * 8}\n", again.stderr
+    assert not empty_libraries(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for a CPU by g++")
+def test_a_search_that_was_killed_while_a_trial_compiled_is_resumed(tmp_path):
+    from redline.results import View
+
+    command = [
+        *(sys.executable, "-m", "redline.cli", "tune", "gpt2-tiny", "--seq-len", "32", "--runner", "local"),
+        *("--fix", "fusion=true", "--fix", "precision=fp32", "--trials", "1", "--out", "run"),
+    ]
+    environment = killed_while_it_links(command, tmp_path / "cache", tmp_path, signal.SIGKILL)
+    again = subprocess.run(
+        [*command, "--resume"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    (trial,) = View(tmp_path / "run").trials()
+    assert trial.ok and trial.config["fusion"] is True
 
 
 class Listed(Work):

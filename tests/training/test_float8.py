@@ -249,8 +249,8 @@ def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda,
 
 def test_who_has_it_not_is_told_why(small, cuda, cpu, installed):
     made = small("llama")
-    assert without_float8(made, cpu) == "a CPU does not multiply numbers of 8 bits"
-    assert without_float8(made, cuda((8, 0))).endswith("capability 8.9, and this device has 8.0")
+    assert without_float8(made, cpu) == "a CPU does not support 8-bit products"
+    assert without_float8(made, cuda((8, 0))).endswith("capability 8.9, but this device has 8.0")
     assert without_float8(small("gpt2"), cuda()).endswith("there is none in its repeated blocks")
     installed(False)
     assert without_float8(made, cuda()) == "torchao is not installed: pip install 'redline[fp8]'"

@@ -82,7 +82,7 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
 
 def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypatch):
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
-    assert "without fp8: a CPU does not multiply numbers of 8 bits" in out and "the loss alone" not in out
+    assert "without fp8: a CPU does not support 8-bit products" in out and "the loss alone" not in out
     described = resolve_task(TrainingRequest("llama-tiny"), simulated=H100).device
     lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
     monkeypatch.setattr("redline.base.device.not_installed", lacking)
@@ -188,7 +188,7 @@ def test_estimate_prints_both(capsys):
     arguments = [*shape, *where, "--fix", "tp=1", "--top", 1]
     code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
     assert code == 0 and "precision=fp8 (lossy)" in out
-    (line,) = [each for each in out.splitlines() if each.startswith("without lossy values: ")]
-    assert "times the best" in line and "precision=bf16 " in line
+    told = " ".join(out[out.index("without lossy values: ") :].split()).partition(" % of ")[0]
+    assert "times the best" in told and "precision=bf16 " in told
     code, out, _ = run(capsys, "estimate", *arguments, "--fix", "precision=bf16_pure")
     assert "without lossy values: none is predicted to fit" in out

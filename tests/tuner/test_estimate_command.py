@@ -8,8 +8,9 @@ from redline.base.errors import UsageError
 from redline.cli import main
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
+from redline.estimator.plans import choose, plan_of
 from redline.estimator.request import estimate_request
-from redline.estimator.survey import plan_of, survey
+from redline.estimator.survey import survey
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
 
@@ -36,23 +37,162 @@ def test_the_best_are_different_plans_ranked_by_throughput_times_the_chance_to_f
     table = question.estimator.table(list(question.space))
     assert hopes[0] == pytest.approx((table.throughput * table.probability_fits)[table.fits].max())
     assert found.baseline.config == question.space.default()
+    safest, small = (
+        next((each.ranked for each in found.plans if each.role == role), None) for role in ("safest", "least memory")
+    )
+    assert safest is None or safest.estimate.throughput >= 0.97 * found.ranked[0].estimate.throughput
+    half = table.fits & (table.throughput >= 0.5 * found.ranked[0].estimate.throughput)
+    assert small.estimate.peak_memory_mib == pytest.approx(table.fullest_memory_mib[half].min())
     assert found.to_dict()["best"][0]["throughput_per_device"] == pytest.approx(found.ranked[0].estimate.throughput / 8)
-    assert found.survey.fitting == table.fits.sum()
-    unfit = sum(count for reason, count in found.survey.out.items() if reason.startswith("does not fit"))
+    everything = survey(question.estimator, question.space)
+    assert everything.fitting == table.fits.sum()
+    unfit = sum(count for reason, count in everything.out.items() if reason.startswith("does not fit"))
     assert unfit == (~table.fits).sum()
 
 
-def test_each_is_shown_with_memory_time_throughput_mfu_and_what_binds_it(capsys):
+def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_commands(capsys):
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--fix", "tp=2")
     assert code == 0
     header = next(line for line in out.splitlines() if "MFU" in line)
-    assert all(word in header for word in ("tokens/s", "step", "memory", "bound by"))
+    assert all(word in header for word in ("tokens/s", "per GPU", "80 % range", "step", "memory", "fits", "bound by"))
     lines = out[out.index(header) :].splitlines()[1:]
-    rows = [at for at, line in enumerate(lines) if re.match(r"\d  |untuned  ", line)]
-    assert len(rows) == 6 and all("GiB" in lines[at] and "%" in lines[at] and "tp=2" in lines[at + 1] for at in rows)
-    assert all(len(line) <= 100 for line in lines[: rows[-1] + 2]), "a terminal of 100 columns would wrap it"
-    assert "a device" in header and "predicted to be" in out
-    assert "ruled out, of" in out
+    rows = {
+        line.split("  ")[0]: line
+        for line in lines
+        if re.match(r"(fastest|safest|least memory|\d+ GPUs?|untuned)  ", line)
+    }
+    assert {"fastest", "least memory", "untuned"} <= set(rows)
+    assert all("GiB" in row and "%" in row for row in rows.values())
+    figures = [row.split(maxsplit=len(name.split()))[-1] for name, row in rows.items()]
+    assert len(set(figures)) == len(rows), "no two rows are the same plan"
+    assert all(len(line) <= 100 for line in out.splitlines() if "redline estimate" not in line), "it would be wrapped"
+    first, verdict = out.splitlines()[:2]
+    assert first.startswith("8 x 1024 on 8 x a100-40gb") and "x untuned; fits with a chance of" in verdict
+    assert "configurations" in out and "ruled out" not in out and "does not fit; most" not in out
+    assert out.splitlines()[-1].strip().startswith("redline export plan.yaml --to torchtitan")
+
+
+def test_explained_it_says_why_the_others_are_ruled_out(capsys):
+    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--memory-limit", "3GiB", "--explain"]
+    _, out, _ = run(capsys, *arguments)
+    assert "does not fit; most of its memory is" in out
+
+
+def test_a_narrow_terminal_goes_without_columns_and_wraps_no_word(question):
+    from redline.cli.estimate_text import body
+
+    found = estimate_document(question)
+    for width in (60, 80, 100):
+        lines = body(found, width=width)
+        assert max(map(len, lines)) <= width
+        whole = {word for line in body(found, width=10_000) for word in line.split() if "=" in word}
+        assert whole <= {word for line in lines for word in line.split()}
+
+
+def test_fewer_devices_are_a_plan_where_they_keep_half_the_speed(question):
+    from redline.estimator.document import with_fewer_devices
+
+    shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
+
+    def on(devices):
+        asked = {"devices": devices, "seq_len": 1024, "global_batch": 64, "fix": {"precision": "bf16"}}
+        return estimate_request(shape, "a100-40gb", **asked)
+
+    found = with_fewer_devices(estimate_document(question), on)
+    fewer = found.plans[-1]
+    assert fewer.role == "4 devices" and fewer.devices == 4
+    assert fewer.ranked.estimate.throughput >= 0.5 * found.ranked[0].estimate.throughput
+    assert fewer.ranked.config["tp"] * fewer.ranked.config["pp"] * fewer.ranked.config["dp"] <= 4
+
+
+def test_a_sampled_space_leads_to_its_best_plan(question, monkeypatch):
+    whole = choose(question.estimator, question.space)
+    monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
+    for seed in range(3):
+        found = choose(question.estimator, question.space, seed=seed)
+        assert found.survey.predicted == 300 < found.survey.valid
+        assert found.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput, rel=1e-6)
+
+
+def test_a_plan_file_is_what_export_reads(capsys, tmp_path):
+    import yaml
+
+    plan = tmp_path / "plan.yaml"
+    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64, "-o", plan]
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and f"redline export {plan} --to torchtitan" in out and "redline tune" not in out
+    kept = yaml.safe_load(plan.read_text())
+    assert kept["simulated"] is True and kept["trains"]["devices"]["used"] == 8
+    code, out, _ = run(capsys, "export", plan, "--to", "env")
+    assert code == 0 and "predicted, simulated: nothing was run" in out and "the fastest plan" in out
+    assert f"MICRO_BATCH={kept['best']['configuration']['micro_batch']}" in out.replace("'", "").replace('"', "")
+    code, _, err = run(capsys, "export", plan, "--to", "env", "--trial", 3)
+    assert code == 2 and "--trial 3 names a trial of a run" in err
+    code, _, err = run(capsys, "tune", plan)
+    assert code == 2 and "does not name a model to tune" in err
+    plan.write_text("best: 3\n")
+    code, _, err = run(capsys, "export", plan, "--to", "env")
+    assert code != 0 and "has no best with a configuration" in err
+
+
+def test_a_search_begins_with_the_plans(capsys, tmp_path):
+    import yaml
+    from redline.results import View
+
+    plan, out = tmp_path / "plan.yaml", tmp_path / "run"
+    asked = ["gpt2-tiny", "--hardware", "a100-40gb", "--devices", 2, "--global-batch", 16, "-o", plan]
+    code, text, _ = run(capsys, "estimate", *asked)
+    assert code == 0 and f"redline tune {plan}" in text
+    kept = yaml.safe_load(plan.read_text())
+    simulated = ["--runner", "simulate", "--hardware", "a100-40gb", "--trials", 4, "--out", out]
+    code, _, err = run(capsys, "tune", plan, *simulated)
+    assert code == 0, err
+    trials = View(out).trials()
+    assert [each.sampler for each in trials[:2]] == ["default", "user"]
+    assert trials[1].config == kept["best"]["configuration"]
+
+
+@pytest.mark.slow
+def test_what_was_resolved_once_needs_no_torch_again(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom redline.cli import main\n"
+        "try:\n main(['estimate', 'gpt2-tiny', '--hardware', 'h100', '--devices', '2', '--json'])\n"
+        "except SystemExit: pass\nprint('torch' in sys.modules)"
+    )
+    answers = []
+    for _ in range(2):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        answers.append(done.stdout.splitlines())
+    assert [each[1] for each in answers] == ["True", "False"]
+    assert answers[0][0] == answers[1][0], "what is kept answers as what is resolved"
+
+
+def test_what_is_kept_counts_only_for_the_same_request_and_model(tmp_path):
+    from redline.estimator.hardware import find_hardware
+    from redline.estimator.kept import key_of
+    from redline.estimator.survey import device_of
+    from redline.models.request import TrainingRequest
+
+    device = device_of(find_hardware("h100"))
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2"}')
+    keys = {key_of(TrainingRequest("gpt2"), device, 8), key_of(TrainingRequest("gpt2"), device, 16)}
+    keys |= {key_of(TrainingRequest("gpt2", fix={"zero": 1}), device, 8), key_of(TrainingRequest(str(file)), device, 8)}
+    file.write_text('{"model_type": "gpt2", "n_layer": 3}')
+    keys.add(key_of(TrainingRequest(str(file)), device, 8))
+    assert len(keys) == 5 and None not in keys
+    assert key_of(TrainingRequest("train.py:workload"), device, 8) is None, "code may change what it resolves to"
+    assert key_of(TrainingRequest("owner/name"), device, 8) is None
+
+
+def test_a_model_of_experts_says_what_is_assumed_of_them():
+    notes = estimate_request("mixtral-tiny", "h100-80gb", devices=2).notes
+    assert any("mixture of 4 experts, 2 a token" in each for each in notes)
 
 
 def test_json_holds_what_the_text_says(capsys):
@@ -67,7 +207,8 @@ def test_json_holds_what_the_text_says(capsys):
     assert sum(value for name, value in best["breakdown"].items() if name.startswith("memory.")) == pytest.approx(
         best["peak_memory_mib"]
     )
-    assert data["valid"] == data["predicted"] >= data["fitting"]
+    assert data["valid"] > data["predicted"] >= data["fitting"] > 0
+    assert [each["role"] for each in data["plans"]][:2] == ["fastest", "2nd"] and data["plans"][0]["devices"] == 8
 
 
 def test_one_configuration_is_explained_term_by_term(capsys):
@@ -180,5 +321,6 @@ def test_of_a_space_that_is_too_large_the_drawn_ones_are_counted(question, monke
     for each in drawn.best:
         assert each.config in question.space
         assert each.estimate.throughput == pytest.approx(question.estimator(each.config).throughput)
+    monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
     assert code == 0 and "of 300 configurations, drawn from " in out

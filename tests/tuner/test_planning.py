@@ -1,5 +1,6 @@
 """A training that goes on keeps what it computes, takes the fastest that fits, and falls back to what needs clearly less."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
         found = plan(tiny, devices=devices, like=like, hardware=H100)
         assert found.config["precision"] == precision
         assert samples(found.config) == samples(like) == 16, "not the workload's 32"
-        assert found.config.get("tp", 1) * found.config.get("pp", 1) * found.config.get("dp", 1) == devices
+        assert math.prod(found.config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == devices
         assert found.estimate.fits and found.trials == ()
         assert found.why.startswith("the estimate's best of") and f"{devices} x {H100}" in found.why
 

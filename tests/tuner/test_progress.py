@@ -47,14 +47,18 @@ def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
     monkeypatch.setattr("redline.cli.progress.time.monotonic", lambda: now[0])
     listener = TerminalListener(io.StringIO())
     listener.began(plan())
-    listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 0, 4, 160.0)
+    listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 1, 4, 120.0)
     now[0] += 42.0
-    assert "0:42 of about 2:40: measuring the leaders again, in turns: trials 3, 0" in shown(listener)
+    assert "0:42 measuring the leaders again: turn 2 of 4, about 1:18 left (trials 3, 0)" in shown(listener)
+    now[0] += 100.0
+    assert "2:22 measuring the leaders again: turn 2 of 4, longer than expected (trials 3" in shown(listener)
+    listener.alternating([trial(3, 1.0), trial(0, 1.0)], 60.0)
+    assert "measuring the leaders again in short turns, about 1:00 left (trials 3, 0)" in shown(listener)
     listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 4, 4)
     assert "measuring" not in shown(listener)
     lines = io.StringIO()
     LineListener(lines).remeasuring([trial(3, 1.0)], 0, 2, 160.0)
-    assert lines.getvalue() == "measuring the leaders again, in turns: trial 3, about 2:40\n"
+    assert lines.getvalue() == "measuring the leaders again: turn 1 of 2, about 2:40 left: trial 3\n"
 
 
 def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():

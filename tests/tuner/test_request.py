@@ -18,7 +18,7 @@ from redline.tuner.loggers import logger_names
 from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request
 from redline.tuner.samplers import sampler_names
 
-PYTHON_ONLY = {"prior", "isolate", "listener"}
+PYTHON_ONLY = {"begin_with", "prior", "isolate", "listener"}
 
 
 def test_the_sections_are_the_request_in_the_order_of_its_constructor():

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...base.errors import NothingFound, StudyError
 from ...base.reading import path_of
 from ...models import Workload
 from ...models.resolve import workload as resolve_workload
 from ...results import View, summary
+from ...results.best import is_plan, load
 from ...results.names import BEST, holds_run
 from ...space import Config
 from ..planning import plan, safer
@@ -67,7 +66,7 @@ class Source:
 
 
 def read_source(given: str | Path, *, of_model: bool = True) -> Source:
-    """What a run's folder, its best.yaml, or a model's name says.
+    """What a run's folder, its best.yaml, a plan of `redline estimate`, or a model's name says.
 
     Args:
         given: one of these.
@@ -78,9 +77,11 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
         NothingFound: a run has no winner.
     """
     path = path_of(given)
-    if path.name.endswith((".yaml", ".yml")) and path.is_file():
-        if path.name != BEST or not holds_run(path.parent):
-            return _of_file(path, of_model)
+    if is_plan(path):
+        found = load(path)
+        measured = None if found.trains.get("simulated") else found.trial.measured.throughput
+        return _source(found.trains, Config(found.trial.config), measured, str(path), of_model)
+    if path.name == BEST and path.is_file():
         path = path.parent
     if path.is_dir() and holds_run(path):
         return _of_run(path, of_model)
@@ -94,21 +95,6 @@ def _of_run(path: Path, of_model: bool) -> Source:
     if winner is None:
         raise NothingFound(f"'{path}' names no winner: {summary.why_nothing(trials)}")
     return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(path), of_model)
-
-
-def _of_file(path: Path, of_model: bool) -> Source:
-    """Of a best.yaml that lies by itself."""
-    try:
-        document = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
-    best = document.get("best") if isinstance(document, Mapping) else None
-    if isinstance(document, Mapping) and "best" in document and best is None:
-        raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
-    if not isinstance(best, Mapping) or not isinstance(best.get("configuration"), Mapping):
-        raise StudyError(f"'{path}' is no best.yaml of redline: it has no best with a configuration")
-    known = document.get("trains") or {}
-    return _source(known, Config(best["configuration"]), best.get("throughput"), str(path), of_model)
 
 
 def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool) -> Source:

@@ -44,6 +44,7 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
         "frontier": analysis.frontier(trials),
         "predictions": analysis.predictions(trials),
         "timeline": analysis.lanes(trials),
+        "seconds_again": (source.best or {}).get("seconds_again"),
         "effects": effects(trials, free),
         "failures": failures(trials, source.folder),
         "exports": exports(source),

@@ -149,7 +149,7 @@ def test_runs_that_name_nothing_to_train(run, here, tmp_path):
     )
     refused(run, ["is of a command; redline trains models"], "train", tmp_path / "best.yaml")
     (tmp_path / "best.yaml").write_text("- 1\n")
-    refused(run, ["is no best.yaml of redline"], "train", tmp_path / "best.yaml")
+    refused(run, ["is neither a best.yaml of redline nor a plan of"], "train", tmp_path / "best.yaml")
 
 
 def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_path):

@@ -6,7 +6,7 @@ const connection = document.getElementById("connection");
 
 function connected(error) {
   connection.hidden = !error;
-  connection.textContent = error ? "The dashboard's server does not answer; what is shown is what was known. Trying again." : "";
+  connection.textContent = error ? "The dashboard's server does not answer; the page shows its last answer. Trying again." : "";
 }
 
 class Refused extends Error {

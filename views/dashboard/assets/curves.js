@@ -3,7 +3,7 @@
 const TRAIN_STATE_WORDS = {
   running: "A process is working on this training; the page follows it.",
   finished: "The training came to its last step.",
-  stopped: "Nobody works on this training, and it did not come to its last step; `redline train FOLDER --resume` goes on with it.",
+  stopped: "No process works on this training, and it has not reached its last step; `redline train FOLDER --resume` continues it.",
 };
 
 // [step, value] pairs of two columns.

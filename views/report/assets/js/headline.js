@@ -79,7 +79,7 @@ function headline(run) {
   tiles.push(tile(simulated ? "Trials, simulated" : "Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${number(counts[each], 9)} ${each}`)) || "none has ended",
     shareBar(statusParts(counts), "trials by status")));
   const { failures } = run.headline;
-  return el("section", { id: "headline", class: winner ? "" : "nothing" },
+  return el("section", { id: "headline", class: !winner ? "nothing" : run.headline.gain_shown && run.headline.gain > 1 ? "gain" : "" },
     el("p", { class: "big" }, figureOf(big)),
     el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : null, sentence),
     winner && winner.lossy ? caution(run) : null,

@@ -60,7 +60,7 @@ function whyAbove(run) {
   const tied = above.filter((row) => !row.once).map((row) => row.trial);
   const named = (list) => `Trial${list.length > 1 ? "s" : ""} ${words(list.slice(0, 4).map(String))}${list.length > 4 ? ` and ${list.length - 4} more` : ""}`;
   return [
-    once.length ? `${named(once)}, above the winner, ${once.length > 1 ? "were" : "was"} ${run.seen} once only: what is not confirmed cannot win.` : "",
+    once.length ? `${named(once)}, above the winner, ${once.length > 1 ? "were" : "was"} ${run.seen} only once: a trial that is not confirmed cannot win.` : "",
     tied.length ? `${named(tied)} ${tied.length > 1 ? "are" : "is"} faster than the winner by no more than the error: of equals the one with more free memory wins, then the simpler one.` : "",
   ].filter(Boolean).join(" ");
 }

@@ -20,7 +20,7 @@ const STATE_WORDS = {
   finished: "The search came to its end.",
   nothing: "The search came to its end without a winner: no trial ran to the end.",
   stopped: "Nobody works on this run, and it did not come to its end; `redline tune --resume` continues it.",
-  table: "There is no run.yaml beside the table, so what was asked, the space and the environment are not known, nor whether more is to come.",
+  table: "There is no run.yaml beside the table, so the request, the space, the environment, and whether more trials follow are not known.",
 };
 
 // Kinds of marks and their shapes, the later over the earlier. Hollow is what was measured once where others were again.

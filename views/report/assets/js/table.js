@@ -100,7 +100,7 @@ function trialTable(first, open) {
       return sign * compareCells(x, y) || a.trial - b.trial;
     });
     about.textContent = [run.simulated ? "Nothing was run: these numbers are predictions." : "",
-      run.measuredAgain ? `The winner stands first, then what else was ${run.seen} again; what they were ${run.seen} at before stands under “First”.` : "", whyAbove(run)].filter(Boolean).join(" ");
+      run.measuredAgain ? `The winner is first, followed by the other trials that were ${run.seen} again; “First” is their first throughput.` : "", whyAbove(run)].filter(Boolean).join(" ");
     about.hidden = !about.textContent;
     told.textContent = wanted.unknown.length
       ? `No column is called ${wanted.unknown.join(", ")}. Columns: ${[...run.knobNames, ...run.columns.filter((each) => !each.startsWith("knob."))].join(", ")}`

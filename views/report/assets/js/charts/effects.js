@@ -58,7 +58,7 @@ function valueLines(run, name, value) {
     `${name} = ${value.label}`,
     `${plural(ran, "trial")} ok${lost.map(([status, count]) => `, ${count} ${status}`).join("")}`,
     given(value.median) ? `median ${rate(value.median, run.unit)}, quartiles ${number(value.low)} to ${number(value.high)}, all ${number(value.min)} to ${number(value.max)}` : "",
-    given(value.effect) ? `with the others held equal: × ${number(value.effect, 3)} of the average (${number(value.effect_low, 3)} to ${number(value.effect_high, 3)})` : "",
+    given(value.effect) ? `with the other knobs equal: × ${number(value.effect, 3)} of the average (${number(value.effect_low, 3)} to ${number(value.effect_high, 3)})` : "",
   ].filter(Boolean);
 }
 
@@ -103,8 +103,8 @@ function effects(run) {
   const known = given(run.effects.explained) && run.effects.explained > 0;
   const why = known
     ? `The bars say which share of the variation of (log) throughput each knob accounts for by itself, checked by leaving each of the ${plural(run.effects.count, "successful trial")} out in turn; what is not explained is interplay between knobs, and noise.`
-    : `The ${plural(run.effects.count, "successful trial")} are too few, or too alike, to tell how much each knob matters; below is what was ${run.seen}.`;
+    : `The ${plural(run.effects.count, "successful trial")} are too few, or too alike, to show how much each knob matters; below are the throughputs as they were ${run.seen}.`;
   return section("effects", "What each knob does", why, importanceChart(run),
-    el("p", { class: "lead" }, "For each value: the box holds the middle half of the throughputs, the line across it is the median, the whisker spans all of them, the number at its name counts them. The dots joined by a line are the effect with the other knobs held equal, one standard error up and down."),
+    el("p", { class: "lead" }, "For each value: the box is the middle half of the throughputs, the line across it the median, the whisker all of them; the number below the value counts them. The dots joined by a line are the effect with the other knobs equal, one standard error up and down."),
     el("div", { class: "small-multiples" }, told.map((each) => effectChart(run, each, fromZero(high * 1.02), center))));
 }

@@ -61,7 +61,7 @@ function throughputOverMemory(run) {
   const kinds = ["oom", "skipped"].filter((status) => failed.some((row) => row.status === status));
   return section("memory", "Throughput over peak memory", [
     done.length ? "The stepped line is the frontier: no trial on it is beaten in speed by one that needs less memory." : "No trial ran to the end.",
-    kinds.length ? "Below the axis stands what did not fit: OOMs at what they held plus what they asked for, skipped ones at what was predicted; a mark at the right edge lies beyond it." : "",
+    kinds.length ? "Trials that did not fit are below the axis: OOMs at the memory they had plus the memory they asked for, skipped trials at their predicted memory; a mark at the right edge is beyond it." : "",
     whyAbove(run),
     far ? `The limit, ${memory(limit)}, lies far to the right and is not drawn.` : "",
     unknown ? `${plural(unknown, "OOM")} left no figure of what was needed and ${unknown === 1 ? "is" : "are"} not shown.` : "",

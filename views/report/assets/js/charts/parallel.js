@@ -165,7 +165,7 @@ function parallel(run) {
   const axesList = parallelAxes(run, speeds);
   if (!axesList.length || run.rows.length < 2) return null;
   const ramp = picture(90, 10, ...Array.from({ length: RAMP }, (unused, at) => [`line q${at} thick`, `M${at * 10 - 45} 0h10`]));
-  return section("parallel", "Configurations and what came of them",
-    `Each line is a trial, from its knobs to its throughput; its colour tells how fast it was. Dashed ones did not run to the end. Press a value to keep only the trials that have it, press it again to let go. The knobs that matter most stand nearest the throughput. ${whyAbove(run)}`.trim(),
+  return section("parallel", "Configurations and their outcomes",
+    `Each line is a trial, from its knobs to its throughput; its colour shows how fast it was. Dashed ones did not run to the end. Press a value to keep only the trials that have it, press it again to let go. The knobs that matter most are nearest to the throughput. ${whyAbove(run)}`.trim(),
     parallelChart(run, axesList, speeds), legend([["slow ", ramp], "fast"], lineKey("line failed", "failed"), ...(run.winner ? [lineKey("line winner", "winner")] : [])));
 }

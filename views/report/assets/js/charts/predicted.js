@@ -3,7 +3,7 @@
 // How far predictions were off, as a factor where it is a large one: 808 % says less than nine times.
 function agreement(run, title, { ratio, error }) {
   const factor = Math.max(ratio, 1 / ratio);
-  if (!(factor > 2)) return `half of the predictions are within ${percent(error)} of what was ${run.seen}; typically ${number(ratio, 3)} × predicted was ${run.seen}`;
+  if (!(factor > 2)) return `half of the predictions are within ${percent(error)} of the ${run.seen} ${title}, which is typically ${number(ratio, 3)} times the predicted one`;
   const more = ratio > 1;
   const than = title === "peak memory" ? (more ? "more" : "less") : (title === "step time") === more ? "slower" : "faster";
   return `typically ${number(factor, 2)} times ${than} than predicted`;

@@ -39,8 +39,11 @@ function timeline(run) {
   const used = [...new Set(items.map(([trial]) => (run.byTrial.get(trial) || {}).devices))];
   const drawn = of === "devices"
     ? "Each block is a trial, as wide as the time it took and as high as the devices it used. The table does not name devices: a trial is drawn on the lowest ones that were free."
-    : `Each block is a trial${used.length === 1 && given(used[0]) ? ` on ${plural(used[0], "device")}` : ""}, as wide as the time it took; those that ran at the same time stand below one another.`;
+    : `Each block is a trial${used.length === 1 && given(used[0]) ? ` on ${plural(used[0], "device")}` : ""}, as wide as the time it took; those that ran at the same time are below one another.`;
+  const [, end] = extent(items.map((each) => each[4]));
+  const again = run.seconds_again;
+  const beyond = given(again) ? ` Measuring the leaders again took another ${duration(again)}, ${percent(again / (end + again))} of the whole.` : "";
   return section("timeline", "Where the time went",
-    `${drawn} It begins at ${moment(origin)}${run.simulated ? " and goes by the simulated cluster's clock" : ""}.`,
+    `${drawn} It begins at ${moment(origin)}${run.simulated ? ", in the time of the simulated cluster" : ""}.${beyond}`,
     timelineChart(run), legend(...statusKeys(run.headline.counts)));
 }

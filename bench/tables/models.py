@@ -1,0 +1,124 @@
+"""Shapes of the models that tables name, where the presets of redline do not have them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from redline.estimator import Shape
+from redline.estimator.check import preset_of
+from redline.models.presets import PRESETS
+
+from .form import Left
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 50304, **more: object) -> dict[str, object]:
+    """GPT-3's block: learned positions, LayerNorm, GELU, biases; dropout where pre-training has it."""
+    return {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "gated": False, "tied": True,
+            "biases": True, "positions": 2048, **more}  # fmt: skip
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, kv: int, inner: int, vocabulary: int, **more: object
+) -> dict[str, object]:
+    return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "intermediate": inner,
+            "vocabulary": vocabulary, **more}  # fmt: skip
+
+
+SHAPES: Mapping[str, Mapping[str, object]] = {
+    # NVIDIA NeMo's GPT-3 recipes (sequence 2048, tokenizer of 51,200), Brown et al. 2020 for 175B.
+    "gpt3-5b": _gpt(24, 4096, 32, 51200),
+    "gpt3-20b": _gpt(44, 6144, 48, 51200),
+    "gpt3-175b": _gpt(96, 12288, 96, 51200),
+    # Nemotron-3 8B, -4 22B and 340B: squared ReLU, no biases, rotary positions, tokenizer of 256,000.
+    "nemotron-8b": _llama(32, 4096, 32, 32, 16384, 256000, gated=False),
+    "nemotron-22b": _llama(40, 6144, 48, 48, 24576, 256000, gated=False),
+    "nemotron-340b": _llama(96, 18432, 96, 8, 73728, 256000, gated=False),
+    "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256),
+    "llama3.2-3b": _llama(28, 3072, 24, 8, 8192, 128256, tied=True),
+    "llama2-34b": _llama(48, 8192, 64, 8, 22016, 32000),
+    "llama-30b": _llama(60, 6656, 52, 52, 17920, 32000),
+    "llama-65b": _llama(80, 8192, 64, 64, 22016, 32000),
+    "powerlm-3b": _llama(40, 2304, 36, 36, 9216, 49152, tied=True),
+    # BigCode's gpt_bigcode: one key and value head.
+    "gpt-bigcode-santacoder": _gpt(24, 2048, 16, 49280, kv_heads=1, dropout=True),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151936, head_dim=128),
+    "qwen3-4b": _llama(36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True),
+    "qwen3-1.7b": _llama(28, 2048, 16, 8, 6144, 151936, head_dim=128, tied=True),
+    "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-14b": _llama(48, 5120, 40, 8, 13824, 152064),
+    "qwen2.5-32b": _llama(64, 5120, 40, 8, 27648, 152064),
+    "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064),
+    "gemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, head_dim=256, tied=True),
+    "mistral-small-24b": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),
+    "phi-4": _llama(40, 5120, 40, 10, 17920, 100352),
+    "bert-base": _gpt(12, 768, 12, 30522, positions=512, causal=False, dropout=True),
+    "bert-large": _gpt(24, 1024, 16, 30522, positions=512, causal=False, dropout=True),
+}
+"""By the name as `key` makes it, dense models only."""
+
+# Mosaic's MPT: layers, width, heads.
+MPT = {
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
+}  # fmt: skip
+
+_MIXTURES = re.compile(
+    r"mixtral|deepseek|moe|kimi|gpt-?oss|qwen3-\d+b-a\d|granite-[34]|nemotron-3-(nano|super|ultra)|x\d+b"
+)
+
+
+def key(name: str) -> str:
+    """A model's name as it is looked up: lower case, without owner, family's version in one word.
+
+    >>> key("NousResearch/Llama-2-70b-hf"), key("LLAMA3.1_405B"), key("Llama 3.1 8B"), key("Meta-Llama-3-8B")
+    ('llama2-70b', 'llama3-405b', 'llama3-8b', 'llama3-8b')
+    """
+    text = re.sub(r"[\s_]+", "-", name.lower().rpartition("/")[2]).removeprefix("meta-")
+    text = re.sub(r"(-hf|-v\d[\d.]*|-gptq|-instruct|-base|-chat)+$", "", text.replace("nous-hermes-", ""))
+    text = re.sub(r"^(llama|qwen)-(\d)", r"\1\2", text)
+    return re.sub(r"^llama3\.[13]-(8|70|405)b", r"llama3-\1b", text)
+
+
+def model_of(name: str) -> Shape:
+    """The shape of a model by its name.
+
+    Raises:
+        Left: it is not known, or it is a mixture of experts, whose shape has no numbers here.
+    """
+    text = key(name)
+    if name in SHAPES:
+        text = name
+    if _MIXTURES.search(text):
+        raise Left(f"'{name}' is a mixture of experts")
+    if text in SHAPES:
+        return Shape(name=text, **SHAPES[text])  # type: ignore[arg-type]
+    preset = PRESETS.get(preset_of(text) or "")
+    if preset is None or preset.task != "causal" or "num_key_value_heads" not in preset.arguments:
+        raise Left(f"the model '{name}' is not known")
+    said = preset.arguments
+    return Shape(
+        name=preset.name,
+        layers=said["num_hidden_layers"],
+        hidden=said["hidden_size"],
+        heads=said["num_attention_heads"],
+        kv_heads=said["num_key_value_heads"],
+        head_dim=said.get("head_dim"),
+        intermediate=said["intermediate_size"],
+        vocabulary=said["vocab_size"],
+        tied=bool(said.get("tie_word_embeddings", False)),
+    )
+
+
+def mpt(name: str, seq_len: int) -> Shape:
+    """A size of Mosaic's MPT: their parameter counts include biases and learned positions.
+
+    Raises:
+        Left: there is no such size.
+    """
+    size = name.lower().removeprefix("mpt").strip("-_ ")
+    if size not in MPT:
+        raise Left(f"MPT has no size '{name}'")
+    layers, hidden, heads = MPT[size]
+    made = Shape(name=f"mpt-{size}", **_gpt(layers, hidden, heads, 50368, positions=seq_len))  # type: ignore[arg-type]
+    return replace(made, kv_heads=None)

@@ -1,0 +1,181 @@
+"""What a model's name and some hardware resolved to, kept on disk: the next estimate of it needs neither torch nor transformers.
+
+Facts of traced models are kept beside (`facts/disk_cache.py`). What is kept counts only for the same code, packages, model
+and request; everything else is resolved anew.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..base.device import Device
+from ..base.errors import SpaceError
+from ..models.architecture import shape_of
+from ..models.fingerprint import digest
+from ..models.request import Resolved, TrainingRequest
+from ..space import Space
+from .facts import disk_cache
+from .facts.fused_loss import unformed
+from .facts.model_facts import FactsSource, ModelFacts, Variant
+
+FORMAT = 1
+ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
+"""Code that decides how a model is resolved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A resolved request without its workload."""
+
+    name: str
+    workload_id: str
+    seq_len: int | None
+    global_batch: int
+    """Samples of a step."""
+    free_batch: bool
+    """Whether they vary with `grad_accum`."""
+    space: Space
+    notes: tuple[str, ...]
+    trains: Mapping[str, Any]
+    """What is trained, in run.yaml's words."""
+
+    @staticmethod
+    def of(found: Resolved) -> "Kept":
+        """What is kept of a resolved request."""
+        workload = found.workload
+        lora = getattr(workload.model, "lora", None)
+        what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
+        shape = shape_of(workload.model)
+        experts = _of_experts(shape or {}, found.space)
+        return Kept(
+            name=workload.name,
+            workload_id=workload.id,
+            seq_len=workload.seq_len,
+            global_batch=workload.global_batch,
+            free_batch=found.free_batch,
+            space=found.space,
+            notes=found.notes + experts,
+            trains={"model": workload.name, "workload": what, **({"shape": shape} if shape else {})},
+        )
+
+
+def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
+    """What is assumed of a model's experts; nothing where it has none."""
+    if not (experts := shape.get("experts")):
+        return ()
+    chosen = shape.get("experts_per_token") or 1
+    where = (
+        "ep shares them among ranks"
+        if "ep" in space.by_name
+        else "every rank holds its share of all of them: ep is not varied here"
+    )
+    return (
+        f"mixture of {experts} experts, {chosen} a token: tokens are assumed to be spread evenly over experts; {where}",
+    )
+
+
+def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None:
+    """What a request is kept under; None where it depends on more than can be seen at once: files of code or data, and
+    models of the hub."""
+    target = request.target
+    if not isinstance(target, (str, Path)) or request.data is not None:
+        return None
+    if request.space is not None or request.taken_from is not None:
+        return None
+    from ..models.presets import PRESETS
+
+    path, contents = Path(target).expanduser(), ""
+    if str(target) not in PRESETS:
+        file = path / "config.json" if path.is_dir() else path
+        if file.suffix != ".json" or not file.is_file():
+            return None
+        contents = f"{file.resolve()} {file.read_text(encoding='utf-8', errors='replace')}"
+    asked = {
+        name: getattr(request, name)
+        for name in ("seq_len", "global_batch", "lora", "allow", "baseline", "override", "fix")
+    }
+    where = {"device": repr(device), "devices": devices}
+    made_by = {"format": FORMAT, "version": __version__, "code": _code(), "packages": _packages()}
+    return digest({"target": str(target), "contents": contents, "asked": repr(asked), **where, **made_by})
+
+
+def load(key: str) -> Kept | None:
+    """What is kept under a key; None where nothing is, or it cannot be read."""
+    data = disk_cache.load_json(_file(key))
+    try:
+        if not isinstance(data, dict):
+            return None
+        return Kept(**{**data, "space": Space.from_dict(data["space"]), "notes": tuple(data["notes"])})
+    except (KeyError, SpaceError, TypeError):  # written by another version, or damaged
+        return None
+
+
+def store(key: str, kept: Kept) -> None:
+    """Keeps a resolved request, unless its space has rules that cannot be written as text."""
+    try:
+        space = kept.space.to_dict()
+    except SpaceError:
+        return
+    disk_cache.store_json(_file(key), {**vars(kept), "space": space, "notes": list(kept.notes)})
+
+
+def _file(key: str) -> Path:
+    return Path("resolved", f"{key}.json")
+
+
+def _code() -> str:
+    """Names the state of redline's own files."""
+    root = Path(__file__).parent.parent
+    found = []
+    for room in ROOMS:
+        for folder, _, files in os.walk(root / room):
+            for name in sorted(files):
+                if name.endswith(".py"):
+                    stat = os.stat(os.path.join(folder, name))
+                    found.append(f"{folder}/{name} {stat.st_size} {stat.st_mtime_ns}")
+    return digest({"files": sorted(found)})
+
+
+def _packages() -> dict[str, int]:
+    """Names the state of installed packages: when one was last added or taken away."""
+    folders = {each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")}
+    return {each: os.stat(each).st_mtime_ns for each in sorted(folders) if os.path.isdir(each)}
+
+
+@dataclass
+class KeptFacts:
+    """The facts of a kept workload: those on disk, and otherwise of the workload, made anew."""
+
+    workload_id: str
+    device_type: str
+    remake: Callable[[], FactsSource]
+    """Facts by tracing."""
+    _made: FactsSource | None = None
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
+        """The facts of one variant; raises as `TracedFacts.facts`."""
+        if precision == "tf32":  # products of the same tensors, at another rate
+            plain = self.facts(precision="fp32", attention=attention, fusion=fusion, kernels=kernels)
+            return replace(plain, precision="tf32")
+        if kernels:
+            return unformed(self.facts(precision=precision, attention=attention, fusion=fusion))
+        found = self._on_disk({"precision": precision, "attention": attention, "fusion": fusion})
+        if found is not None:
+            return found
+        self._made = self._made or self.remake()
+        return self._made.facts(precision=precision, attention=attention, fusion=fusion)
+
+    def has_all(self, variants: Iterable[Variant]) -> bool:
+        """Whether every (precision, attention, fusion, kernels) is on disk."""
+        wanted = {("fp32" if each[0] == "tf32" else each[0], *each[1:3]) for each in variants}
+        return all(
+            self._on_disk({"precision": precision, "attention": attention, "fusion": fusion}) is not None
+            for precision, attention, fusion in wanted
+        )
+
+    def _on_disk(self, variant: Mapping[str, Any]) -> ModelFacts | None:
+        return disk_cache.load(disk_cache.key_of(self.workload_id, {**variant, "device": self.device_type}))

@@ -1,0 +1,129 @@
+"""How long single kernels take: matrix products by their sizes, fused attention by its lengths, on each kind of device.
+
+Products: an output of m x n is computed in tiles of a x b elements, each by one of U units that takes (k + l) of the inner
+dimension's k steps' time, l for starting and ending; units work in waves, so a product takes
+
+    t = t0 + max(ceil(ceil(m / a) ceil(n / b) / U) * 2 a b (k + l) / (F r (ab / 32768)^g / U), bytes / (B s))
+
+with the best of a few tiles, F and B the datasheet's rates. r, l, t0, s and g are condensed from latencies of bf16 products that
+aiconfigurator has measured (github.com/ai-dynamo/aiconfigurator, Apache-2.0: vLLM 0.14 on A100 SXM, 0.24 on H100 SXM and B200;
+9,240 and twice 35,742 sizes); `docs/estimator.md` has their errors. Other devices have the numbers of their generation's.
+
+Attention: a kernel's share of the peak at long sequences, from its authors' tables (FlashAttention: arXiv:2205.14135,
+2: arXiv:2307.08691, 3: arXiv:2407.08608; cuDNN's are like the last), and less of it at short ones.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .hardware import Hardware, device_name
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+WHOLE_TILE = 32768.0
+"""Elements of the largest tiles, which reach the full rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Products:
+    """Matrix products of a kind of device."""
+
+    rate: float
+    """Share of the peak rate that endless products reach, by themselves and for a moment."""
+    lost: float
+    """Inner dimension whose time a tile's beginning and end take."""
+    fixed_us: float
+    """Time of the smallest product, us."""
+    bandwidth: float
+    """Share of the memory bandwidth that thin products reach."""
+    small: float
+    """Exponent by which smaller tiles are slower than the largest."""
+    units: int
+    """Multiprocessors."""
+    sustained: float = 0.86
+    """Share of that rate that is left while a step keeps the device busy: its power is limited, and its clocks fall."""
+    eight_bit: float = 0.92
+    """Share of what the rates of 8 and 4 bits promise that products of them reach, against those of 16."""
+
+
+_A100 = Products(rate=0.961, lost=219.0, fixed_us=3.2, bandwidth=0.604, small=0.151, units=108, sustained=0.86)
+_H100 = Products(rate=0.880, lost=196.0, fixed_us=2.7, bandwidth=0.796, small=0.009, units=132, sustained=0.79)
+_B200 = Products(rate=0.762, lost=116.0, fixed_us=2.5, bandwidth=0.659, small=0.017, units=148)
+_B300 = replace(_B200, sustained=0.97)  # more power
+MEASURED = {"a100": _A100, "h100": _H100, "b200": _B200}
+_LIKE: dict[str, tuple[Products, int]] = {
+    "v100": (_A100, 80), "t4": (_A100, 40), "a10g": (_A100, 80), "rtxa6000": (_A100, 84), "l4": (_A100, 58),
+    "l40": (_A100, 142), "l40s": (_A100, 142), "rtx4090": (_A100, 128), "rtx5090": (_A100, 170), "h200": (_H100, 132),
+    "h20": (_H100, 78), "gb200": (_B200, 148), "b300": (_B300, 148), "gb300": (_B300, 148), "mi300x": (_A100, 304),
+    "mi325x": (_A100, 304),
+}  # fmt: skip
+"""Devices whose products were not measured, by the chip of their generation and their multiprocessors."""
+USUAL = 0.80
+"""What `Hardware.achievable` is where nobody has measured it."""
+_ACHIEVED = {"a100": 0.87, "h100": 0.80, "b200": 0.78}
+
+
+@lru_cache(maxsize=256)
+def _products(chip: str, achievable: float) -> Products:
+    for known in (chip, *(each for each in (*MEASURED, *_LIKE) if chip.startswith(each))):
+        if known in MEASURED:
+            base, units, usual = MEASURED[known], MEASURED[known].units, _ACHIEVED[known]
+            break
+        if known in _LIKE:
+            base, units = _LIKE[known]
+            usual = next(_ACHIEVED[name] for name, each in MEASURED.items() if each.rate == base.rate)
+            break
+    else:
+        base, units, usual = _A100, _A100.units, _ACHIEVED["a100"]
+    return replace(base, units=units, rate=min(base.rate * achievable / usual, 1.0))
+
+
+def products_of(hardware: Hardware) -> Products:
+    """How a device multiplies: as its chip was measured, or as its generation was, in proportion to what it achieves."""
+    return _products(device_name(hardware.name).chip, hardware.achievable)
+
+
+def product_seconds(
+    m: "np.ndarray | float", n: "np.ndarray | float", k: "np.ndarray | float", *, width: float, peak: float, bandwidth: float,
+    like: Products, share: float,
+) -> np.ndarray:  # fmt: skip
+    """Seconds of a product of (m, k) with (k, n).
+
+    Args:
+        width: bytes of a number.
+        peak: FLOP/s of the device.
+        bandwidth: bytes/s of its memory.
+        like: how the device multiplies.
+        share: of that rate that it keeps up.
+    """
+    best: Any = np.inf
+    for a, b in TILES:
+        waves = np.ceil(np.ceil(m / a) * np.ceil(n / b) / like.units)
+        rate = peak * like.rate * share * (a * b / WHOLE_TILE) ** like.small
+        time = waves * like.units * (2.0 * a * b * (k + like.lost)) / rate
+        best = np.minimum(best, time)
+    moved = width * (m * k + k * n + m * n) / (bandwidth * like.bandwidth)
+    return like.fixed_us * 1e-6 + np.maximum(best, moved)
+
+
+ATTENTION_SHARES: dict[str, dict[str, float]] = {
+    "flash1": {"a100": 0.38, "h100": 0.22},
+    "flash2": {"a100": 0.60, "h100": 0.37, "b200": 0.25},
+    "flash3": {"a100": 0.60, "h100": 0.46, "b200": 0.52},
+}
+"""Of the peak rate that forward and backward reach together at heads of 128 and long sequences, where half of the square is
+left out; by the kernel's generation and the chip's. cuDNN's and Transformer Engine's are `flash3`."""
+HALF_LENGTH = 450.0
+"""Tokens of a sequence at which attention has half of that rate."""
+_GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200"}
+
+
+def attention_share(hardware: Hardware, kernel: str, keys: float, head_dim: int) -> float:
+    """Share of the peak rate that a fused attention kernel reaches."""
+    chip = device_name(hardware.name).chip
+    generation = next((each for start, each in _GENERATIONS.items() if chip.startswith(start)), "a100")
+    shares = ATTENTION_SHARES[kernel]
+    found = shares.get(generation, shares["h100"])
+    return found * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)

@@ -1,0 +1,188 @@
+"""Plans that somebody chooses among: the fastest, and what safety, memory and fewer devices cost."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import UsageError
+from ..space import Space
+from .estimate import EstimateTable
+from .estimator import Estimator
+from .survey import Predicted, Ranked, Survey, predict, ranking, surveyed
+
+DRAWN = 10_000
+"""Configurations of a larger space that are predicted at first; steps to neighbours lead from the best of them to better
+ones."""
+STARTS, ROUNDS = 6, 8
+"""Plans that neighbours are predicted of, and the most steps."""
+LOOKED_AT, AT_ONCE = 20_000, 500
+"""Configurations among which different plans are looked for, and how many are made at once."""
+CLOSE, HALF = 0.97, 0.5
+"""Shares of the highest throughput that the safest plan has, and those with the least memory and the fewest devices. A
+safest plan that fits no more surely has at most `CLOSE` of the memory."""
+ALIKE = 0.01
+"""Share of throughput and of memory within which two plans are shown as one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration that somebody may choose, and why."""
+
+    role: str
+    """`fastest`, `safest`, `least memory`, its rank (`2nd`), or fewer devices: `8 devices`."""
+    ranked: Ranked
+    devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The plans of a space on its devices."""
+
+    best: tuple[Ranked, ...]
+    """Of different plans, the best first."""
+    safest: Ranked | None
+    """Of those with `CLOSE` of its throughput that which fits most certainly, with the least memory."""
+    least_memory: Ranked | None
+    """Of those with `HALF` of its throughput."""
+    survey: Survey
+    """All that was predicted."""
+
+
+def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -> Chosen:
+    """Predicts a space and picks the plans to show.
+
+    A large space is sampled; then the configurations beside the best are predicted, until none beside them is better.
+
+    Raises:
+        UsageError: `top` is less than 1.
+    """
+    if top < 1:
+        raise UsageError(f"top must be at least 1, but got {top}")
+    found = predict(estimator, space, most=DRAWN, seed=seed)
+    if found.drawn < found.valid:
+        found = _improved(found, max(top, STARTS))
+    ranks = hopeful(found.table)
+    best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
+    safest, small = _beside_best(found.table, ranks)
+    return Chosen(
+        best=best,
+        safest=None if safest is None else found.ranked(safest),
+        least_memory=None if small is None else found.ranked(small),
+        survey=surveyed(found, ranks, best),
+    )
+
+
+def _improved(found: Predicted, starts: int) -> Predicted:
+    """The predictions, with those of what lies beside the best plans, step by step."""
+    known: set[int] = set()
+    for _ in range(ROUNDS):
+        ranks = hopeful(found.table)
+        wanted = {
+            *distinct(found, ranks, starts),
+            *(each for each in _beside_best(found.table, ranks) if each is not None),
+        }
+        if not wanted - known:
+            break
+        found = found.beside(sorted(wanted - known))
+        known |= wanted
+    return found
+
+
+def _beside_best(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
+    """The safest of about the best throughput, where it is safer than the best, and that of the least memory at half of it
+    or more."""
+    if not len(ranks):
+        return None, None
+    speed, memory = table.throughput[ranks], table.fullest_memory_mib[ranks]
+    first = table.throughput[ranks[0]]
+    # Chances are shown in percent: what differs less is as safe, and the smaller one is safer.
+    chance = np.where(speed >= CLOSE * first, np.round(table.probability_fits[ranks], 2), -1.0)
+    safest = np.lexsort((memory, -chance))[0]
+    small = np.argmin(np.where(speed >= HALF * first, memory, np.inf))
+    safer = chance[safest] > np.round(table.probability_fits[ranks[0]], 2) or memory[safest] < CLOSE * memory[0]
+    return int(ranks[safest]) if safer else None, int(ranks[small])
+
+
+def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | None]) -> tuple[int, Ranked] | None:
+    """The best plan on the fewest devices that reaches `least`, halving them while it does; None where half of them do not.
+
+    Args:
+        least: throughput.
+        devices: of the fastest plan.
+        find: the best on so many devices; None where nothing fits, or they cannot be used.
+    """
+    found = None
+    while devices % 2 == 0:
+        devices //= 2
+        best = find(devices)
+        if best is None or best.estimate.throughput < least:
+            break
+        found = devices, best
+    return found
+
+
+def told_apart(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans without those that one before them is as good as, on as many devices."""
+    shown: list[Plan] = []
+    for each in plans:
+        if not any(each.devices == other.devices and _alike(each.ranked, other.ranked) for other in shown):
+            shown.append(each)
+    return shown
+
+
+def _alike(first: Ranked, other: Ranked) -> bool:
+    one, two = first.estimate, other.estimate
+    return (
+        abs(one.throughput / two.throughput - 1) < ALIKE
+        and abs(one.peak_memory_mib / two.peak_memory_mib - 1) < ALIKE
+        and round(one.probability_fits, 2) == round(two.probability_fits, 2)
+    )
+
+
+def hopeful(table: EstimateTable) -> np.ndarray:
+    """Indices of the configurations that fit, by throughput times the chance to fit, the highest first."""
+    fits = ranking(table)
+    expected = table.throughput[fits] * table.probability_fits[fits]
+    return fits[np.argsort(-expected, kind="stable")]
+
+
+def plan_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """How a configuration shares the model and saves memory, whatever the degrees: configurations alike in this are variants
+    of one plan."""
+    shared = (config.get(name, 1) > 1 for name in ("tp", "sp", "cp", "pp", "ep"))
+    return (*shared, config.get("zero", 0), config.get("offload", "none"), bool(config.get("checkpoint_ratio", 0)))
+
+
+def distinct(found: Predicted, order: np.ndarray, top: int) -> list[int]:
+    """The first of each plan, in this order; fewer than `top` where the first `LOOKED_AT` have no more plans."""
+    first: dict[tuple[Any, ...], int] = {}
+    for begin in range(0, min(len(order), LOOKED_AT), AT_ONCE):
+        indices = order[begin : begin + AT_ONCE]
+        for index, config in zip(indices.tolist(), found.take(indices), strict=True):
+            if len(first) == top:
+                return list(first.values())
+            first.setdefault(plan_of(config), index)
+    return list(first.values())
+
+
+def ordinal(number: int) -> str:
+    """A rank in words.
+
+    >>> [ordinal(each) for each in (2, 3, 4, 11, 22)]
+    ['2nd', '3rd', '4th', '11th', '22nd']
+    """
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked | None, devices: int) -> list[Plan]:
+    """The plans of one number of devices with their roles, each told apart from those before it."""
+    ranked = [
+        Plan(role="fastest" if at == 0 else ordinal(at + 1), ranked=each, devices=devices)
+        for at, each in enumerate(chosen)
+    ]
+    beside = [("safest", safest), ("least memory", least_memory)]
+    ranked += [Plan(role=role, ranked=each, devices=devices) for role, each in beside if each is not None]
+    return told_apart(ranked)

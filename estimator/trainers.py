@@ -1,0 +1,146 @@
+"""What other trainers do otherwise than redline: formats, what is exchanged when, kernels of their own; named facts.
+
+An estimate for one of them has its `setup` (fields of `TrainingSetup`) and its `constants` (changes of `Constants`). Where
+a file or a configuration states a thing, that counts and not what stands here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..base.errors import UsageError, unknown
+from ..frameworks.registry import find_framework
+from .constants import Constants
+from .setup import TrainingSetup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The facts of a trainer."""
+
+    name: str
+    reads: str | None = None
+    """The framework of `redline.frameworks` whose conventions it has."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `TrainingSetup` that differ from redline's."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Constants that differ from redline's."""
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        """Fields of `TrainingSetup` that differ from redline's, of a training in bf16."""
+        said = find_framework(self.reads).conventions({"precision": "bf16"}) if self.reads else {}
+        return {**said, **self.own}
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Its facts in words, for people who read an estimate."""
+        return assumed(self.setup)
+
+    def training(self, **asked: Any) -> TrainingSetup:
+        """The setup of a training by it; what is asked for counts before its facts."""
+        return TrainingSetup(**{**self.setup, **asked})
+
+    def constants_on(self, base: Constants) -> Constants:
+        """Constants of a device as it has them."""
+        return base.replace(**self.constants) if self.constants else base
+
+
+_FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
+           "network_noise": 0.14}  # fmt: skip
+"""Constants that were fitted to runs of a trainer leave less to doubt."""
+
+TRAINERS: Mapping[str, Trainer] = {
+    each.name: each
+    for each in (
+        Trainer(name="redline"),
+        Trainer(
+            name="fsdp",
+            own={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True},
+        ),
+        Trainer(name="torchtitan", reads="torchtitan"),
+        Trainer(name="trainer"),
+        Trainer(name="deepspeed", reads="deepspeed"),
+        Trainer(
+            name="megatron",
+            reads="megatron",
+            own={"kernels": True},
+            constants={**_FITTED, "launch_us": 31.0, "straggler_ms": 10.0},
+        ),
+        Trainer(
+            name="nanotron",
+            own={"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True,
+                 "attention": "flash_attention_2", "balance": "cost", "reported_rank": "first"},
+            constants={
+                **_FITTED,
+                "slack": 0.12,
+                "slack_lasting": 0.1,
+                "loss_factor": 2.5,
+                "workspace_mib": 350.0,
+                "launch_us": 32.0,
+                "overlap": 0.35,
+                # Its ZeRO 1 scatters gradients after the backward.
+                "sharded_overlap": 0.05,
+                "straggler_ms": 22.0,
+                "ring_step_with_pipeline_us": 260.0,
+                "stall_ms": 265.0,
+                "stall_nodes": 34.0,
+                "stalls_without_zero": True,
+                "stall_least": 0.02,
+                "stall_fatal": 0.3,
+                "retry_factor": 3.0,
+            },
+        ),
+    )
+}  # fmt: skip
+"""By name."""
+
+
+def find_trainer(name: str) -> Trainer:
+    """The facts of a trainer.
+
+    Raises:
+        UsageError: nothing is known of one of that name.
+    """
+    if name not in TRAINERS:
+        raise UsageError(unknown("framework", name, TRAINERS))
+    return TRAINERS[name]
+
+
+_LIKE = {"megatron-bridge": "megatron", "nemo": "megatron", "flagscale": "megatron"}
+
+
+def trainer_of(framework: str) -> Trainer:
+    """The facts of what `redline.frameworks` reads, or of what that is built upon; the Trainer's where nothing is known."""
+    return TRAINERS.get(_LIKE.get(framework, framework), TRAINERS["trainer"])
+
+
+def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
+    """What conventions mean for memory, in words."""
+    said = []
+    for name, words in (
+        ("parameter_dtype", "weights are kept in {}"),
+        ("master_weights", "master weights in {}"),
+        ("gradient_dtype", "gradients in {}"),
+    ):
+        if setup.get(name) not in (None, "none"):
+            said.append(words.format(setup[name]))
+    if setup.get("pieces"):
+        said.append("replicas keep pieces of the weights and gather them in 16 bits")
+    if setup.get("gradient_copy"):
+        said.append("backward writes gradients of its own before they are added")
+    if setup.get("keeps_products"):
+        said.append("blocks keep attention and every other product, and recompute the rest")
+    if setup.get("unsharded_gradients"):
+        said.append("gradients are whole while they accumulate")
+    losses = {
+        "plain": "the loss upcasts logits by operators",
+        "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",
+        "fused": "the loss is one kernel over 16-bit logits",
+        "chunked": "the loss never forms the logits",
+    }
+    if setup.get("loss") in losses:
+        said.append(losses[setup["loss"]])
+    if setup.get("products"):
+        said.append(f"products of blocks in {setup['products']}")
+    return tuple(said)

@@ -1,0 +1,95 @@
+"""Facts of other trainers change memory and time as they must, and an unknown trainer is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from redline.base.errors import UsageError
+from redline.estimator import Estimator, TrainingSetup, find_hardware
+from redline.estimator.facts.model_facts import ModelFacts
+from redline.estimator.kernels import attention_share, product_seconds, products_of
+from redline.estimator.trainers import TRAINERS, find_trainer, trainer_of
+
+SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate": 5632, "vocabulary": 32000}
+CONFIG = {"dp": 8, "zero": 3, "micro_batch": 4, "grad_accum": 4}
+
+
+def memory(config=CONFIG, framework="fsdp", **asked):
+    setup = find_trainer(framework).training(seq_len=2048, **asked)
+    return Estimator(SHAPE, "a100-80gb", setup, framework=framework)(config)
+
+
+@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_every_trainer_gives_a_setup_that_can_be_estimated(name):
+    assert memory(framework=name).step_ms > 0
+
+
+def test_an_unknown_trainer_is_refused_and_what_is_built_upon_one_has_its_facts():
+    with pytest.raises(UsageError, match="unknown framework 'megatorn'; did you mean 'megatron'"):
+        find_trainer("megatorn")
+    assert trainer_of("nemo").name == "megatron" and trainer_of("axolotl").name == "trainer"
+
+
+def test_losses_that_keep_less_of_the_logits_need_less():
+    peaks = [memory(loss=each).peak_memory_mib for each in ("plain", "parallel", "fused", "chunked")]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+def test_keeping_every_other_product_lies_between_keeping_all_and_recomputing_blocks():
+    some, all_kept, none = memory(keeps_products=True), memory(), memory({**CONFIG, "checkpoint_ratio": 1.0})
+    assert none.peak_memory_mib < some.peak_memory_mib < all_kept.peak_memory_mib
+    assert all_kept.step_ms < some.step_ms < none.step_ms
+
+
+def test_gradients_that_stay_whole_while_they_accumulate_cost_memory_and_save_reductions():
+    whole, cut = memory(unsharded_gradients=True), memory()
+    gradients = [each.breakdown["memory.gradients"] for each in (whole, cut)]
+    assert gradients[0] == pytest.approx(8 * gradients[1])
+    assert whole.breakdown["time.data parallel"] < cut.breakdown["time.data parallel"]
+    once = {**CONFIG, "grad_accum": 1}
+    assert memory(once, unsharded_gradients=True).peak_memory_mib == memory(once).peak_memory_mib
+
+
+def test_frozen_weights_have_neither_gradients_nor_states():
+    facts = ModelFacts.from_shape(precision="bf16_pure", **SHAPE)
+    frozen = replace(facts, shape=None, parts=tuple(replace(each, frozen=each.parameters) for each in facts.parts))
+    setup = TrainingSetup(seq_len=2048, precision="bf16_pure")
+    terms = Estimator(frozen, "a100-80gb", setup)({"micro_batch": 1, "grad_accum": 2}).breakdown
+    assert terms["memory.gradients"] == terms["memory.optimizer"] == 0
+    weights = terms["memory.parameters"]
+    narrow = Estimator(frozen, "a100-80gb", setup.replace(frozen_bits=4))({"micro_batch": 1, "grad_accum": 2})
+    assert narrow.breakdown["memory.parameters"] == pytest.approx(weights / 4)
+
+
+def test_attention_and_head_stay_in_16_bits_where_products_are_in_8():
+    half, eight = (
+        Estimator(SHAPE, "h100-80gb", find_trainer("megatron").training(seq_len=2048, products=each))(
+            {"micro_batch": 4}
+        )
+        for each in (None, "fp8")
+    )
+    assert eight.breakdown["time.attention"] == half.breakdown["time.attention"]
+    assert 0.5 < eight.breakdown["time.matmul"] / half.breakdown["time.matmul"] < 0.8
+    assert eight.breakdown["time.memory-bound"] > half.breakdown["time.memory-bound"]  # numbers are cast
+
+
+def test_a_product_takes_another_wave_where_it_has_one_tile_too_many():
+    like = products_of(find_hardware("h100-80gb"))
+
+    def seconds(rows):
+        return float(
+            product_seconds(np.array(rows), 256.0, 8192.0, width=2, peak=989e12, bandwidth=1e18, like=like, share=1.0)
+        )
+
+    waves = 128 * like.units  # rows of one wave of tiles of 128 x 256
+    # Smaller tiles fill part of the wave that one tile too many begins.
+    assert 1.1 < seconds(waves + 1) / seconds(waves) <= 2 and seconds(waves) == pytest.approx(
+        seconds(waves - 64), rel=0.01
+    )
+
+
+def test_attention_reaches_less_at_short_sequences_and_by_older_kernels():
+    h100 = find_hardware("h100-80gb")
+    shares = [attention_share(h100, "flash2", keys, 128) for keys in (512, 4096, 65536)]
+    assert shares == sorted(shares)
+    assert attention_share(h100, "flash1", 4096, 128) < shares[1] < attention_share(h100, "flash3", 4096, 128)
