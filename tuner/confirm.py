@@ -210,7 +210,7 @@ class Confirmation:
         if self.take_turns is None or len(active) < 2 or self.watch.left < self._fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
-        self.listener.alternating(list(active), _turns_s(active))
+        self.listener.on_alternate(list(active), _turns_s(active))
         found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - self._fewest_s(active))))
         if found is None:
             self.take_turns = None
@@ -222,7 +222,7 @@ class Confirmation:
             for taken, each in zip(rounds, turns, strict=False):
                 self._heard(trial, each, taken)
         self.rounds += rounds
-        self.listener.remeasuring(list(active), self._done, total)
+        self.listener.on_remeasure(list(active), self._done, total)
         return True
 
     def _heard(self, trial: Trial, again: Measurement, taken: dict[int, Measurement]) -> None:
@@ -230,7 +230,9 @@ class Confirmation:
             taken[trial.number] = again
             return
         self.failed[trial.number] = again
-        self.listener.said(f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})")
+        self.listener.on_message(
+            f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})"
+        )
 
     def _round(self, active: Sequence[Trial]) -> None:
         taken: dict[int, Measurement] = {}
@@ -242,12 +244,12 @@ class Confirmation:
         for trial in [*active[start:], *active[:start]]:
             left = max(1, total - self._done)
             each_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
-            self.listener.remeasuring(list(active), self._done, total, left * each_s)
+            self.listener.on_remeasure(list(active), self._done, total, left * each_s)
             if self.watch.left <= 0:
                 if taken and not any(self.rounds[:-1]):
                     # Who was not measured beside the others cannot be compared with them.
                     taken.clear()
-                    self.listener.said(
+                    self.listener.on_message(
                         "the time was up before all leaders were measured again: the first figures stand"
                     )
                 return
@@ -255,7 +257,7 @@ class Confirmation:
             self._done += 1
             self._times[trial.number] += 1
             self._heard(trial, again, taken)
-        self.listener.remeasuring(list(active), self._done, max(total, self._done))
+        self.listener.on_remeasure(list(active), self._done, max(total, self._done))
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:
         """Who takes part in the next round; nobody where the winner is found."""
@@ -317,7 +319,7 @@ class Confirmation:
             if max(now / trial.first, trial.first / now) > FAR_OFF:
                 told.append(f"trial {trial.number} ran at {speed(trial.first, unit)}, then at {speed(now, unit)}")
         if told:
-            self.listener.said(
+            self.listener.on_message(
                 f"measured again, much has changed: {'; '.join(told)}. The machine's load is not steady; what counts "
                 "are the later figures, which were taken in turns"
             )

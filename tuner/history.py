@@ -84,7 +84,7 @@ class Conditions:
         if abs(self.speed / self._told - 1) > WORTH_SAYING:
             self._told = self.speed
             slower = "other work slows the machine down: " if self.speed < 1 else ""
-            self.listener.said(
+            self.listener.on_message(
                 f"{slower}trial {canary.number} now runs at {100 * self.speed:.0f} % of its first speed; trials are "
                 "compared as if all had run at that"
             )

@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 class SearchListener:
     """Hears of a search's progress; the calls come from the search's own thread. By default does nothing."""
 
-    def began(self, plan: "SearchPlan") -> None:
+    def on_start(self, plan: "SearchPlan") -> None:
         """The search starts, or goes on after a resume."""
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         """Something slow is being prepared."""
 
-    def started(self, trial: Trial) -> None:
+    def on_trial_start(self, trial: Trial) -> None:
         """A trial was handed to the runner."""
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         """A trial has an outcome."""
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         """The leaders are measured again: `done` of `total` turns are over, and those that follow are expected to take
         `seconds`, all of them together."""
 
-    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
         """The leaders are measured again in short turns, all of them in memory, which takes about `seconds`."""
-        self.remeasuring(leaders, 0, 1, seconds)
+        self.on_remeasure(leaders, 0, 1, seconds)
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         """Something the user should know."""
 
-    def ended(self, result: "Result") -> None:
+    def on_end(self, result: "Result") -> None:
         """The search is over, and this came of it."""
 
 

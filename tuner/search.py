@@ -125,7 +125,7 @@ class Search:
                     if trial is None:
                         break
                     running[pool.submit(self._attempt, trial, self._request(trial))] = trial
-                    self.listener.started(trial)
+                    self.listener.on_trial_start(trial)
                 if not running:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -136,7 +136,7 @@ class Search:
                     # Beside other trials a canary would measure those.
                     if self.runner.slots == 1 and self._watch.left > 0:
                         measured = self._conditions.judge(self.run_folder.trials(), measured)
-                    self.listener.finished(self.run_folder.finish(trial.number, measured))
+                    self.listener.on_trial_end(self.run_folder.finish(trial.number, measured))
         except BaseException as cause:
             self._close(cause)  # ends the running trials, so that the threads return
             if not self.runner.isolated:  # this process still lives to tell
@@ -149,7 +149,7 @@ class Search:
     def _close(self, cause: BaseException) -> None:
         """Closes the runner, which ends what runs, and acknowledges an interrupt before that takes its time."""
         if isinstance(cause, KeyboardInterrupt):
-            self.listener.waiting("interrupted: ending what runs")
+            self.listener.on_wait("interrupted: ending what runs")
         self.runner.close()
 
     def _begun_again(self, trial: Trial) -> Trial:
@@ -160,7 +160,7 @@ class Search:
             return self.run_folder.attempt(trial.number, trial.attempts + 1)
         reason = f"the process that called it ended with it, {trial.attempts} times"
         finished = self.run_folder.finish(trial.number, Measurement(status=Status.CRASH, reason=reason))
-        self.listener.finished(finished)
+        self.listener.on_trial_end(finished)
         return finished
 
     def refine(self, refiner: Callable[[list[Trial]], Refinement | None]) -> None:
@@ -174,24 +174,24 @@ class Search:
             return
         found = refiner(trials)
         if found is None:
-            self.listener.said("layer by layer: nothing is tried beside the winner, as no gain is expected")
+            self.listener.on_message("layer by layer: nothing is tried beside the winner, as no gain is expected")
             return
         if any(trial.config == found.config for trial in trials):
             return
-        self.listener.said(found.said)
+        self.listener.on_message(found.said)
         started = self.run_folder.start(
             found.config,
             sampler=REFINEMENT,
             predicted_throughput=found.predicted_throughput,
             predicted_memory_mib=found.predicted_memory_mib,
         )
-        self.listener.started(started)
+        self.listener.on_trial_start(started)
         try:
             measured = self._try(started)
         except BaseException as cause:
             self._close(cause)
             raise
-        self.listener.finished(self.run_folder.finish(started.number, measured))
+        self.listener.on_trial_end(self.run_folder.finish(started.number, measured))
 
     def _next(self) -> Trial | None:
         """The next trial, recorded as pending; None if there is to be none now."""
@@ -215,7 +215,7 @@ class Search:
                 return started
             reason = self._knowledge.say(blocked, config)
             skipped = Measurement(status=Status.SKIPPED, reason=reason)
-            self.listener.finished(self.run_folder.finish(started.number, skipped))
+            self.listener.on_trial_end(self.run_folder.finish(started.number, skipped))
 
     def _prediction(self, config: Config) -> tuple[float | None, float | None]:
         return (None, None) if self.predictor is None else self.predictor.prediction(config)
@@ -326,7 +326,7 @@ class Search:
         typical = self._typical_seconds(trials)
         again = 0.0 if not self.runner.confirms else self._confirmation().seconds
         if self.soak_plan is not None:
-            again += self._soaking(self.soak_plan, self.listener.said).expected_s(typical)
+            again += self._soaking(self.soak_plan, self.listener.on_message).expected_s(typical)
         return self._watch.left < typical + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
@@ -422,7 +422,7 @@ class Search:
         return Soaking(run_folder=self.run_folder, plan=plan, measure=self._soak, say=say, watch=self._watch)
 
     def _soak(self, trial: Trial, plan: SoakPlan) -> Measurement:
-        self.listener.waiting(f"soaking trial {trial.number}")
+        self.listener.on_wait(f"soaking trial {trial.number}")
         timeout_s, step_ms = self.trial_timeout_s, trial.measured.step_ms or 0.0
         request = replace(
             self._request(replace(trial, measurement=None), free=True),

@@ -223,7 +223,7 @@ def _prior(
         return request.prior
     if estimator is not None:
         if request.listener is not None:
-            request.listener.waiting("predicting")
+            request.listener.on_wait("predicting")
         return usable(estimator, task.space, warn)
     if task.workload is None and not transferred and request.sampler == BayesSampler.name:
         return default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))

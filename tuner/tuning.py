@@ -70,7 +70,7 @@ class _Messages:
 
     def warn(self, message: str) -> None:
         self.notes.append(message)
-        self.listener.said(message)
+        self.listener.on_message(message)
 
 
 def _open(setup: SearchSetup, path: Path, warn: Callable[[str], None]) -> RunFolder:
@@ -96,7 +96,7 @@ def _search(
 
     Returns why the search ended, and the exception that ended it, or None.
     """
-    messages.listener.waiting("starting workers")
+    messages.listener.on_wait("starting workers")
     request, task, ended = setup.request, setup.task, ""
     try:
         with setup.runner(folder.trials()) as runner:
@@ -118,7 +118,7 @@ def _search(
                 watch=watch,
                 soak_plan=SoakPlan() if request.soak else None,
             )
-            messages.listener.began(plan_of(request, task, folder, runner, default=setup.first.config))
+            messages.listener.on_start(plan_of(request, task, folder, runner, default=setup.first.config))
             search.run()
             ended = search.ended
             if request.layerwise:
@@ -170,7 +170,7 @@ def _conclude(
         seconds=watch.elapsed,
         seconds_again=messages.again_s,
     )
-    messages.listener.ended(result)
+    messages.listener.on_end(result)
     if isinstance(cause, RunnerError):
         kept = request.out is not None and any(not trial.pending for trial in done)
         note = f"\nWhat was found before is in '{folder.path}'; resuming goes on from there." if kept else ""

@@ -77,10 +77,10 @@ class Heard(SearchListener):
     def __init__(self):
         self.lines, self.ends = [], []
 
-    def said(self, message):
+    def on_message(self, message):
         self.lines.append(message)
 
-    def finished(self, trial):
+    def on_trial_end(self, trial):
         self.ends.append(trial.number)
 
 

@@ -115,7 +115,7 @@ def test_an_interrupt_ends_it_with_what_was_found(tmp_path):
         def __init__(self, count):
             super().__init__(self)
 
-        def finished(self, trial):
+        def on_trial_end(self, trial):
             raise KeyboardInterrupt
 
     found = rl.scale("gpt2-tiny", "1,2", out=tmp_path / "s", listening=Interrupts, **SIMULATED, **NARROW)

@@ -44,7 +44,7 @@ def logging_to(
         UsageError: there is no tracker of a name, or no folder for what it writes.
         MissingDependency: a tracker's package is not installed.
     """
-    with _opened(names, folder, "LOGGER", listener.said) as trackers:
+    with _opened(names, folder, "LOGGER", listener.on_message) as trackers:
         yield Listeners([listener, *trackers]) if trackers else listener
 
 
@@ -58,7 +58,7 @@ def logging_training_to(
         UsageError: there is no tracker of a name.
         MissingDependency: a tracker's package is not installed.
     """
-    with _opened(names, folder, "TRAINING", listener.said) as trackers:
+    with _opened(names, folder, "TRAINING", listener.on_message) as trackers:
         yield TrainListeners([listener, *trackers]) if trackers else listener
 
 

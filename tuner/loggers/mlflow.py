@@ -10,7 +10,7 @@ from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan
 from ..result import Result
-from ..train.listener import Begun
+from ..train.listener import TrainingStart
 from . import training as trained
 from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
@@ -87,7 +87,7 @@ class MLflowLogger(_MLflow, TrialLogger):
 class MLflowTraining(_MLflow, TrainLogger):
     """One run, whatever configurations it has, however often it is taken up."""
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         self._connect(training.name)
         if before is not None:
             self._run = before
@@ -100,7 +100,7 @@ class MLflowTraining(_MLflow, TrainLogger):
         for name, value in trained.hyperparameters_of(training).items():
             self._client.log_param(self._run, name, value)
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         for name, value in trained.knobs_of(training).items():
             self._client.set_tag(self._run, f"redline.knob.{name}", value)
         self._client.set_tag(self._run, f"redline.configuration.{training.step}", trained.in_words(training)[:_LONGEST])

@@ -8,7 +8,7 @@ from ...base.errors import MissingDependency
 from ...results import Trial
 from ..listener import SearchPlan
 from ..result import Result
-from ..train.listener import Begun
+from ..train.listener import TrainingStart
 from . import training as trained
 from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
@@ -66,13 +66,13 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
 
     purges = True
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         self._write(training.step if (self.folder / FOLDER).exists() else None)
         self._writer.add_text("training", f"{training.name} on {training.where}", training.step)
         rows = [f"| {name} | {value} |" for name, value in trained.hyperparameters_of(training).items()]
         self._writer.add_text("hyperparameters", "\n".join(["| name | value |", "|---|---|", *rows]), training.step)
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         self._writer.add_text("configuration", trained.in_words(training), training.step)
         self._writer.flush()
 

@@ -91,15 +91,15 @@ class TrialLogger(Tracker, SearchListener):
     def summarise(self, result: Result) -> None:
         """The search has ended with a result."""
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self._guarded("open", plan)
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         if trial.ok and (self._best is None or trial.throughput > self._best):
             self._best = trial.throughput
         self._guarded("log", trial, metrics_of(trial), self._best)
 
-    def ended(self, result: Result) -> None:
+    def on_end(self, result: Result) -> None:
         self._guarded("summarise", result)
 
 

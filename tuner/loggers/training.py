@@ -8,7 +8,7 @@ from typing import Any
 
 from ...base.writing import write_atomic
 from ...results.trained import highest_step, step_before
-from ..train.listener import Begun, TrainListener
+from ..train.listener import TrainingStart, TrainListener
 from .tracker import Tracker
 
 METRICS = (
@@ -49,11 +49,11 @@ class TrainLogger(Tracker, TrainListener):
         self.ended: str = ""
         """How the training ended: `finished` or `stopped`; empty while it runs, or where its ranks were lost."""
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         """The training starts, or goes on in the tracker's run `before`; `keep` says which it is otherwise."""
         raise NotImplementedError
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         """It goes on in this configuration, from this step."""
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class TrainLogger(Tracker, TrainListener):
     def back(self, step: int) -> None:
         """The training goes on from an earlier step."""
 
-    def began(self, training: Begun) -> None:
+    def on_start(self, training: TrainingStart) -> None:
         if self._state == "new":
             before = _runs(self.folder).get(self.name)
             self._step = training.step
@@ -76,7 +76,7 @@ class TrainLogger(Tracker, TrainListener):
             self._guarded("open", training, before)
         self._guarded("configured", training)
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         kind, step = line.get("kind"), int(line.get("step") or self._step)
         again = step_before(line, self._step)
         if again is not None:
@@ -94,7 +94,7 @@ class TrainLogger(Tracker, TrainListener):
         elif kind == "end":
             self.ended = "stopped" if line.get("stopped") else "finished"
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._guarded("told", self._step, message)
 
     def keep(self, run: str) -> None:
@@ -117,17 +117,17 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(float(value))}
 
 
-def knobs_of(training: Begun) -> dict[str, bool | int | float | str]:
+def knobs_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
     """The configuration and the number of ranks, as values that every tracker takes."""
     return {"devices": training.strategy.devices, **_plain(training.strategy.config)}
 
 
-def hyperparameters_of(training: Begun) -> dict[str, bool | int | float | str]:
+def hyperparameters_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
     """How it learns, as values that every tracker takes; what is left to its default has none."""
     return _plain(training.hyperparameters)
 
 
-def in_words(training: Begun) -> str:
+def in_words(training: TrainingStart) -> str:
     """The configuration in a line."""
     knobs = " ".join(f"{name}={value}" for name, value in knobs_of(training).items())
     return f"from step {training.step}: {knobs} ({training.strategy.why})"

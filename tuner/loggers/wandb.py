@@ -9,7 +9,7 @@ from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan
 from ..result import Result
-from ..train.listener import Begun
+from ..train.listener import TrainingStart
 from . import training as trained
 from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
@@ -83,7 +83,7 @@ class WandbLogger(_Wandb, TrialLogger):
 class WandbTraining(_Wandb, TrainLogger):
     """One run, under an id of its own, which whoever takes the training up again goes on with."""
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         import uuid
 
         run = before or uuid.uuid4().hex[:12]
@@ -93,7 +93,7 @@ class WandbTraining(_Wandb, TrainLogger):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         knobs = {f"knob.{name}": value for name, value in trained.knobs_of(training).items()}
         self._run.config.update(knobs, allow_val_change=True)
         self._run.log({"step": training.step, **knobs, "event": trained.in_words(training)})

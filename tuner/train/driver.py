@@ -46,7 +46,7 @@ from ...training.hyperparameters import Hyperparameters
 from ...training.loop import Ended, LoopPlan
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
-from .listener import Begun, TrainListener
+from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import Source, after_oom, anew, read_source, winner
 
@@ -174,12 +174,12 @@ class Driver:
             NothingFound: no configuration fits on the devices.
         """
         for note in self._notes:
-            self.listener.said(note)
-        self.listener.waiting("reading the data")
+            self.listener.on_message(note)
+        self.listener.on_wait("reading the data")
         if not self.document:
-            self.request = with_tokenizer(self.request, self.listener.said)
+            self.request = with_tokenizer(self.request, self.listener.on_message)
         plan = self.request.section(DataPlan)
-        samples = training_data(plan, self.workload, self.path / DATA, self.listener.reading)
+        samples = training_data(plan, self.workload, self.path / DATA, self.listener.on_read)
         self.data = samples.describe()
         before = self.document.get("data", {}).get("digest", self.data["digest"])
         if before != self.data["digest"]:
@@ -192,9 +192,9 @@ class Driver:
                 f"{samples.num_evaluation} are held out; give a larger --held-out"
             )
         if skipped := self.data.get("skipped_rows"):
-            self.listener.said(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
+            self.listener.on_message(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
         if self.data.get("made_up"):
-            self.listener.said(
+            self.listener.on_message(
                 f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "
                 "and teaches it nothing; --data names files to learn from"
             )
@@ -203,7 +203,7 @@ class Driver:
             dtype = main_dtype(begun.shapes.values())
             self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         if self.document and not self.step:
-            self.listener.said("there is no checkpoint to go on from: it begins anew")
+            self.listener.on_message("there is no checkpoint to go on from: it begins anew")
         self._take(self._begin())
         self._heed_note()
 
@@ -221,16 +221,16 @@ class Driver:
         Raises:
             NothingFound: there is none.
         """
-        self.listener.said(reason)
+        self.listener.on_message(reason)
         self._failed.append(self.strategy.config)
         self._take(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
-        self.listener.said(f"going on from step {self.step} in a safer configuration")
+        self.listener.on_message(f"going on from step {self.step} in a safer configuration")
 
     def run(self) -> Trained:
         """Starts ranks here, or where a runner has devices, until they have ended well."""
         if self.done:
             steps = self.request.steps
-            self.listener.said(f"all {steps} steps are done already; a higher --steps goes on")
+            self.listener.on_message(f"all {steps} steps are done already; a higher --steps goes on")
             return self._trained(None)
         try:
             self.prepare()
@@ -266,11 +266,11 @@ class Driver:
             peak_flops=_peak(self.device, self.strategy.config),
         )
 
-    def begun(self) -> Begun:
+    def training_start(self) -> TrainingStart:
         """What it sets out to do."""
         strategy = self.strategy
         count = f"{strategy.devices} x " if strategy.devices > 1 else ""
-        return Begun(
+        return TrainingStart(
             name=self.source.name or self.workload.name,
             folder=self.path,
             strategy=strategy,
@@ -288,21 +288,21 @@ class Driver:
         known = winner(request, self.source) if before is None else self._as_before(before)
         if known is not None:
             if request.tune_trials and (before is None or request.resume):
-                self.listener.said(
+                self.listener.on_message(
                     "--tune-trials has no effect: the configuration is known; other --devices or another --memory-limit would "
                     "have it planned"
                 )
             return known
         if before is None:
-            self.listener.waiting("planning")
+            self.listener.on_wait("planning")
             devices = request.devices or self.source.devices or self.device.count
             return anew(request, self.workload, devices, like=self.source.config, step=0)
-        self.listener.waiting("planning anew")
+        self.listener.on_wait("planning anew")
         devices = request.devices or before.devices
         taken = anew(request, self.workload, devices, like=before.config, step=self.step)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
         after = f", after {before.devices}" if devices != before.devices else ""
-        self.listener.said(f"planned anew for {in_words(devices)}{of}{after}: {taken.why}")
+        self.listener.on_message(f"planned anew for {in_words(devices)}{of}{after}: {taken.why}")
         return taken
 
     def _as_before(self, before: Strategy) -> Strategy | None:
@@ -349,14 +349,14 @@ class Driver:
             threads=max(1, usable_cores() // strategy.devices) if self.device.type == "cpu" else None,
             seed=request.seed,
         )
-        self.listener.waiting("starting ranks")
+        self.listener.on_wait("starting ranks")
         work = Trainings(self.program())
         with runner_on(request.runner, work, terms, address=request.ray_address) as runner:
-            self.listener.began(self.begun())
+            self.listener.on_start(self.training_start())
             measured = self._watched(runner)
         self._end = work.ended
         for line in self._end.unlogged if self._end is not None else ():
-            self.listener.line(line)
+            self.listener.on_line(line)
         return measured
 
     def _kept_up(self) -> Measurement:
@@ -375,16 +375,16 @@ class Driver:
                 losses, lost_at = (1 if self.step > before else losses + 1), time.monotonic()
                 if losses > LOSSES:
                     raise
-                self.listener.said(f"ranks were lost ({error}); going on from step {self.step}")
+                self.listener.on_message(f"ranks were lost ({error}); going on from step {self.step}")
             except UsageError as error:  # there are fewer devices than before
                 if not losses or self.strategy.devices < 2:
                     raise
                 if time.monotonic() - lost_at < REPLACE_S:
-                    self.listener.waiting("waiting for devices in the place of those that were lost")
+                    self.listener.on_wait("waiting for devices in the place of those that were lost")
                     time.sleep(RETRY_S)
                     continue
                 fewer = self.strategy.devices // 2
-                self.listener.said(f"{error}; planning for {in_words(fewer)}")
+                self.listener.on_message(f"{error}; planning for {in_words(fewer)}")
                 self._take(anew(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
 
     def _watched(self, runner: Runner) -> Measurement:
@@ -408,11 +408,11 @@ class Driver:
             (self.path / STOP).touch()
         except OSError as error:
             why = error.strerror or error
-            self.listener.said(
+            self.listener.on_message(
                 f"the ranks cannot be asked to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
             )
         else:
-            self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
+            self.listener.on_message("ending with a checkpoint; Ctrl-C again ends at once, without")
 
     def _logs(self) -> Iterator[Path]:
         return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
@@ -422,10 +422,10 @@ class Driver:
         while not over:
             over = future.done()
             for line in reader.lines():
-                self.listener.line(line)
+                self.listener.on_line(line)
             was, full = full, free_mib(self.path) < FULL_MIB
             if full and not was:
-                self.listener.said(
+                self.listener.on_message(
                     f"THE DISK OF '{self.path}' IS FULL: no checkpoint can be saved and no line logged until there is room"
                 )
             if not over:

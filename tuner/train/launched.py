@@ -69,7 +69,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
             raise
         for driver in drivers:
             for line in ended.unlogged:
-                told[0].line(line)
+                told[0].on_line(line)
             driver.check_saved(ended)
         return ended.stopped
 
@@ -95,10 +95,10 @@ def _decide(
         raise
     drivers.append(driver)
     told[0] = driver.listener
-    driver.listener.began(driver.begun())
+    driver.listener.on_start(driver.training_start())
     return driver.program()
 
 
 def _follow(reader: LogReader, listener: TrainListener) -> None:
     for line in reader.lines():
-        listener.line(line)
+        listener.on_line(line)

@@ -11,24 +11,24 @@ from .chosen import Strategy
 class TrainListener:
     """Hears of a training's progress; by default does nothing."""
 
-    def began(self, training: "Begun") -> None:
+    def on_start(self, training: "TrainingStart") -> None:
         """The training starts, or goes on."""
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         """Something slow is being prepared."""
 
-    def reading(self, share: float) -> None:
+    def on_read(self, share: float) -> None:
         """So much of the data is read, from 0 to 1; told now and then."""
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         """A line of the log."""
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         """Something the user should know."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class TrainingStart:
     """What a training sets out to do."""
 
     name: str

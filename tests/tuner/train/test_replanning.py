@@ -21,7 +21,7 @@ class Told(TrainListener):
     def __init__(self):
         self.said_so_far = []
 
-    def said(self, message):
+    def on_message(self, message):
         self.said_so_far.append(message)
 
 

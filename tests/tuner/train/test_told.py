@@ -109,12 +109,12 @@ def test_a_log_shows_the_progress_of_a_checkpoint_now_and_then_and_a_terminal_in
     shown = "checking step-00000400: 2,048 MiB of 64.0 GiB"
     plain = io.StringIO()
     with train_progress.listening(plain) as listener:
-        listener.line(line)
+        listener.on_line(line)
         assert plain.getvalue() == "", "the latest line is younger than half a minute"
         monkeypatch.setattr(train_progress, "READING_S", 0.0)
-        listener.line(line)
+        listener.on_line(line)
     assert plain.getvalue() == f"{shown}\n"
     live = train_progress._Live(io.StringIO())
     live._task = live._progress.add_task("step", total=10, numbers="starting")
-    live.line(line)
+    live.on_line(line)
     assert live._progress.tasks[0].fields["numbers"] == shown
