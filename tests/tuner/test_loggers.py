@@ -138,7 +138,7 @@ def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
     tracker.on_end(None)
     tracker.finish()
     tracker.finish()
-    assert said == ["nothing more is logged to recorder, which failed: no space left"]
+    assert said == ["logging to recorder has stopped, because it failed: no space left"]
     assert tracker.calls[-1] == failing
 
 

@@ -15,7 +15,7 @@ from .training import TrainLogger
 
 FOLDER = "tensorboard"
 FLUSH_S = 5
-"""How long a number of a training is held back at most, s."""
+"""Longest delay before numbers of a training are written, s."""
 
 
 class _TensorBoard(Tracker):
@@ -34,7 +34,7 @@ class _TensorBoard(Tracker):
 
 
 class TensorBoardLogger(_TensorBoard, TrialLogger):
-    """One step a trial, and one entry of the HParams page: `tensorboard --logdir RUN/tensorboard`."""
+    """Logs each trial as a step and an entry of the HParams page: `tensorboard --logdir RUN/tensorboard`."""
 
     def open(self, plan: SearchPlan) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -62,7 +62,7 @@ class TensorBoardLogger(_TensorBoard, TrialLogger):
 
 
 class TensorBoardTraining(_TensorBoard, TrainLogger):
-    """Curves over steps: `tensorboard --logdir TRAINING/tensorboard`."""
+    """Logs curves over steps: `tensorboard --logdir TRAINING/tensorboard`."""
 
     purges = True
 
@@ -88,7 +88,7 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
         self._write(step)
 
     def _write(self, step: int | None) -> None:
-        """From a step on, behind which whatever is there is taken back; None where nothing is."""
+        """Opens the writer. Entries after `step` are purged; None purges nothing."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(
