@@ -1,4 +1,4 @@
-"""`redline.tune`: from a model and some devices to the fastest configuration."""
+"""`redline.tune`: finds the fastest configuration of a model on some devices."""
 
 import contextlib
 import warnings
@@ -33,18 +33,18 @@ def tune(request: Request) -> Result:
         request: the fields of `redline.tuner.request.Request`, by name.
 
     Returns:
-        The result; `result.best` is None where nothing succeeded, and `result.why` says why, as does a warning
-        where there is no listener. After Ctrl-C it holds what was found so far, with `result.interrupted` set.
+        The result; `result.best` is None if no trial succeeded, and `result.why` says why, as does a warning if there
+            is no listener. After Ctrl-C it contains the trials so far, with `result.interrupted` set.
 
     Raises:
-        UsageError: something asked for is invalid; nothing was written.
-        RunnerError: the machinery that runs trials failed. What was found before is in `out`.
+        UsageError: the request is invalid; nothing was written.
+        RunnerError: the machinery that runs trials failed. Earlier trials are in `out`.
     """
     return run_search(request)
 
 
 def run_search(request: Request) -> Result:
-    """Does what `tune` does; errors use the names of the command line's options."""
+    """Runs a search as `tune` does; errors use the names of the command line's options."""
     request.check_values()
     watch = Stopwatch(request.budget.seconds)
     messages = _Messages(request.listener or SearchListener())
@@ -173,7 +173,7 @@ def _conclude(
     messages.listener.on_end(result)
     if isinstance(cause, RunnerError):
         kept = request.out is not None and any(not trial.pending for trial in done)
-        note = f"\nWhat was found before is in '{folder.path}'; resuming goes on from there." if kept else ""
+        note = f"\nThe trials so far are in '{folder.path}'; resuming continues from there." if kept else ""
         raise RunnerError(f"{cause}{note}") from cause
     if result.best is None and request.listener is None:
         warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=5)

@@ -83,7 +83,7 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
     search._confirmation = interrupted
     with pytest.raises(KeyboardInterrupt):
         search.confirm()
-    assert events == ["interrupted: ending what runs", "closed"]
+    assert events == ["interrupted: ending the running trials", "closed"]
 
 
 def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):

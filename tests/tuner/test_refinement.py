@@ -178,7 +178,7 @@ def test_without_predictions_the_winner_stands_and_why_it_is_not_refined_is_said
 def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
     space = rl.Space()
     space.choice("micro_batch", [1, 2])
-    with pytest.raises(UsageError, match="belongs to a workload"):
+    with pytest.raises(UsageError, match="needs a workload"):
         rl.tune(lambda config: 1.0, space, layerwise=True)
     own = replace(rl.workload("gpt2-tiny"), schedule=lambda sch, config: None)
     with pytest.raises(UsageError, match="one of its own"):

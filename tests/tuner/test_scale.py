@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(options, words, tmp_path
 
 
 def test_a_callable_knows_nothing_of_devices():
-    with pytest.raises(rl.UsageError, match="a callable knows nothing of devices"):
+    with pytest.raises(rl.UsageError, match="a callable does not depend on devices"):
         rl.scale(lambda config: 1.0, "1,2")
 
 

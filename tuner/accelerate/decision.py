@@ -100,7 +100,7 @@ def _of_run(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decide
         changed = config != source.config
         return Decided(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
     found = _planned(with_samples_of(workload, source.config), wanted, size, like=source.config)
-    return replace(found, why=f"planned anew after '{path}', which is for {source.devices} devices: {found.why}")
+    return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 
 
 def _of_file(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
