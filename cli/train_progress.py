@@ -78,7 +78,7 @@ def told(line: Mapping[str, Any], unit: str) -> str:
     if kind == "progress":
         return read_in_words(line)
     if kind == "resumed":
-        return f"going on from {line['checkpoint']}"
+        return f"continuing from {line['checkpoint']}"
     return str(line.get("text", "")) if kind == "note" else ""
 
 

@@ -112,7 +112,7 @@ def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here,
     more = ("--steps", 6, "--lr-steps", 6)
     text = words(run("train", "mended", "--resume", *more))
     assert "the weights that are not trained are taken from '" in text and "is damaged: it has" in text
-    assert "going on from step-00000004" in text
+    assert "continuing from step-00000004" in text
     words(run("train", "never-damaged", "--resume", *more))
     one, other = (
         {name: each.read() for name, each in stored_in(CheckpointFolder(here / name / "checkpoints").all()[0]).items()}

@@ -34,7 +34,7 @@ def test_it_goes_on_from_another_folder_as_if_nothing_had_happened(run, here, tm
     monkeypatch.chdir(tmp_path)
     # What is asked for counts, be it the default, as 3 is.
     code, out, err = run("train", here / "begun-here", "--resume", "--steps", 6, "--keep", 3)
-    assert code == 0 and "going on from step-00000003" in out, out + err
+    assert code == 0 and "continuing from step-00000003" in out, out + err
     assert kept(here / "begun-here") == [6, 5, 4]
     assert [*tmp_path.iterdir()] == []
     whole = trained("train", here / "llama", tmp_path / "whole", *constant, steps=6)

@@ -56,7 +56,7 @@ def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, her
     command.signal(signal.SIGKILL)
     _, text = command.wait()
     assert left_of(command.began) == []
-    assert "replanned for 1 device, after 2" in text and "going on from step-" in text
+    assert "replanned for 1 device, after 2" in text and "continuing from step-" in text
     code, text = start("train", "killed", "--resume", "--devices", 2, *PLAIN, "--fix", "tp=2").wait()
     assert code == 0, text
     assert "trained: 150 steps" in text

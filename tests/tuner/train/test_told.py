@@ -55,7 +55,7 @@ def test_a_last_step_whose_checkpoint_is_damaged_is_done_again(run, here):
     damaged = max((here / "cut-off" / "checkpoints" / "step-00000003").glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     text = words(run("train", "cut-off", "--resume"))
-    assert "step-00000003 is passed over" in text and "going on from step-00000002" in text
+    assert "step-00000003 is passed over" in text and "continuing from step-00000002" in text
     assert curve(here / "cut-off") == before
 
 
