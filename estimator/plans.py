@@ -8,9 +8,10 @@ import numpy as np
 
 from ..base.errors import UsageError
 from ..space import Space
-from .estimate import EstimateTable
+from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
 from .survey import Predicted, Ranked, Survey, predict, ranking, surveyed
+from .time import BINDS, TIME_TERMS
 
 DRAWN = 10_000
 """Configurations of a larger space that are predicted at first; steps to neighbours lead from the best of them to better
@@ -120,7 +121,16 @@ def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | Non
         if best is None or best.estimate.throughput < least:
             break
         found = devices, best
+        if _most_on_half(best.estimate) < least:
+            break
     return found
+
+
+def _most_on_half(estimate: Estimate) -> float:
+    """The throughput that half of the devices cannot exceed: they compute twice as long, at best with nothing beside it and
+    with products a quarter faster, since they are larger."""
+    computing = sum(estimate.breakdown[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == "compute")
+    return estimate.throughput / 2 * 1.25 * estimate.step_ms / max(computing, 1e-9)
 
 
 def told_apart(plans: Iterable[Plan]) -> list[Plan]:
