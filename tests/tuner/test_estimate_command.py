@@ -16,6 +16,11 @@ from redline.estimator.survey import survey
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def run(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
         main([str(each) for each in arguments])
