@@ -73,7 +73,8 @@ class StandardSchedule:
      `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
      `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
-    Raises (when called): |    ScheduleError: the model cannot be cut so; `support` finds that out in advance.
+    Raises (when called):
+        ScheduleError: the model cannot be cut so; `support` finds that out in advance.
     """
 
     blocks: "Callable[[Schedule], list[Schedule]]"

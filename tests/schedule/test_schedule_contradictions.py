@@ -65,7 +65,7 @@ def check_refusals(make, model):
     )
     refused(sch, "cut along the output", lambda s: s["fc1"].parallel_loss())
     sch["fc1"].shard(["weight", "bias"], axis=0)
-    refused(sch, "sharded once, but it is already along dimension 0", lambda s: s["fc1"].shard("weight", 1))
+    refused(sch, "sharded already, along dimension 0", lambda s: s["fc1"].shard("weight", 1))
     refused(sch, "other features; use all_gather", lambda s: s["fc1"].sync("fwd_post", "all_reduce"))
     refused(sch, "before it is sharded", lambda s: s["fc1"].replace(nn.Linear(8, 16)))
     sch["fc2"].shard("weight", axis=1)

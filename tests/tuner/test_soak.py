@@ -158,12 +158,14 @@ def test_whatever_ends_a_soak_is_what_the_trial_ends_as(tuned, name, status, rea
 def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run(capsys):
     space = rl.Space()
     space.choice("micro_batch", [1, 2])
-    with pytest.raises(UsageError, match="soak trains a workload's winner .* no part in a command or a callable"):
+    with pytest.raises(
+        UsageError, match="soak trains a workload's winner .* cannot be used with a command or a callable"
+    ):
         rl.tune(lambda config: 1.0, space, soak=True)
     with pytest.raises(SystemExit) as ended:
         main(["tune", "gpt2-tiny", "--runner", "simulate", "--hardware", "h100-80gb", "--soak", "--out", "nowhere"])
     assert ended.value.code == 2
-    assert "no part in simulated trials, of which none runs" in capsys.readouterr().err
+    assert "cannot be used with simulated trials, of which none runs" in capsys.readouterr().err
 
 
 class Memory:

@@ -111,7 +111,7 @@ def test_where_nothing_is_left_first_figures_stand_and_that_is_said(tmp_path):
     assert made.last_begun < 60.0
     assert all(trial.first is None and not trial.remeasured for trial in made.trials)
     assert summary.best(made.trials) is not None
-    assert any("first figures stand" in line for line in made.heard.lines)
+    assert any("their first measurements count" in line for line in made.heard.lines)
 
 
 def test_the_first_trial_runs_however_short_the_time(tmp_path):

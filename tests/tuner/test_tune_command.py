@@ -138,7 +138,7 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
         (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
         (
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
-            "needs to know what a command trains: --model",
+            "needs the model that a command trains: --model",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),

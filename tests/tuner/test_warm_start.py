@@ -369,7 +369,7 @@ def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
     with pytest.raises(rl.UsageError, match=r"warm start: .*/a is given twice"):
         read_runs([tmp_path / "a", str(tmp_path / "b" / ".." / "a")])
     (tmp_path / "a" / "run.yaml").unlink()
-    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so what it measured is not known"):
+    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so the request of its run is unknown"):
         read_runs([tmp_path / "a"])
 
 

@@ -77,7 +77,7 @@ def test_another_tokenizer_is_said_to_be_one(run, here, begun):
     shutil.copytree(begun, here / "same")
     note = "with which the weights were trained"
     for name, said in (
-        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is taken"),
+        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
         ("shuffled", "of 295 tokens have another id, such as"),
         ("same", None),
     ):

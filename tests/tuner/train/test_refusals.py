@@ -178,7 +178,7 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
         (("--to", "peft"), ["'finished' has no adapters; it trains all weights"]),
         (
             ("--to", "peft", "--merge"),
-            ["--merge makes plain weights, and peft's checkpoints are adapters; give --to hf"],
+            ["--merge makes plain weights, but peft's checkpoints contain adapters; give --to hf"],
         ),
     ],
     ids=str,
