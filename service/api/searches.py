@@ -45,7 +45,7 @@ def shown(
     if search.state.ended:
         waits = ""
     elif search.held:
-        waits = "it is held until somebody releases it"
+        waits = "it is held until a user releases it"
     else:
         waits = (why_waiting(parts, [search]) if reasons is None else reasons).get(search.id, "")
     return SearchAnswer(

@@ -77,7 +77,7 @@ def test_a_search_is_held_released_cancelled_retried_and_deleted_on_its_page(tab
     assert actions(tab) == ["Cancel", "Hold"]
     buttons.get_by_role("button", name="Hold").click()
     expect(buttons.get_by_role("button", name="Release")).to_be_visible()
-    expect(tab.get_by_text("it is held until somebody releases it")).to_be_visible()
+    expect(tab.get_by_text("it is held until a user releases it")).to_be_visible()
     assert store.search(search).held and actions(tab) == ["Cancel", "Release"]
     buttons.get_by_role("button", name="Release").click()
     expect(buttons.get_by_role("button", name="Hold")).to_be_visible()

@@ -39,7 +39,7 @@ def said(service, *arguments, fine=True):
 def test_a_search_is_held_released_and_gets_another_priority(service, client):
     run = client.submit("gpt2-tiny")
     assert "held" in said(service, "queue", "--hold", run.id)
-    assert run.look().held and run.look().reason == "it is held until somebody releases it"
+    assert run.look().held and run.look().reason == "it is held until a user releases it"
     assert said(service, "queue", "--priority", run.id, "20", "--release", run.id)
     assert (run.look().held, run.look().priority) == (False, 20)
     service.store.change_user("submitter", priority=20)

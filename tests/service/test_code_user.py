@@ -95,7 +95,7 @@ def test_a_user_who_cannot_run_this_python_is_refused(nobody):
 
 def test_with_ray_it_is_refused():
     user = UnixUser(name=NOBODY, uid=65534, gid=65534, groups=())
-    with pytest.raises(UsageError, match="--code-user is for the runner 'local'"):
+    with pytest.raises(UsageError, match="--code-user needs the runner 'local'"):
         Worker(None, name="w", host="h", devices=1, runner="ray", code_user=user)
 
 

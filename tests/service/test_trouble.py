@@ -231,6 +231,6 @@ def test_who_asks_for_what_takes_long_keeps_nobody_else_waiting():
             asked = [pool.submit(helper.call, time.sleep, 0.3) for _ in range(3 * MOST_WAITING)]
         refused = [each.exception() for each in asked if each.exception()]
         assert len(asked) - len(refused) >= 1 + MOST_WAITING and len(refused) >= MOST_WAITING
-        assert all(isinstance(each, RunnerError) and "ask again in a moment" in str(each) for each in refused)
+        assert all(isinstance(each, RunnerError) and "try again in a moment" in str(each) for each in refused)
     finally:
         helper.close()
