@@ -68,7 +68,7 @@ def test_a_search_that_failed_is_retried_and_one_that_is_done_is_not(service, cl
     look = run.look()
     assert (look.state, look.ended) == ("queued", None) and "disk" not in look.reason
     service.store.finish(run.id, service.store.take_search(run.id), "done", "trials")
-    with pytest.raises(UsageError, match=f"{run.id} is done: submit it again"):
+    with pytest.raises(UsageError, match=f"{run.id} is done and cannot be retried: submit it again"):
         run.retry()
 
 

@@ -214,9 +214,9 @@ def test_a_database_that_a_later_version_takes_over_is_not_misread(service, clie
     before = service.store.database.read(lambda c: c.execute(text(f"SELECT version_num FROM {VERSIONS}")).scalar())
     change(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '99'")))
     change(lambda c: c.execute(text("ALTER TABLE redline_searches RENAME COLUMN priority TO urgency")))
-    away(client.get("/v1/searches"), "has other tables than this redline knows")
-    away(submit(client), "has other tables than this redline knows")
-    with pytest.raises(StorageAhead, match=r"is of version 99, written by a later redline.*install the later one"):
+    away(client.get("/v1/searches"), "has other tables than this version of redline expects")
+    away(submit(client), "has other tables than this version of redline expects")
+    with pytest.raises(StorageAhead, match=r"has version 99, written by a later redline.*install the later one"):
         serve(ServeOptions(data=tmp_path / "other", storage=url, port=0, worker=False))
     change(lambda c: c.execute(text("ALTER TABLE redline_searches RENAME COLUMN urgency TO priority")))
     change(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '{before}'")))
