@@ -151,7 +151,7 @@ class ServerCommand(Command):
     def __post_init__(self) -> None:
         if self.render:
             raise UsageError(
-                "a command's --render reads files of the machine that it is submitted on, and does not travel"
+                "a command's --render reads files of the submitting machine and cannot be sent to a server; leave it out"
             )
 
     @property

@@ -43,7 +43,7 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
     assert said(service, "queue", "--priority", run.id, "20", "--release", run.id)
     assert (run.look().held, run.look().priority) == (False, 20)
     service.store.change_user("submitter", priority=20)
-    with pytest.raises(Refused, match="up to 20, but got 21; an admin raises that"):
+    with pytest.raises(Refused, match="up to 20, but got 21; an admin can raise the limit"):
         run.change(priority=21)
     assert run.look().priority == 20
     service.rl("admin").search(run.id).change(priority=21)

@@ -201,7 +201,7 @@ def test_a_stream_outlasts_a_database_that_cannot_be_read(postgresql_url, tmp_pa
     with served(tmp_path, url=postgresql_url, patience_s=0.5, tokens=tokens) as service, service.client() as client:
         with locked(service, "redline_events"), client.stream("GET", f"/v1/searches/{told}/events") as stream:
             lines = stream.iter_lines()
-            assert next(line for line in lines if line.startswith(":")) == ": the database is away"
+            assert next(line for line in lines if line.startswith(":")) == ": the database is unavailable"
         threading.Timer(0.5, service.store.cancel, [told]).start()
         with client.stream("GET", f"/v1/searches/{told}/events") as stream:
             heard = [line for line in stream.iter_lines() if line.startswith("data: ")]
