@@ -8,7 +8,7 @@ from ..base.errors import UsageError
 
 
 class Role(StrEnum):
-    """What a user may do. Each role except `worker` includes the roles before it."""
+    """A user's permissions. Each role except `worker` includes the roles before it."""
 
     READER = "reader"
     """Views searches and results."""
@@ -165,7 +165,7 @@ class Search:
     held: bool
     """True if nothing of it starts until it is released."""
     visibility: str
-    """Who can view it besides its owner and admins: `own` (nobody), `team` (the owner's team), `all`."""
+    """Users who can view it besides its owner and admins: `own` (nobody), `team` (the owner's team), `all`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ TRAVELLING = (
 )
 """Fields of a request that are sent unchanged."""
 TARGETS = ("target", "model", "workload", "command")
-"""Alternatives for what is tuned."""
+"""Fields of which a request has exactly one: the target of the search."""
 LARGEST_FILE = 512 * 1024
 """Largest file that is sent, bytes."""
 LONGEST_SHOWN = 200

@@ -57,7 +57,7 @@ class SearchTask(AgentTask):
     log: Path
     """File to which its output is appended."""
     code: bool = True
-    """Whether it may run a workload file."""
+    """True if it may run a workload file."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
 
     def run(self, client: Connection) -> None:

@@ -118,7 +118,7 @@ class _Child:
     """The searcher process of a search."""
 
     of_a_model: bool
-    """Whether it needs the imports of `OF_MODELS`."""
+    """True if it needs the imports of `OF_MODELS`."""
     connection: Connection | None = None
     """To the process; None while it does not run."""
     pid: int | None = None
@@ -144,7 +144,7 @@ class Searchers:
     """The server's data folder."""
     slots: SearcherSlots
     workloads: bool = True
-    """Whether searchers may run workload files, as this process's user."""
+    """True if searchers may run workload files, as this process's user."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
     """Limits of each searcher."""
     task: Callable[..., AgentTask] = SearchTask

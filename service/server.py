@@ -64,15 +64,15 @@ class ServeOptions:
     proxy: str = "127.0.0.1"
     """Address of a trusted reverse proxy, whose X-Forwarded-For and X-Forwarded-Proto headers are believed."""
     worker: bool = True
-    """Whether this host's devices join the pool."""
+    """True if this host's devices join the pool."""
     devices: int | None = None
     """Number of them; None for all."""
     ray_address: str | None = None
     """Ray cluster whose devices join the pool instead of this host's."""
     allow_code: bool = True
-    """Whether users who may submit code can."""
+    """True if users who may submit code can."""
     workloads: bool = True
-    """Whether workload files are accepted from users who may submit code. The server's searchers run them as this
+    """True if workload files are accepted from users who may submit code. The server's searchers run them as this
     process's user, so this cannot be combined with `code_user`.
     """
     code_user: str | None = None
@@ -86,9 +86,9 @@ class ServeOptions:
     rate: float = 50.0
     """Limit of requests per second of a user."""
     json_logs: bool = False
-    """Whether the log has lines of JSON."""
+    """True if the log has lines of JSON."""
     standby: bool = False
-    """Whether it waits while another server has the folder or the database, and takes over when that ends."""
+    """True if it waits while another server has the folder or the database, and takes over when that ends."""
     keep_events: float = 30.0
     """Days for which the events of an ended search are kept."""
     keep_searches: float | None = None
@@ -262,7 +262,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
 
 
 def _server(options: ServeOptions, parts: Any) -> Any:
-    """Returns the HTTP server, which ends its event streams as soon as it is told to end."""
+    """Returns the HTTP server, which ends its event streams as soon as it is asked to end."""
     from .api.app import make_app
     from .api.connections import GuardedServer, guarded
 

@@ -145,7 +145,7 @@ class Guard(H11Protocol):
     """The server's door. Each server has its own subclass, since uvicorn creates the connections."""
     address = ""
     counted = False
-    """Whether the door counts it."""
+    """True if the door counts it."""
     _waits_for = ""
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None

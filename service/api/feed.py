@@ -43,7 +43,7 @@ class _Entry:
     id: int
     search: str | None
     last: bool
-    """Whether it ends its search."""
+    """True if it ends its search."""
     text: bytes
     """The event as sent."""
 

@@ -242,9 +242,9 @@ class Submission(Body):
     device: Annotated[str, Field(max_length=100)] = ""
     """Kind of device, by type or a part of its name; empty for any."""
     reuse: bool = False
-    """Whether stored measurements with the same device, software and seed may answer dry runs."""
+    """True if stored measurements with the same device, software and seed may answer dry runs."""
     visibility: Visibility = "all"
-    """Who can view it besides its owner and admins."""
+    """Users who can view it besides its owner and admins."""
 
 
 class ChangeForm(Body):
@@ -281,7 +281,7 @@ class SearchAnswer(Answer):
     held: bool = False
     """True if nothing of it starts until it is released."""
     visibility: Visibility = "all"
-    """Who can view it besides its owner and admins."""
+    """Users who can view it besides its owner and admins."""
     created_now: bool = False
     """After a submission: true if this call created it, false if an earlier one with the same key did."""
 

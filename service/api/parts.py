@@ -90,9 +90,9 @@ class Parts:
     most_queued: int = 1000
     """Limit of queued searches of a user who is not an admin."""
     allow_code: bool = True
-    """Whether users who may submit code can."""
+    """True if users who may submit code can."""
     workloads: bool = True
-    """Whether that code may be a workload file, which searchers run as the server's user."""
+    """True if that code may be a workload file, which searchers run as the server's user."""
 
 
 def parts_of(request: Request) -> Parts:

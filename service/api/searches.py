@@ -346,7 +346,7 @@ def log(
 
 
 def _span(header: str, size: int) -> tuple[int, int, int]:
-    """Returns the first byte, the end, and the status (RFC 9110, 14). An invalid range stands for the whole.
+    """Returns the first byte, the end, and the status (RFC 9110, 14). An invalid range means the whole log.
 
     Raises:
         Problem: the range is empty.

@@ -13,7 +13,7 @@ from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, te
 SAME = ("request", "devices", "device")
 """Fields that must agree between two submissions with the same key."""
 VISIBILITIES = ("own", "team", "all")
-"""Who can view a search besides its owner and admins."""
+"""Users who can view a search besides its owner and admins."""
 SIMULATE = "simulate"
 """The runner of a search that needs no devices."""
 _INTERNAL = ("finished", "seconds")
