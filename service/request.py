@@ -85,10 +85,8 @@ def _target(target: Any) -> dict[str, Any]:
         return {"command": target.to_dict()}
     if not isinstance(target, (str, Path)):
         raise UsageError(
-            "not travel"
             f"the target of a search on a server must be a model, a FILE:NAME or a Command, but got "
             f"{type(target).__name__}: objects cannot be sent"
-            "not travel"
         )
     text = str(target)
     path, _, name = text.rpartition(":")

@@ -17,7 +17,7 @@ from ...frameworks.registry import find_launcher
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
-from ..function import measured_by_itself
+from ..function import own_measurement
 from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import HIDDEN, Command
@@ -279,7 +279,7 @@ class Commands(Work):
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
         whole, losses = _together(outcome)
-        measured = measured_by_itself(whole, terms.memory_limit_mib, known)
+        measured = own_measurement(whole, terms.memory_limit_mib, known)
         if not measured.ok:
             return measured
         samples = self._work(self.values(request.config, request.number, Path()))

@@ -105,9 +105,7 @@ def submit(
     request = form.request.request()
     if is_code(request) and not (parts.allow_code and user.allow_code):
         raise Refused(
-            "config.json, or ask an admin to allow it"
             f"{user.name} may not submit code on this server, such as a workload or a command; submit a model's name or "
-            "config.json, or ask an admin to allow it"
             "config.json, or ask an admin to allow it"
         )
     _check_priority(user, form.priority)
@@ -115,9 +113,7 @@ def submit(
         raise Refused(NO_WORKLOADS)
     if form.reuse and "command" in request:
         raise UsageError(
-            "the same; leave it out"
             "reuse: measurements of a command are not reused, since its program may have changed; leave reuse out"
-            "the same; leave it out"
         )
     name = form.name or named(request)
     search, new = parts.store.submit(

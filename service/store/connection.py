@@ -437,9 +437,7 @@ def migrate(database: Database, *, change: bool) -> None:
     found = database.read(_version)
     if found is not None and found not in known:
         raise StorageAhead(
-            "install the later one, or give another --storage"
             f"{database.words} has version {found}, written by a later redline: this one supports versions up to {head}; "
-            "install the later one, or give another --storage"
             "install the later one, or give another --storage"
         )
     if found == head:

@@ -82,9 +82,7 @@ class Searches(Part):
         if known is not None:
             if any(getattr(known, each) != values[each] for each in SAME):
                 raise KeyTaken(
-                    "give another key"
                     f"the key '{values['key']}' belongs to the search {known.id}, whose request is different; "
-                    "give another key"
                     "give another key"
                 )
             return _search(known), known.id == values["id"]

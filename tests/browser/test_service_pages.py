@@ -45,7 +45,7 @@ def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
     expect(tab.get_by_role("alert")).to_contain_text("did you mean 'gpt2-tiny'")
     tab.errors[:] = [each for each in tab.errors if "422" not in each]
     tab.get_by_label("Model").fill("gpt2-tiny")
-    tab.get_by_label("Name").fill("<b>bold</b>")
+    tab.get_by_label("Name (optional)").fill("<b>bold</b>")
     tab.get_by_role("button", name="Submit").click()
     tab.wait_for_url(re.compile("#/search/[0-9a-f]{12}$"))
     search = tab.url.rpartition("/")[2]

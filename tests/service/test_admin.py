@@ -56,7 +56,7 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
     with pytest.raises(UsageError, match="a priority is low, normal, high, urgent, or a whole number.*'higher'"):
         run.change(priority="higher")
     for change in (other.hold, other.release, other.retry, other.delete, lambda: other.change(priority=1)):
-        with pytest.raises(Refused, match="is submitter's"):
+        with pytest.raises(Refused, match="belongs to submitter"):
             change()
     run.cancel()
 

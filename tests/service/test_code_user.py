@@ -67,7 +67,7 @@ def test_a_user_that_is_not_there_is_refused():
 
 
 def test_a_user_from_whom_nothing_would_be_kept_is_refused(nobody, monkeypatch):
-    with pytest.raises(UsageError, match="may do everything on this host"):
+    with pytest.raises(UsageError, match="is an administrator of this host"):
         unix_user("root")
     monkeypatch.setattr(os, "geteuid", lambda: nobody.pw_uid)
     with pytest.raises(UsageError, match="the one that this process runs as"):
