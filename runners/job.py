@@ -15,7 +15,7 @@ TEARDOWN_S = 10.0
 CUDA_TEARDOWN_S = 60.0
 """The same on GPUs, where the driver first unmaps their memory and NCCL's buffers, s."""
 COLLECTIVE_MARGIN_S = 60.0
-"""How much longer than a trial's deadline collectives wait, s, since hosts do not begin at the same time."""
+"""Time that collectives wait beyond a trial's deadline, s, since hosts do not begin at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,7 +46,7 @@ class Known(TypedDict):
 
 
 class Work(ABC):
-    """What trials run: dry runs of a workload, calls of a function, or runs of a command."""
+    """The work of trials: dry runs of a workload, calls of a function, or runs of a command."""
 
     imports: tuple[str, ...]
     """Modules that a host agent imports once, for all trials."""

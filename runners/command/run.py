@@ -52,7 +52,7 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class RunTerms:
-    """What a trial starts, and how its output is read."""
+    """The command of a trial, with the settings for reading its output."""
 
     command: CommandLine | ShellLine
     environment: tuple[tuple[str, Any], ...]
