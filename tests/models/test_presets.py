@@ -18,6 +18,8 @@ PUBLISHED_MILLIONS = {
     "qwen2-7b": 7615.6,
     "mistral-7b": 7241.7,
     "mixtral-8x7b": 46702.8,
+    "qwen3-235b-a22b": 235093.6,
+    "deepseek-v3": 671026.4,
     "gpt-neox-20b": 20554.6,
     "llama3.2-1b": 1235.8,
     "llama2-7b": 6738.4,
@@ -33,7 +35,17 @@ PUBLISHED_MILLIONS = {
     "vit-large": 304.3,
     "wide-resnet-28-10": 36.5,
 }
-TINY = {"gpt2-tiny", "bert-tiny", "llama-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "wide-resnet-tiny"}
+TINY = {
+    "deepseek-v3-tiny",
+    "qwen3-moe-tiny",
+    "gpt2-tiny",
+    "bert-tiny",
+    "llama-tiny",
+    "t5-tiny",
+    "mixtral-tiny",
+    "vit-tiny",
+    "wide-resnet-tiny",
+}
 IMAGES = [name for name, preset in PRESETS.items() if preset.task == "image"]
 
 

@@ -79,8 +79,7 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     path = path_of(given)
     if is_plan(path):
         found = load(path)
-        measured = None if found.trains.get("simulated") else found.trial.measured.throughput
-        return _source(found.trains, Config(found.trial.config), measured, str(path), of_model)
+        return _source(found.trains, Config(found.trial.config), found.trial.measured.throughput, str(path), of_model)
     if path.name == BEST and path.is_file():
         path = path.parent
     if path.is_dir() and holds_run(path):
@@ -111,7 +110,7 @@ def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, 
         devices=(asked.get("devices") or {}).get("used"),
         limit_mib=asked.get("memory_limit_mib"),
         name=str(asked.get("model") or ""),
-        predicted=throughput,
+        predicted=None if asked.get("simulated") else throughput,
     )
 
 
