@@ -49,7 +49,7 @@ def serve(
     library = Library(root)
     if not library.ids() and not library.trainings.ids():
         raise StudyError(
-            f"'{root}' holds no run and no training, not in its folders either: no run.yaml, study.log, trials.csv or "
+            f"'{root}' contains no run and no training, not in its folders either: no run.yaml, study.log, trials.csv or "
             "train.yaml was found; give the folder above your runs' --out"
         )
     _readable(library)

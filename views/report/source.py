@@ -82,7 +82,7 @@ class Source:
             raise StudyError(f"there is no '{path}'; give the --out of a run, or a table of trials (CSV)")
         alone = path != folder and (name != TABLE or not holds_run(folder))
         if not alone and not holds_run(folder):
-            raise StudyError(f"'{path}' holds no run: neither {RUN} nor {TABLE} is there{_nearby(path)}")
+            raise StudyError(f"'{path}' contains no run: neither {RUN} nor {TABLE} is there{_nearby(path)}")
         problems: list[str] = []
         asked = None if alone else _asked(folder, problems, lenient or path != folder)
         columns = _table(folder, name, asked is not None, problems, lenient)
