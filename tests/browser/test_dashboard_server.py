@@ -102,7 +102,7 @@ def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone
     assert len(library.lines()) == 2
     shutil.rmtree(tmp_path / "gone")
     assert [line["run"] for line in library.lines()] == ["kept"]
-    with pytest.raises(NoSuchRun, match="'gone' is no longer there"):
+    with pytest.raises(NoSuchRun, match="'gone' no longer exists"):
         library.changes("gone")
 
 

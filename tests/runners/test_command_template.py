@@ -161,7 +161,7 @@ def test_toml_and_ini_files_stay_what_they_are(tmp_path, space):
     [
         ("missing.yaml", "missing.yaml, cannot be read: No such file"),
         ("train.sh", "must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file"),
-        ("broken.json", "broken.json, is no JSON"),
+        ("broken.json", "broken.json, is not valid JSON"),
         ("good.json:a.b={micro_batch}", "a.b leads into a int, which has no keys"),
         ("good.json:list.7={micro_batch}", "list.7 leads into a list of 2, where '7' is not a position"),
         ("good.json:a={macro}", "good.json: a: unknown placeholder"),

@@ -40,7 +40,9 @@ def test_a_lease_that_ends_is_taken_up_and_the_old_one_is_refused(store, pool, c
         lambda: store.renew(asked.id, old.lease, 10),
         lambda: store.give_back(asked.id, old.lease),
     ):
-        with pytest.raises(LeaseOver, match=rf"lease 1 of the dry run {asked.id} is over: it is leased with the lease 2"):
+        with pytest.raises(
+            LeaseOver, match=rf"lease 1 of the dry run {asked.id} is over: it is leased with the lease 2"
+        ):
             late()
     assert store.answer(asked.id, new.lease, OK).outcome == OK
 

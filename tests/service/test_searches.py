@@ -24,9 +24,7 @@ def test_a_key_stands_for_one_search_of_its_user(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=2, key="k")
     assert store.submit(ann, dict(reversed(REQUEST.items())), devices=2, key="k") == (first, False)
     for other in ({"request": {**REQUEST, "trials": 17}, "devices": 2}, {"request": REQUEST, "devices": 4}):
-        with pytest.raises(
-            KeyTaken, match=f"the key 'k' belongs to the search {first.id}, whose request is different"
-        ):
+        with pytest.raises(KeyTaken, match=f"the key 'k' belongs to the search {first.id}, whose request is different"):
             store.submit(ann, key="k", **other)
     bobs, new = store.submit(store.add_user("bob"), REQUEST, devices=2, key="k")
     assert new and bobs.id != first.id

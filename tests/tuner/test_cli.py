@@ -112,7 +112,7 @@ BAD = [
     (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["show", "no/such/run"], "no/such/run"),
-    (["report", "no/such/run"], "there is no 'no/such/run'"),
+    (["report", "no/such/run"], "'no/such/run' does not exist"),
     (["report", "."], "contains no run"),
     (["dashboard", "no/such/runs"], "there is no folder 'no/such/runs'"),
     (["dashboard", "."], "contains no run"),

@@ -131,7 +131,10 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
             "data belongs to a workload",
         ),
         (["--command", "true {micro_batch} {mode} {global_batch}"], "set it with --global-batch"),
-        (["--command", "true {micro_batch} {mode}", "--global-batch", "8"], "has no placeholder for the global batch, 8"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--global-batch", "8"],
+            "has no placeholder for the global batch, 8",
+        ),
         (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware belongs to a workload"),
         (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
         (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
