@@ -126,6 +126,52 @@ def _latent(
     }
 
 
+def _gemma3(
+    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, scalar: int
+) -> dict[str, Any]:
+    # Gemma team 2025, the language model: five blocks that attend to the last 1,024 tokens, then one to all.
+    return {
+        **_decoder(layers, hidden, heads, 262208, kv_heads=kv_heads, intermediate=intermediate, positions=131072),
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": 1024,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, of which a token passes 4.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+    }
+
+
+def _modern_encoder(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, Any]:
+    # ModernBERT (Warner et al. 2024): rotary positions; two blocks that attend to 128 tokens, then one to all.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "vocab_size": 50368,
+        "max_position_embeddings": 8192,
+        "local_attention": 128,
+    }
+
+
 def _t5(layers: int, hidden: int, heads: int, width: int, feed_forward: int, vocabulary: int = 32128) -> dict[str, Any]:
     # Raffel et al. 2019: as many blocks in the encoder as in the decoder, embeddings tied. Dropout is 0.1.
     return {
@@ -226,6 +272,37 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
                  head_dim=128, tie_word_embeddings=False),
     ),
     (
+        "qwen3-32b", "qwen3", "causal", 32_762_123_264, 4096, 16,
+        _decoder(64, 5120, 64, 151936, kv_heads=8, intermediate=25600, positions=40960, rope_theta=1e6,
+                 head_dim=128, tie_word_embeddings=False),
+    ),
+    (
+        "qwen3-30b-a3b", "qwen3_moe", "causal", 30_532_122_624, 4096, 64,
+        _decoder(48, 2048, 32, 151936, kv_heads=4, intermediate=6144, positions=40960, rope_theta=1e6, head_dim=128,
+                 num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+                 tie_word_embeddings=False),
+    ),
+    ("gemma3-4b", "gemma3_text", "causal", 3_880_263_168, 8192, 16, _gemma3(34, 2560, 8, 4, 256, 10240, 256)),
+    ("gemma3-12b", "gemma3_text", "causal", 11_766_034_176, 8192, 16, _gemma3(48, 3840, 16, 8, 256, 15360, 256)),
+    ("gemma3-27b", "gemma3_text", "causal", 27_009_346_304, 8192, 16, _gemma3(62, 5376, 32, 16, 128, 21504, 168)),
+    (
+        # Mistral AI 2025.
+        "mistral-small-24b", "mistral", "causal", 23_572_403_200, 8192, 16,
+        _decoder(40, 5120, 32, 131072, kv_heads=8, intermediate=32768, positions=32768, rope_theta=1e8, head_dim=128,
+                 rms_norm_eps=1e-5, sliding_window=None),
+    ),
+    (
+        # Abdin et al. 2024; of Phi-3's form, with the products of queries, keys and values in one.
+        "phi-4", "phi3", "causal", 14_659_507_200, 8192, 16,
+        _decoder(40, 5120, 40, 100352, kv_heads=10, intermediate=17920, positions=16384, rope_theta=2.5e5,
+                 rms_norm_eps=1e-5, original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265,
+                 pad_token_id=100349),
+    ),
+    ("gpt-oss-20b", "gpt_oss", "causal", 20_914_757_184, 4096, 64, _gpt_oss(24, 32)),
+    ("gpt-oss-120b", "gpt_oss", "causal", 116_829_156_672, 4096, 256, _gpt_oss(36, 128)),
+    ("modernbert-base", "modernbert", "masked", 149_655_232, 1024, 128, _modern_encoder(22, 768, 12, 1152)),
+    ("modernbert-large", "modernbert", "masked", 395_881_664, 1024, 64, _modern_encoder(28, 1024, 16, 2624)),
+    (
         "qwen2-7b", "qwen2", "causal", 7_615_616_512, 4096, 16,
         _decoder(28, 3584, 28, 152064, kv_heads=4, intermediate=18944, positions=131072, rope_theta=1e6,
                  tie_word_embeddings=False),
@@ -291,6 +368,11 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
     (
         "llama3-70b", "llama", "causal", 70_553_706_496, 8192, 8,
         _decoder(80, 8192, 64, 128256, kv_heads=8, intermediate=28672, positions=8192, rope_theta=5e5,
+                 rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
+    ),
+    (
+        "llama3-405b", "llama", "causal", 405_853_388_800, 8192, 16,
+        _decoder(126, 16384, 128, 128256, kv_heads=8, intermediate=53248, positions=131072, rope_theta=5e5,
                  rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
     ),
 )  # fmt: skip

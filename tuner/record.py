@@ -25,7 +25,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
     workload = task.workload
     what: dict[str, Any] = {}
     if task.command is not None:
-        what["command"] = shlex.join(_options_of(task.command.asked))
+        what["command"] = shlex.join(_options_of(task.command.requested))
     elif workload is not None:
         what["id"] = workload.id
     else:
@@ -98,7 +98,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     """
     target = request.target
     if task.command is not None:
-        command = ["redline", "tune", *_options_of(task.command.asked), "--devices", str(task.devices)]
+        command = ["redline", "tune", *_options_of(task.command.requested), "--devices", str(task.devices)]
         for name in ("seq_len", "global_batch", "lora"):
             if (given := getattr(request, name)) is not None:
                 command += [f"--{name.replace('_', '-')}", str(given)]

@@ -164,8 +164,8 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
     command = Commands(target, space, devices=count, global_batch=total, stated=stated)
-    if command.unsaid:
-        values = ", ".join(f"{name}={space[name].default}" for name in command.unsaid)
+    if command.unplaced:
+        values = ", ".join(f"{name}={space[name].default}" for name in command.unplaced)
         said += (
             f"the file states {values}, for which the command has no placeholder: the command itself has to set them",
         )

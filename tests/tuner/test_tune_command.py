@@ -130,11 +130,14 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
             ["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--data", "x"],
             "data is for a workload",
         ),
-        (["--command", "true {micro_batch} {mode} {global_batch}"], "say it with --global-batch"),
-        (["--command", "true {micro_batch} {mode}", "--global-batch", "8"], "does not hear of the global batch, 8"),
+        (["--command", "true {micro_batch} {mode} {global_batch}"], "set it with --global-batch"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--global-batch", "8"],
+            "has no placeholder for the global batch, 8",
+        ),
         (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware is for a workload"),
         (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
-        (["--command", "true {micro_batch}"], "the knob 'mode' is used nowhere"),
+        (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
         (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
         (
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],

@@ -363,7 +363,7 @@ def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
 
 
 def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
-    with pytest.raises(rl.UsageError, match=r"warm start: .*holds no run"):
+    with pytest.raises(rl.UsageError, match=r"warm start: .*contains no run"):
         read_runs([tmp_path])
     run_of(tmp_path / "a", trials=2)
     with pytest.raises(rl.UsageError, match=r"warm start: .*/a is given twice"):

@@ -58,7 +58,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         if request.limit_mib is not None:
             meter.limit(request.limit_mib)
         reader = LogReader(program.folder, log_size(program.folder))
-        following = replace(program, heard=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
+        following = replace(program, on_line=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
         try:
             ended = following(context)
         except (RuntimeError, MemoryError) as error:

@@ -111,7 +111,7 @@ def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here,
     assert code != 0 and "--resume takes them from there again" in " ".join(err.split())
     more = ("--steps", 6, "--lr-steps", 6)
     text = words(run("train", "mended", "--resume", *more))
-    assert "the weights that are not trained are taken from '" in text and "is damaged: it has" in text
+    assert "the frozen weights are read from '" in text and "is damaged: it has" in text
     assert "continuing from step-00000004" in text
     words(run("train", "never-damaged", "--resume", *more))
     one, other = (

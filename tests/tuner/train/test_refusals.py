@@ -81,7 +81,7 @@ def test_a_folder_that_is_taken(run, finished):
 
 
 def test_a_folder_that_holds_none(run, here):
-    refused(run, ["'llama' holds no training: train.yaml cannot be read"], "train", "llama", "--resume")
+    refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
     refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
 
 
