@@ -1,7 +1,7 @@
 """Orders of a pipeline's micro-batches, and the placement of its stages on ranks.
 
-They are defined once, in the lowest layer of the package: the schedule language runs them, the default space and estimates use them, and
-exports name them.
+They are defined once, in the lowest layer of the package: the schedule language runs them, the default space and
+estimates use them, and exports name them.
 """
 
 from collections.abc import Mapping
