@@ -170,7 +170,7 @@ def page(text: str) -> str:
 EXPERTS = """## Experts over ranks
 
 Families with experts, which `ep` ranks [share](parallel.md#experts-over-ranks), beside all else: `ep2·dp2` is four replicas, of
-which two share the experts. A family without experts refuses `ep`: the model has no experts, so that ep must be 1.
+which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
 """
 PAGE = """# Equal numerics
 

@@ -256,7 +256,7 @@ RULES: Sequence[Rule] = (
         "sequences of tokens",
         "sp cp",
         _no_tokens,
-        "samples are not made of tokens, so that there is no sequence to cut",
+        "samples have no tokens, so there is no sequence to cut",
         general=True,
     ),
     _rule(
@@ -286,13 +286,13 @@ RULES: Sequence[Rule] = (
         lambda context: f"tp * sp * cp must divide the {context.seq_len} tokens of a sample to cut them",
         general=True,
     ),
-    _rule("experts of a dense model", "ep", _dense, "the model has no experts, so that ep must be 1", general=True),
+    _rule("experts of a dense model", "ep", _dense, "the model has no experts, so ep must be 1", general=True),
     _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
     _rule(
         "replicas that share experts",
         "ep dp sp cp",
         lambda k, context: (k.dp * k.sp * k.cp) % k.ep != 0,
-        "ep must divide the dp * sp * cp replicas, of which so many neighbours share the experts",
+        "ep must divide the dp * sp * cp replicas, because this number of neighbours shares the experts",
     ),
     _rule(
         "experts and hsdp",

@@ -144,7 +144,7 @@ def _preset(name: str, given: _Given) -> Workload:
 def _local(path: Path, text: str, given: _Given) -> Workload:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise WorkloadError(f"{text} holds no config.json; a Hugging Face model's folder does")
+        raise WorkloadError(f"{text} contains no config.json, as a Hugging Face model's folder does")
     content = _content(file)
     resolved = file.resolve()
     name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
@@ -211,7 +211,7 @@ def _of_contents(
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
         except refusals() as error:
-            raise WorkloadError(f"{where} is no valid {model_type} configuration: {_one_line(error)}") from error
+            raise WorkloadError(f"{where} is not a valid {model_type} configuration: {_one_line(error)}") from error
     return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
 
 
@@ -250,7 +250,7 @@ def _reach_hub(text: str) -> None:
 
     from huggingface_hub import constants
 
-    without = f"'{text}' is no preset, no file or folder here, not in the local Hugging Face cache, and "
+    without = f"'{text}' is not a preset, a file or folder here, or in the local Hugging Face cache, and "
     instead = "give a folder or config.json of the model instead"
     if constants.HF_HUB_OFFLINE:
         raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids to ask the hub; {instead}")

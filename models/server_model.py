@@ -55,7 +55,7 @@ class ServerModel:
             WorkloadError: they are not a mapping, or load another model by its name.
         """
         if not isinstance(contents, Mapping):
-            raise WorkloadError("a model's configuration must be a mapping, such as a Hugging Face config.json holds")
+            raise WorkloadError("a model's configuration must be a mapping, such as that of a Hugging Face config.json")
         for name, value in _entries(contents):
             if (name in _LOADED_BY_NAME and value) or (name == "model_type" and value in _LOADERS):
                 raise WorkloadError(

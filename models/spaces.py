@@ -346,7 +346,7 @@ def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
     """Note about a space to which the allowed extension added nothing."""
     if "lossy" not in allow or lossy_of_space(space):
         return ()
-    beyond = "".join(f"; --set {each} tries it all the same" for each in lossy_beyond(space))
+    beyond = "".join(f"; --set {each} tries it anyway" for each in lossy_beyond(space))
     return (f"no lossy value pays on these devices, whose bf16 is emulated{beyond}",)
 
 

@@ -239,7 +239,7 @@ class Recording:
         if kind in _RESIZING:
             self.refuse(f"{func} changes the size of a tensor")
         if kwargs.get("generator") is not None:
-            self.refuse("it sets a tensor by a generator of its own")
+            self.refuse("it sets a tensor by its own generator")
         if any(each.layout is not torch.strided for each in tensors):
             self.refuse("it has a tensor that is not dense")
         strange = any(each.is_meta and place is None for each, place in zip(tensors, found, strict=True))

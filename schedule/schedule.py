@@ -18,7 +18,7 @@ ELSEWHERE = {
     "gm": "trace() makes the graph, which is sch.graph; the module is sch.module",
     "mod": "the module is sch.module",
     "partition": "shard(name, axis) cuts a parameter, cut_pipeline_stage() ends a stage, shard_data(...) cuts replicas",
-    "partition_model": "cut_pipeline_stage() ends a stage behind a module",
+    "partition_model": "cut_pipeline_stage() ends a stage after a module",
     "get_module": "sch['path'] is the schedule of a module below, sch['path'].module the module",
     "find_node": "find(where=lambda node: ...) looks at nodes",
     "find_nodes": "find(where=lambda node: ...) looks at nodes",

@@ -59,7 +59,7 @@ def write_dict(
         if describe_callables:
             return {"callable": rule.text}
         raise SpaceError(
-            f"{what}, `{rule.text}`, is a Python callable that no text of the grammar stands for; write it "
+            f"{what}, `{rule.text}`, is a Python callable that cannot be written in the grammar; write it "
             "as an expression over the knobs, with & | ~, minimum, maximum and isin"
         )
 

@@ -58,7 +58,7 @@ class LoopPlan:
 
     soak: Annotated[
         bool,
-        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save behind the first."),
+        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
     ] = True
     """True if a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save after its
     first step.

@@ -286,7 +286,7 @@ class Steps:
     def backward(self, factor: "torch.Tensor | float" = 1.0) -> None:
         """Multiplies the gradients by a factor."""
         if not self._computed:
-            raise UsageError("there is no loss to go back from: call the model first, with gradients switched on")
+            raise UsageError("there is no loss for backward: call the model first, with gradients switched on")
         if isinstance(factor, float) and factor == 1.0:
             return
         import torch

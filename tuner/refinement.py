@@ -25,9 +25,7 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
     if workload is None:
         raise UsageError("layerwise needs a workload, whose blocks can be recomputed, not a callable or a command")
     if not followed(workload):
-        raise UsageError(
-            "layerwise needs a schedule that follows checkpoint_blocks, but the workload has one of its own"
-        )
+        raise UsageError("layerwise needs a schedule that follows checkpoint_blocks, but the workload has its own")
     if "checkpoint_ratio" not in space.by_name:
         raise UsageError("layerwise refines checkpoint_ratio, but the space has no such knob")
 

@@ -286,7 +286,7 @@ def check_honoured(request: Request, task: Task) -> None:
         raise UsageError(f"concurrency must be at least 1, but got {at_once}")
     if "ray_address" in given and request.runs_on != "ray":
         raise UsageError(
-            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
+            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; request the runner "
             "'ray', or leave it out"
         )
     if request.soak and (task.own is None or task.simulated):

@@ -33,12 +33,12 @@ def cut(block: "Schedule", regions: Regions) -> None:
 def no_stages(sch: "Schedule", stages: int) -> NoReturn:
     """Raises, because the shared layer would have to be on every rank."""
     layers = sch.module.config.num_hidden_layers
-    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot lie in {stages} stages")
+    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot be in {stages} stages")
 
 
 schedule = StandardSchedule(
     blocks,
     Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
-    no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
+    no_sequence_parallel="the attention module includes the residual, and takes its sizes from the whole sequence",
 )

@@ -220,7 +220,7 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
     for path in experts:
         mixture = sch[path.rpartition(".")[0]]
         if mixture.path not in regions:
-            raise ScheduleError(f"sequence_parallel: '{mixture.name}' holds more than a router and experts")
+            raise ScheduleError(f"sequence_parallel: '{mixture.name}' contains more than a router and experts")
         for each in mixture:
             if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
                 each.sync("bwd_post", "all_reduce", on="parameters")

@@ -194,7 +194,7 @@ def iteration_folder(path: Path) -> Path:
         raise WorkloadError(f"cannot read '{path / TRACKER}': {error}") from error
     if said != "release" and not said.isdecimal():
         raise WorkloadError(
-            f"'{path / TRACKER}' should hold the number of an iteration, or release, but holds '{said}'"
+            f"'{path / TRACKER}' must contain the number of an iteration, or release, but contains '{said}'"
         )
     return path / (said if said == "release" else f"iter_{int(said):07d}")
 
@@ -237,7 +237,7 @@ def _check_backend(folder: Path) -> None:
                 f"'{folder}' is a checkpoint of Megatron-LM's old format, which is a pickle; convert it there: "
                 "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
             )
-        raise WorkloadError(f"'{folder}' is no checkpoint of Megatron-LM: it has no {CONFIG}")
+        raise WorkloadError(f"'{folder}' is not a checkpoint of Megatron-LM: it has no {CONFIG}")
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
     except (OSError, Malformed) as error:

@@ -99,7 +99,7 @@ class StageLayer(nn.Module):
             header = json.dumps(said).encode()
         except TypeError as error:
             raise ScheduleError(
-                f"a micro-batch must hold tensors, numbers and words, which go through the stages, but: {error}"
+                f"a micro-batch must contain tensors, numbers and texts, which go through the stages, but: {error}"
             ) from error
         device = next((each.device for each in tensors.values()), torch.device("cpu"))
         return (*map(_bits, tensors.values()), torch.tensor(list(header), dtype=torch.uint8, device=device)), target

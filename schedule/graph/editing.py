@@ -48,7 +48,7 @@ def replace_subgraph(sch: ScheduledModule, new: Any, given: Any, name: str | Non
     owned = isinstance(new, nn.Module) and any(True for _ in new.parameters())
     if owned and len(handles) > 1:
         raise ScheduleError(
-            f"{label}: one module with parameters cannot stand for {len(handles)} subgraphs, or they would share "
+            f"{label}: one module with parameters cannot replace {len(handles)} subgraphs, or they would share "
             "them; replace them one by one, or by one call that gives an output for each with together=True"
         )
     for each in handles:

@@ -46,7 +46,7 @@ def trace_exported(
         around = "forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)
         if path and (around or any(each is other for other in scheduled)):
             raise TraceError(
-                f"trace of '{label}': an exported graph has no calls of modules, so that what was scheduled on "
+                f"trace of '{label}': an exported graph has no calls of modules, so the schedule of "
                 f"'{path}' would be lost in it; trace first, or by tracer='fx'"
             )
     form, _ = form_of(module, label, example, ())

@@ -83,7 +83,7 @@ def hand_over(tree: Tree, each: Subgraph, new: Any, label: str) -> Handover:
             continue
         path = join(each.path, target)
         if node is None:
-            _nothing_on(tree, path, module, label, "lies in an operation of its own")
+            _nothing_on(tree, path, module, label, "is in a separate operation")
         elif isinstance(new, nn.Module) and each.nodes == (node,):
             _nothing_below(tree, path, module, label)
             plan.whole = (path, module)
@@ -120,7 +120,7 @@ def _module(
     for hook in forward_hooks_of(module):
         if isinstance(hook, OutputSync):
             if each.outputs != (node,):
-                raise ScheduleError(f"{label}: {_said(path, hook)} lies inside of what is replaced; replace less")
+                raise ScheduleError(f"{label}: {_said(path, hook)} is inside the replaced part; replace less")
             plan.after.append(hook)
         elif isinstance(hook, InputSync):
             _input(plan, each, node, path, hook, label)
@@ -137,7 +137,7 @@ def _input(plan: Handover, each: Subgraph, node: fx.Node, path: str, hook: Input
     values = [value for value in [*node.args, *node.kwargs.values()] if isinstance(value, fx.Node)]
     for value in values[:1] if hook.first else values:
         if value in each.nodes:
-            raise ScheduleError(f"{label}: {_said(path, hook)} lies inside of what is replaced; replace less")
+            raise ScheduleError(f"{label}: {_said(path, hook)} is inside the replaced part; replace less")
         others = [user for user in value.users if user in each.nodes]
         if any(hook.sync not in _syncs(each, user) for user in others):
             names = ", ".join(user.name for user in others if user is not node)

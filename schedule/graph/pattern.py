@@ -108,7 +108,7 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"find: the pattern {pattern!r} is no graph: {error}") from error
+        raise TraceError(f"find: the pattern {pattern!r} is not a graph: {error}") from error
 
 
 @dataclass(slots=True)

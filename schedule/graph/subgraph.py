@@ -199,7 +199,7 @@ def merged(label: str, handles: list[Subgraph]) -> Subgraph:
     first = handles[0]
     if any(each.layer is not first.layer for each in handles):
         raise ScheduleError(
-            f"{label}: subgraphs that are replaced together must lie in one graph, but lie in "
+            f"{label}: subgraphs that are replaced together must be in one graph, but are in "
             f"{', '.join(dict.fromkeys(each.path or 'the root' for each in handles))}"
         )
     order = {node: i for i, node in enumerate(first.layer.graph.nodes)}

@@ -237,7 +237,7 @@ def no_tied_stages(tied: str) -> str:
     """Reason against ZeRO 2 and 3: each part of a stage is sharded separately, because no forward of the root runs
     around them.
     """
-    return f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
+    return f"zero must be 0 or 1 in this pipeline, because one stage has tied weights, {tied}, which would be sharded separately"
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:
@@ -315,7 +315,7 @@ def offload(sch: ScheduledModule, what: str = "activations") -> None:
         raise ScheduleError(f"{label}: there is one optimizer, so call it on the root's schedule")
     apply = _activations if what == "activations" else _optimizer
     if sch.deferred(apply):
-        raise ScheduleError(f"{label}: {what} are offloaded once, and already are")
+        raise ScheduleError(f"{label}: {what} are offloaded already")
     check_called(sch, "offload")
     sch.defer("offload", apply)
 

@@ -152,7 +152,7 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
         scalings = [name for name in names if name in ("mul", "div")]
         if names[: len(scalings)] != scalings or len(scalings) > 1:
             reasons.append(
-                f"the scores of attention in '{path or 'the root'}' are scaled otherwise than once before masks"
+                f"the scores of attention in '{path or 'the root'}' are not scaled exactly once before masks"
             )
             continue
         scale = [given for name, _, given in before if name in ("mul", "div")]
@@ -192,7 +192,7 @@ def _behind(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, An
         users = list(node.users)
         if len(users) != 1:
             names = ", ".join(user.name for user in users)
-            return f"are used by {names}; trace the module above with flatten=True, where nobody takes them"
+            return f"are used by {names}; trace the module above with flatten=True, where they are not used"
         before, node = node, users[0]
         what = operation(node, module)
         if what is None or what.name not in (*CASTS, "dropout", "matmul") or what.args[0] is not before:

@@ -165,7 +165,7 @@ def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> No
     nodes = [node for node in traced.graph.nodes if target is None or (node.op, node.target) == ("call_module", target)]
     plans = [plan for node in nodes for plan in _plans(at, label, node, wanted)]
     if not plans:
-        raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to take apart")
+        raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to split")
     for apply, node in plans:
         apply(at.module, traced.graph, node)
     traced.changed()

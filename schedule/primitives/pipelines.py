@@ -38,7 +38,7 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
         if cut == sch.path:
             raise ScheduleError(f"{label}: the pipeline is cut here already")
         if cut.startswith(sch.path + ".") or sch.path.startswith(cut + "."):
-            raise ScheduleError(f"{label}: a cut must not lie inside of a module behind which is another: '{cut}'")
+            raise ScheduleError(f"{label}: a cut must not be inside a module after which is another: '{cut}'")
     parts = sch.path.split(".")
     for depth in range(1, len(parts) + 1):
         path = ".".join(parts[:depth])
@@ -46,7 +46,7 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
         if len(where) > 1:
             others = ", ".join(other for _, _, other in where if other != path)
             raise ScheduleError(
-                f"{label}: a cut must not lie in a module that occurs several times, but '{path}' is also {others}"
+                f"{label}: a cut must not be in a module that occurs several times, but '{path}' is also {others}"
             )
     for depth in range(len(parts)):
         path = ".".join(parts[:depth])

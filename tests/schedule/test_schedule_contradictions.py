@@ -162,7 +162,7 @@ def check_tied_stage():
     sch = create_schedule(Tied(), mesh(pp=2, dp=1))
     sch["first"].cut_pipeline_stage()
     sch.shard_data(zero=2)
-    with pytest.raises(ScheduleError, match=r"one stage holds tied weights, second\.weight and third\.weight"):
+    with pytest.raises(ScheduleError, match=r"one stage has tied weights, second\.weight and third\.weight"):
         build(sch, loss=nn.functional.mse_loss)
 
 

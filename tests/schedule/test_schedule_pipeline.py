@@ -456,7 +456,7 @@ def check_refusals(make):
     refused(gpt2(), "did you mean 'gpipe'", lambda s: s.pipeline("gpip"))
     refused(gpt2(), "at least 1, but got 0", lambda s: s.pipeline("gpipe", 0))
     refused(gpt2(), "on the root", lambda s: s["lm_head"].pipeline())
-    refused(gpt2().pipeline(), "once", lambda s: s.pipeline("gpipe"))
+    refused(gpt2().pipeline(), "set already", lambda s: s.pipeline("gpipe"))
     refused(
         create_schedule(make("gpt2"), mesh(dp=2)),
         "axis named pp",

@@ -282,7 +282,7 @@ def test_what_cannot_be_replaced_together_is_refused():
     sch = create_schedule(nn.Sequential(seeded(MLP), seeded(MLP)))
     for each in sch:
         each.trace()
-    with pytest.raises(ScheduleError, match="must lie in one graph, but lie in 0, 1"):
+    with pytest.raises(ScheduleError, match="must be in one graph, but are in 0, 1"):
         sch.replace(add_all, sch.find(add_all), together=True)
     with pytest.raises(ScheduleError, match="name must be an identifier, but got 'a b'"):
         sch.replace(add_all, sch["0"].find(add_all), name="a b")
@@ -388,5 +388,5 @@ def test_call_module_is_known_under_any_name():
     mine = call_module
     assert len(sch.find(lambda x: language.call_module("fc1", x))) == 1
     assert len(sch.find(lambda x: mine(nn.GELU, x))) == 1
-    with pytest.raises(TraceError, match="stands for the call of a module in a pattern for find"):
+    with pytest.raises(TraceError, match="represents the call of a module in a pattern for find"):
         call_module("fc1", torch.ones(1))

@@ -145,7 +145,7 @@ def test_what_cannot_be_traced_names_the_line_and_leaves_the_schedule_alone():
     ):
         sch["0"].trace()
     assert str(sch) == drawn and "forward" not in model[0].__dict__ and model[0].training is True
-    with pytest.raises(ScheduleError, match="traced once"):
+    with pytest.raises(ScheduleError, match="traced already"):
         create_schedule(Block()).trace().trace()
 
 

@@ -132,7 +132,7 @@ def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
     assert reason.startswith("when measured again: in its soak: ") and "(during soak); the first time" in reason
     assert rows[16]["log"].endswith(".soak.log") and (out / rows[16]["log"]).stat().st_size > 0
     fallen, held = found.notes[-2:]
-    assert fallen.startswith("trial 0 led, and did not hold up: oom in its soak: ")
+    assert fallen.startswith("trial 0 led, but failed: oom in its soak: ")
     assert held.startswith("trial 1 held up: soaked for 202 steps of 8 to 64 tokens; ")
     best = yaml.safe_load((out / "best.yaml").read_text())
     assert best["best"]["configuration"]["micro_batch"] == 2

@@ -98,7 +98,7 @@ class Checkpoint:
         if not isinstance(document, dict) or document.get("format") != FORMAT or not _files_of(document):
             raise StudyError(
                 f"'{self.path}' is not a checkpoint of this version of redline, which reads format {FORMAT}: "
-                f"its {MANIFEST} says otherwise"
+                f"its {MANIFEST} has another format"
             )
         if document != _sealed(document) or document.get("step") != self.step:
             raise StudyError(f"'{self.path}' is damaged: its {MANIFEST} is not as it was when saved")

@@ -224,10 +224,10 @@ def _in_folder(folder: Path) -> Iterator[Source]:
     files = [each for each in sorted(folder.rglob("*")) if each.is_file() and _is_data(each.relative_to(folder))]
     found = list(dict.fromkeys(_file(each, KINDS[_ending(each)]) for each in files))
     if not found:
-        raise WorkloadError(f"the folder {folder} holds no data: no file ends in {', '.join(KINDS)}")
+        raise WorkloadError(f"the folder {folder} contains no data: no file ends in {', '.join(KINDS)}")
     kinds = sorted({each.kind for each in found})
     if len(kinds) > 1:
-        raise WorkloadError(f"the folder {folder} holds data of several kinds ({', '.join(kinds)}); name the files")
+        raise WorkloadError(f"the folder {folder} contains data of several kinds ({', '.join(kinds)}); name the files")
     yield from [each for each in found if each.path.name.startswith("train")] or found
 
 
@@ -320,7 +320,7 @@ def _content(value: Any, field: str, where: str) -> str | Conversation:
     if isinstance(value, list):
         return [_message(each, where) for each in value]
     raise WorkloadError(
-        f"{where}: '{field}' must hold a text or a conversation (a list of messages), but holds {type(value).__name__}"
+        f"{where}: '{field}' must contain a text or a conversation (a list of messages), but contains {type(value).__name__}"
     )
 
 
@@ -341,7 +341,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _missing(field: str, columns: list[str], where: str) -> WorkloadError:
-    return WorkloadError(f"{where}: {unknown('field', field, columns)} Say which holds the text by --field NAME.")
+    return WorkloadError(f"{where}: {unknown('field', field, columns)} Name the one with the text by --field NAME.")
 
 
 # -- text ----------------------------------------------------------------------------------------------------

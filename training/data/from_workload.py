@@ -232,7 +232,7 @@ def check_dataset(dataset: Any) -> None:
             "that read it: give a data set with __len__ and __getitem__, or files"
         )
     if not len(dataset):
-        raise WorkloadError(f"the {type(dataset).__name__} that is to be trained on is empty")
+        raise WorkloadError(f"the {type(dataset).__name__} to train on is empty")
 
 
 def stacked(samples: Sequence[Any]) -> Batch:
@@ -268,8 +268,8 @@ def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
         made = [torch.as_tensor(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
-            f"part {name!r} of a sample is a {type(values[0]).__name__}, of which no tensor can be made ({error}); leave it out "
-            "of the data set, or give collate="
+            f"part {name!r} of a sample is a {type(values[0]).__name__}, which cannot be converted to a tensor ({error}); "
+            "leave it out of the data set, or give collate="
         ) from error
     other = next((each.shape for each in made if each.shape != made[0].shape), None)
     if other is not None:

@@ -95,7 +95,7 @@ def prepare(
 def _check_task(plan: DataPlan, task: Task) -> None:
     if task == "image":
         raise WorkloadError(
-            "data files hold text or tokens, and the model classifies images; give its batches by --workload"
+            "data files contain text or tokens, but the model classifies images; give its batches by --workload"
         )
     if task != "causal" and plan.train_on == "assistant":
         raise WorkloadError(f"train_on=assistant is for causal language models, and this one's task is {task}")
@@ -113,7 +113,9 @@ def _check_task(plan: DataPlan, task: Task) -> None:
 def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
     conversations = store.about.conversations
     if conversations and task == "seq2seq":
-        raise WorkloadError(f"{plan.paths[0]} holds conversations, which causal language models are trained on")
+        raise WorkloadError(
+            f"{plan.paths[0]} contains conversations, which only causal language models can be trained on"
+        )
     packing = plan.packing or ("padded" if conversations else "packed")
     if packing != "packed" and store.boundaries is None:
         raise WorkloadError(
@@ -194,7 +196,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
     if first is None:
         if bad.count:
             raise _none_is_good(bad)
-        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files that hold something to train on")
+        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files with data to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
         raise WorkloadError(f"{first.where} contains text; train_on=assistant needs conversations")
@@ -210,7 +212,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
 
 
 def _none_is_good(bad: BadRows) -> WorkloadError:
-    return WorkloadError(f"all {bad.count} rows are bad, so that nothing is left to train on; the first: {bad.first}")
+    return WorkloadError(f"all {bad.count} rows are bad, so nothing is left to train on; the first: {bad.first}")
 
 
 def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:

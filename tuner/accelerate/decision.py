@@ -150,7 +150,7 @@ def _had(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
     if knob.others is not None and value not in (*knob.values, *knob.others):
         instead = ", as by ('amp_native', {'dtype': 'bf16'})" if knob.name == "precision" else ""
         raise UsageError(
-            f"the list of optimisations asks for {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
+            f"the list of optimisations requires {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
             f"{in_words(size)} of this kind; name another one{instead}. There are: {', '.join(map(str, knob.values))}"
         )
     return value

@@ -78,7 +78,9 @@ def read_list(path: Path) -> Any:
         found = _unpickled(raw, path)
     if isinstance(found, Mapping) or (isinstance(found, (list, tuple)) and found):
         return found
-    raise UsageError(f"'{path}' holds a {type(found).__name__}, and no list of optimisations and no configuration")
+    raise UsageError(
+        f"'{path}' holds a {type(found).__name__}, but neither a list of optimisations nor a configuration"
+    )
 
 
 def _entry(entry: Any) -> tuple[str, Any, bool]:
@@ -274,6 +276,6 @@ def _unpickled(raw: bytes, path: Path) -> Any:
         return _Unpickler(io.BytesIO(raw)).load()
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"'{path}' is no strategy: it is no JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
+            f"'{path}' is not a strategy: it is not JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
             "list of names or [name, configuration]"
         ) from error

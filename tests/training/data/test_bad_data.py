@@ -27,10 +27,10 @@ def zipped(data):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", b"", r"the data in .*a\.txt is empty: give files that hold something to train on"),
+        ("a.txt", b"", r"the data in .*a\.txt is empty: give files with data to train on"),
         ("a.jsonl", b"\n\n", r"the data in .*a\.jsonl is empty"),
         ("a.jsonl", b'{"text": ""}\n', r"the data in .*a\.jsonl is empty"),
-        ("a.bin", b"", r"a\.bin is empty: give one that holds tokens"),
+        ("a.bin", b"", r"a\.bin is empty: give one with tokens"),
         ("a.txt", b"x" * 99 + b"\xc3(", r"a\.txt is not UTF-8 text: byte 0xc3 at position 99"),
         ("a.txt", "é".encode() * 50 + b"\xe2\x82", r"a\.txt is not UTF-8 text: byte 0xe2 at position 100"),
         ("a.txt", b"y" * (3 << 20) + b"\xff", r"byte 0xff at position 3145728"),
@@ -108,9 +108,9 @@ def test_documents_that_cannot_be_told_are_not_guessed(samples, tmp_path):
 def test_what_is_not_there_is_refused(samples, tmp_path, write):
     refused(samples, tmp_path, r"the data file or folder .*nothing\.txt does not exist", tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
-    refused(samples, tmp_path, r"the folder .*empty holds no data: no file ends in \.txt", tmp_path / "empty")
+    refused(samples, tmp_path, r"the folder .*empty contains no data: no file ends in \.txt", tmp_path / "empty")
     write("both/a.txt", "a"), write("both/b.jsonl", "b")
-    refused(samples, tmp_path, r"holds data of several kinds \(jsonl, text\); name the files", tmp_path / "both")
+    refused(samples, tmp_path, r"contains data of several kinds \(jsonl, text\); name the files", tmp_path / "both")
     write("splits/dataset_dict.json", "{}"), write("splits/test/state.json", "{}")
     refused(samples, tmp_path, r"has no split 'train'; give the folder of one of test", tmp_path / "splits")
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "a.bin")
@@ -120,7 +120,7 @@ def test_what_is_not_there_is_refused(samples, tmp_path, write):
     write("alone.idx", b"MMIDIDX")
     refused(samples, tmp_path, r"need a \.bin and an \.idx, but .*alone\.bin does not exist", tmp_path / "alone.idx")
     text = write("a.txt", "text")
-    refused(samples, tmp_path, r"holds no tokenizer; give the folder that its tokenizer\.json is in", text,
+    refused(samples, tmp_path, r"contains no tokenizer; give the folder that its tokenizer\.json is in", text,
             tokenizer=str(tmp_path / "both"))  # fmt: skip
 
 
@@ -185,5 +185,5 @@ def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, t
 
 
 def test_where_no_row_is_good_the_first_is_refused(samples, write, tmp_path):
-    said = r"all 2 rows are bad, so that nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
+    said = r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
     refused(samples, tmp_path, said, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")

@@ -82,7 +82,7 @@ def test_a_folder_that_is_taken(run, finished):
 
 def test_a_folder_that_holds_none(run, here):
     refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
-    refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
+    refused(run, ["'llama' contains no training; give the --out of `redline train`"], "convert", "llama", "out")
 
 
 def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here, tmp_path):
