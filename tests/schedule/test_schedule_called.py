@@ -118,7 +118,7 @@ def test_a_module_that_is_to_be_recomputed_stays_a_call(sch):
 
 def test_an_exported_graph_would_lose_it(sch):
     sch["inner"].checkpoint()
-    with pytest.raises(TraceError, match="what was scheduled on 'inner' would be lost in it"):
+    with pytest.raises(TraceError, match="the schedule of 'inner' would be lost in it"):
         sch.trace(tracer="export", examples=torch.randn(2, 8))
 
 

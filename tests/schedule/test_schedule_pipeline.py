@@ -427,8 +427,8 @@ def check_refusals(make):
     sch = gpt2()
     sch["transformer.h.1"].cut_pipeline_stage()
     refused(sch, "is cut here already", lambda s: s["transformer.h.1"].cut_pipeline_stage())
-    refused(sch, "inside of a module behind which", lambda s: s["transformer"].cut_pipeline_stage())
-    refused(sch, "inside of a module behind which", lambda s: s["transformer.h.1.mlp"].cut_pipeline_stage())
+    refused(sch, "inside a module after which", lambda s: s["transformer"].cut_pipeline_stage())
+    refused(sch, "inside a module after which", lambda s: s["transformer.h.1.mlp"].cut_pipeline_stage())
     sch["transformer.h.0"].cut_pipeline_stage()
     assert sch.tree.cuts == ["transformer.h.0", "transformer.h.1"]
     refused(sch, r"must divide the number of stages, but there are 3 \(2 cuts\)", build)

@@ -142,7 +142,7 @@ def test_a_padded_vocabulary_is_cut_to_the_model_s_with_a_note_and_a_shorter_one
         ("llama", {"intermediate_size": 80},
          r"6 tensors have another shape: .*model\.layers\.0\.mlp\.gate_proj\.weight with \(64, 32\) there, \(80, 32\) in"),
         ("qwen2", {}, r"6 tensors are missing: model\.layers\.0\.self_attn\.q_proj\.bias"),
-        ("gpt2", {}, r"another model than this gpt2 \(GPT2LMHeadModel\)\. Its config\.json says it is a llama\."),
+        ("gpt2", {}, r"another model than this gpt2 \(GPT2LMHeadModel\)\. Its config\.json is that of a llama\."),
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other, said, tmp_path):

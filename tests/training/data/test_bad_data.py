@@ -39,7 +39,7 @@ def zipped(data):
         ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is not JSON"),
         ("a.json", b'[{"text": "a"}]', r"line 1 must be a JSON object with the field 'text', but is list"),
         ("a.jsonl", b'{"txt": "a", "id": 1}', r"unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*by --field"),
-        ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must hold a text or a conversation .*, but holds int"),
+        ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must contain a text or a conversation .*, but contains int"),
         ("a.parquet", b"nothing", r"a\.parquet cannot be read as Parquet"),
         ("a.csv", b"a,b", r"a\.csv: unknown ending of a data file '\.csv'.* Known: \.bin, .*\.jsonl"),
         ("a.csv.gz", b"a,b", r"a\.csv\.gz: unknown ending of a data file '\.csv\.gz'.* Known: \.bin, .*\.jsonl\.gz"),
@@ -84,7 +84,7 @@ def test_tokens_of_another_vocabulary_are_refused(samples, write, tmp_path, bpe)
     refused(samples, tmp_path, r"a\.txt: the tokenizer in .* yields token \d+, but the model's vocabulary has 100; they do not",
             text, vocab_size=100, tokenizer=bpe[0])  # fmt: skip
     np.array([5, 599, 600, 3] * 9, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    refused(samples, tmp_path, r"a\.bin holds token 600, but the model's vocabulary has 600", tmp_path / "a.bin")
+    refused(samples, tmp_path, r"a\.bin contains token 600, but the model's vocabulary has 600", tmp_path / "a.bin")
 
 
 def test_tokens_that_are_there_already_are_held_against_another_model_s_vocabulary(samples, write, bpe):

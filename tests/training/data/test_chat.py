@@ -140,8 +140,8 @@ def test_without_a_template_a_conversation_is_refused(conversation, samples, wri
             {"messages": [{"from": "humam", "value": "Hi"}]},
             r"line 2: unknown speaker of a conversation 'humam'; did you mean 'human'\? Known: assistant, chatgpt, gpt, human",
         ),
-        ({"messages": 7}, r"line 2: 'messages' must hold a text or a conversation .*, but holds int"),
-        ({"messages": None}, r"but holds NoneType"),
+        ({"messages": 7}, r"line 2: 'messages' must contain a text or a conversation .*, but contains int"),
+        ({"messages": None}, r"but contains NoneType"),
         ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),
     ],
 )
