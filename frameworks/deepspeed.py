@@ -187,8 +187,8 @@ def _note_the_rest(setup: Setup) -> None:
 
 def _json(setup: Setup, comment: str) -> str:
     # JSON has no comments; DeepSpeed ignores unknown keys.
-    said = {"_comment": comment.splitlines()} if comment else {}
-    return json.dumps(said | config(setup), indent=2) + "\n"
+    head = {"_comment": comment.splitlines()} if comment else {}
+    return json.dumps(head | config(setup), indent=2) + "\n"
 
 
 def _start(setup: Setup, file: str) -> str:

@@ -250,10 +250,10 @@ def _run(
             value.backward()
             found = _wholes(output)
     # A weighted sum of the outputs adds no information to them, and may nearly cancel by chance.
-    says = pipeline is not None or loss is not None or loss_of(output) is not None
+    has_loss = pipeline is not None or loss is not None or loss_of(output) is not None
     return Numbers(
         outputs={f"output {number}": _joined(each, axis) for number, each in enumerate(found)},
-        loss=float(_mean(value.detach(), axis)) if says else None,
+        loss=float(_mean(value.detach(), axis)) if has_loss else None,
         gradients=gradients_of(model),
         inputs={f"input {number}": _input_gradient(each, axis) for number, each in enumerate(entering)},
         noise=_noise(model, args, kwargs, found) if training and pipeline is None else None,

@@ -195,8 +195,8 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        said = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
-        raise SpaceError(f"{path}{place}: not valid YAML: {said or error}") from error
+        detail = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
+        raise SpaceError(f"{path}{place}: not valid YAML: {detail or error}") from error
     except (ValueError, RecursionError) as error:  # an impossible date, or infinitely nested lists
         raise SpaceError(f"{path}: not valid YAML: {error}") from error
     finally:

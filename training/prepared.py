@@ -68,14 +68,14 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, told: Callable[[torch.Tensor], None]
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, multiply: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.told = told
+        ctx.multiply = multiply
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        ctx.told(gradient)
+        ctx.multiply(gradient)
         return None, None, None
 
 

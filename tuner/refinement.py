@@ -71,7 +71,7 @@ def refiner(
             # Only the gain is predicted: the speed of the uniform configuration was measured.
             predicted_throughput=(1 + found.gain) * winner.throughput,
             predicted_memory_mib=found.peak_memory_mib,
-            said="\n".join(found.lines()),
+            summary="\n".join(found.lines()),
         )
 
     return refined

@@ -243,7 +243,7 @@ def _surrogate_prior(
     """Returns the prior of the surrogate, with the trials of earlier runs if there are any."""
     if transferred:
         for each in transferred:
-            warn(each.said)
+            warn(each.summary)
         own = calibrations(transferred, request.hardware, warn) if estimator is not None and prior is estimator else []
         prior = WarmStart(task.space, transferred, prior, warn, own)
     return SurrogatePrior(
@@ -319,7 +319,7 @@ def check_honoured(request: Request, task: Task) -> None:
 def memory_of_rank(
     request: Request,
     task: Task,
-    warn: Callable[[str], None] = lambda said: None,
+    warn: Callable[[str], None] = lambda message: None,
     *,
     earlier_mib: float | None = None,
 ) -> float | None:

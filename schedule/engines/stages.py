@@ -91,12 +91,12 @@ class StageLayer(nn.Module):
         if not isinstance(given, Mapping):
             given = dict(zip(self.names, given if isinstance(given, tuple | list) else (given,)))
         tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
-        said = {
+        header_values = {
             "tensors": [(name, str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()],
             "rest": {name: each for name, each in given.items() if name not in tensors},
         }
         try:
-            header = json.dumps(said).encode()
+            header = json.dumps(header_values).encode()
         except TypeError as error:
             raise ScheduleError(
                 f"a micro-batch must contain tensors, numbers and texts, which go through the stages, but: {error}"
@@ -107,12 +107,12 @@ class StageLayer(nn.Module):
     def forward(self, values: tuple[torch.Tensor, ...]) -> Any:
         """Input of the next stage; of the last stage the loss, or the output that `loss` is computed from."""
         pipeline, index = self.pipeline, self.stage.index
-        said = json.loads(bytes(values[-1].tolist()))
-        carried = values[len(values) - 1 - len(said["tensors"]) :]
+        header_values = json.loads(bytes(values[-1].tolist()))
+        carried = values[len(values) - 1 - len(header_values["tensors"]) :]
         crossed = values[: len(values) - len(carried)]
-        batch = {name: each.view(getattr(torch, form)) for (name, form), each in zip(said["tensors"], carried)}
+        batch = {name: each.view(getattr(torch, form)) for (name, form), each in zip(header_values["tensors"], carried)}
         shapes = {name: (each.shape, each.dtype) for name, each in batch.items()}
-        batch |= said["rest"]
+        batch |= header_values["rest"]
         if shapes != self.shapes:
             pipeline.find_forms(batch)
             self.shapes = shapes

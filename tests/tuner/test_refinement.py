@@ -88,7 +88,9 @@ def searched(throughputs, outcome, found="0-3"):
     folder, heard = Memory(throughputs), Heard()
     runner = Measures(folder, outcome)
     search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=heard)
-    made = found and Refinement(config=Config(checkpoint_blocks=found), predicted_throughput=150.0, said="so many more")
+    made = found and Refinement(
+        config=Config(checkpoint_blocks=found), predicted_throughput=150.0, summary="so many more"
+    )
     search.refine(lambda trials: made)
     search.confirm()
     return folder.trials(), runner.order, heard

@@ -128,7 +128,7 @@ def test_what_came_before_the_search_counts(tmp_path):
 
 
 def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(tmp_path):
-    refinement = Refinement(config=Config(x=5000), said="more")
+    refinement = Refinement(config=Config(x=5000), summary="more")
     plenty = Searched(tmp_path / "plenty", 1000.0, lambda count: 10.0, refinement=refinement, trials=5)
     none = Searched(tmp_path / "none", 1000.0, lambda count: 10.0, refinement=refinement)
     assert "more" in plenty.heard.lines

@@ -274,7 +274,7 @@ def test_what_matched_and_what_did_not_is_said():
     space, there = make_space("fusion"), make_space("kernels")
     past = trials_of(there.sample(9, 0), speed)
     past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value this space has not
-    line = taken(space, past, H100).said
+    line = taken(space, past, H100).summary
     assert line.startswith(
         "warm start from runs/a: 9 of 10 trials count, at half weight: another device (NVIDIA H100 -> NVIDIA A100); "
     )

@@ -109,8 +109,8 @@ def _rendered(tokenizer: Any, messages: "Conversation", where: str, *, answer_fo
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
     except refusals(TemplateError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {reason}") from error
     return str(text)
 
 
@@ -189,8 +189,8 @@ def _sources_at(path: Path) -> Iterator[Source]:
     elif path.is_file():
         kind = KINDS.get(_ending(path))
         if kind is None:
-            said = unknown("ending of a data file", _ending(path) or "none", KINDS)
-            raise WorkloadError(f"{path}: {said}")
+            problem = unknown("ending of a data file", _ending(path) or "none", KINDS)
+            raise WorkloadError(f"{path}: {problem}")
         yield _file(path, kind)
     elif path.with_name(path.name + ".idx").is_file():
         yield _file(path.with_name(path.name + ".bin"), "indexed")

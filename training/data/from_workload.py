@@ -12,7 +12,7 @@ from ...models.data import Task, TokenBatches
 from ...models.workload import Batch, Workload
 from ..seeds import step_seed
 from .order import DataPlan, shuffled
-from .preparing import Heard, prepare
+from .preparing import OnRead, prepare
 from .samples import TrainingData
 
 if TYPE_CHECKING:
@@ -109,14 +109,16 @@ def _joined(pieces: list[Batch]) -> Batch:
     return joined if isinstance(pieces[0], dict) else tuple(joined.values())
 
 
-def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard = lambda share: None) -> TrainingData:
+def training_data(
+    plan: DataPlan, workload: Workload, cache: Path, on_read: OnRead = lambda share: None
+) -> TrainingData:
     """Returns the training data of a workload.
 
     Args:
         plan: the request; without paths, the workload's own data is used.
         workload: what is trained.
         cache: a folder for tokens.
-        heard: called now and then with the share of new files that is read, from 0 to 1.
+        on_read: called now and then with the share of new files that is read, from 0 to 1.
 
     Raises:
         WorkloadError: as `prepare`; or files are given for a workload that makes its own batches.
@@ -131,7 +133,7 @@ def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard 
         )
     return prepare(
         plan, seq_len=batch.seq_len, task=batch.task, vocab_size=batch.vocab_size, cache=cache, pad_id=batch.pad_id,
-        heard=heard,
+        on_read=on_read,
     )  # fmt: skip
 
 

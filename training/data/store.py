@@ -353,7 +353,7 @@ def write_about_tokens(
     end_id: int | None,
     pad_id: int | None,
     mask_id: int | None,
-    heard: Callable[[float], None],
+    on_read: Callable[[float], None],
 ) -> dict[str, Any]:
     """Checks files of tokens, which stay in place, and returns the description of the store.
 
@@ -364,7 +364,7 @@ def write_about_tokens(
         end_id: token that ends a document, for files without an index.
         pad_id: as in `About`.
         mask_id: as in `About`.
-        heard: receives the share of the tokens that is checked, from 0 to 1.
+        on_read: receives the share of the tokens that is checked, from 0 to 1.
 
     Raises:
         WorkloadError: a token is not in the vocabulary.
@@ -387,7 +387,7 @@ def write_about_tokens(
         for file, begins in files:
             last = 0
             for at, some in chunks(file, vocab_size):
-                heard((total + at) / everything)
+                on_read((total + at) / everything)
                 hashes[0].update(np.ascontiguousarray(some).data.cast("B"))
                 largest = max(largest, int(some.max()))
                 if begins is None and known:

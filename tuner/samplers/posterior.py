@@ -141,10 +141,10 @@ class SurrogatePrior:
         return [configs[i] for i in _liking(self.answers.of(configs))]
 
 
-def _liking(said: Predictions) -> np.ndarray:
+def _liking(found: Predictions) -> np.ndarray:
     """Sorts the rows of predictions, best first."""
-    worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
-    chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
+    worth = np.where(np.isfinite(found.log_throughput), found.log_throughput, -np.inf)
+    chance = np.where(np.isfinite(found.fits), found.fits, 1.0)
     return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
 
