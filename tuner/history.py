@@ -82,12 +82,14 @@ class Conditions:
 
     def _say(self, canary: Trial) -> None:
         if abs(self.speed / self._reported - 1) > WORTH_SAYING:
-            self._reported = self.speed
-            slower = "other work slows the machine down: " if self.speed < 1 else ""
-            self.listener.on_message(
-                f"{slower}trial {canary.number} now runs at {100 * self.speed:.0f} % of its first speed; trials are "
-                "compared as if all had run at that"
-            )
+            self._reported, name = self.speed, f"trial {canary.number}"
+            if self.speed < 1:
+                change = (
+                    f"other work slows the machine down: {name} now runs at {100 * self.speed:.0f} % of its first speed"
+                )
+            else:
+                change = f"the machine is less busy: {name} now runs {self.speed:.1f} times as fast as at first"
+            self.listener.on_message(f"{change}; trials are compared as if all had run under that load")
 
 
 REFINEMENT = "layerwise"
