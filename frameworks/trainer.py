@@ -352,7 +352,7 @@ FRAMEWORK = Framework(
     read=read,
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
-    # of steps only where that says so: others are of files that are loaded, or of data.
+    # of steps only if its name says so: others are of files that are loaded, or of data.
     prints=(
         r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
         r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"

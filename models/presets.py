@@ -143,7 +143,7 @@ def _gemma3(
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, of which a token passes 4.
+    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, and each token uses 4 of them.
     return {
         "num_hidden_layers": layers,
         "hidden_size": 2880,

@@ -37,27 +37,27 @@ class TooLarge(SpaceError):
 
 @dataclass(eq=False, slots=True)
 class Choices:
-    """Chosen codes, one array of length `rows` a knob; callables' results as codes of `Interned` values."""
+    """Chosen codes, one array of length `rows` per knob; callables' results as codes of `Interned` values."""
 
     rows: int
     codes: dict[str, np.ndarray] = field(default_factory=dict)
 
     def take(self, rows: np.ndarray | slice) -> "Choices":
-        """The rows at these indices."""
+        """Rows at these indices."""
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         return Choices(count, {name: column[rows] for name, column in self.codes.items()})
 
     def row(self, index: int) -> dict[str, int]:
-        """The codes of one row."""
+        """Codes of one row."""
         return {name: int(column[index]) for name, column in self.codes.items()}
 
     def followed_by(self, other: "Choices") -> "Choices":
-        """These rows, then those of another table of the same knobs."""
+        """Concatenates the rows of another table of the same knobs."""
         codes = {name: np.concatenate([column, other.codes[name]]) for name, column in self.codes.items()}
         return Choices(self.rows + other.rows, codes)
 
     def unique(self, without: "Choices | None" = None) -> "Choices":
-        """The rows without repetitions, and without those of another table of the same knobs."""
+        """Distinct rows, without those of another table of the same knobs."""
         first = 0 if without is None else without.rows
         both = self if without is None else without.followed_by(self)
         codes = np.stack([column.astype(np.int32) for column in both.codes.values()], axis=1)
@@ -65,8 +65,9 @@ class Choices:
         return self.take(np.sort(at[at >= first]) - first)
 
     def changes(self, codes: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
-        """In how many of the knobs that have been joined each row differs from `codes`, shape (rows,). A knob that one of
-        the two lacks is not counted: what makes it absent is."""
+        """Number of joined knobs in which each row differs from `codes`, shape (rows,). A knob that one of the two
+        lacks is not counted, because the knob that makes it absent is.
+        """
         out = np.zeros(self.rows, np.int64)
         for name in names:
             column = self.codes.get(name)
@@ -153,7 +154,7 @@ class Component:
         return table if table.rows else self.draw(rng, keep)
 
     def near(self, codes: Mapping[str, int], changes: int) -> Choices:
-        """Every valid choice that differs from `codes` in at most so many knobs, see `Choices.changes`.
+        """Every valid choice that differs from `codes` in at most `changes` knobs, see `Choices.changes`.
 
         Raises:
             TooLarge: there are more than `MAX_ROWS`.
@@ -172,7 +173,7 @@ class Component:
         keep: int = 0,
         drop: Callable[[Choices], Choices] = lambda table: table,
     ) -> Choices:
-        """The valid choices; with `thin` about `keep` of them, without those that `drop` takes away on the way."""
+        """Valid choices; with `thin` about `keep` of them, without those that `drop` removes after each join."""
         table, pairs = Choices(1), 0
         if any(not len(self._alive[name]) and self.structure.knobs[name].when is None for name in self.names):
             return Choices(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})

@@ -330,24 +330,25 @@ class Space:
         return self._set().sample(count, operator.index(seed))
 
     def choices(self, most: int, seed: int = 0) -> Choices:
-        """All configurations, or `most` of a larger space, drawn with a seed: see `sample`. As codes: for every knob that is
-        chosen the index of its value in `knob.values`, -1 where it is absent.
+        """Codes of all configurations, or of `most` of a larger space, drawn with a seed (see `sample`): for every
+        chosen knob the index of its value in `knob.values`, -1 if it is absent.
 
-        A space whose rules are too many to list its configurations may give fewer.
+        If the space has too many rules to list its configurations, there may be fewer.
         """
         return self._set().choices(most, seed)
 
     def near(self, codes: Mapping[str, int], changes: int) -> Choices:
-        """Indices of the configurations that differ from `space.at(index)` in at most `changes` knobs, including
-        itself.
+        """Configurations that differ from the one with these codes in at most `changes` knobs, including itself.
+
+        A knob that becomes present or absent by another's change is not counted, and has any value.
 
         Raises:
-            SpaceError: too many configurations to list.
+            SpaceError: more than 5 million.
         """
         return self._set().near(codes, changes)
 
     def made(self, choices: Choices) -> list[Config]:
-        """The configurations of codes."""
+        """Configurations of these codes."""
         return self._set().made(choices)
 
     def columns(self, indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -434,7 +435,7 @@ class Space:
         return f"Space({chosen}; {len(self._derived)} derived, {len(self._constraints)} constraints)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_valid": None}  # is found again where it is needed
+        return {**self.__dict__, "_valid": None}  # is computed again on use
 
     # -- inside ----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ _BEAM = 4096
 
 
 def _beside(tables: Sequence[Choices], rows: int) -> Choices:
-    """Tables of different knobs as one."""
+    """Combines tables of different knobs to one."""
     return Choices(rows, {name: column for table in tables for name, column in table.codes.items()})
 
 
@@ -213,7 +213,9 @@ class ValidSet:
     # -- choices as codes ------------------------------------------------------------------------------------
 
     def choices(self, most: int, seed: int) -> Choices:
-        """All that is valid, or `most` of it: drawn evenly where the set can be listed, otherwise as `sample` does."""
+        """Codes of all configurations, or of `most` of them: drawn uniformly if the set can be listed, otherwise like
+        `sample`.
+        """
         if self.enumerable:
             indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
             tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
@@ -229,9 +231,7 @@ class ValidSet:
         return np.array(sorted({uniform.randrange(self.size) for _ in range(count)}), object)
 
     def near(self, codes: Mapping[str, int], changes: int) -> Choices:
-        """Indices of the configurations that differ from that at `index` in at most `changes` knobs, including
-        itself, ascending.
-        """
+        """Configurations that differ from `codes` in at most `changes` knobs, including itself."""
         rows, tables = np.zeros((0, 1), np.int64), []
         changed = np.zeros(1, np.int64)
         for at, component in enumerate(self.components):
@@ -246,7 +246,7 @@ class ValidSet:
         return _beside([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
 
     def made(self, choices: Choices) -> list[Config]:
-        """The configurations of rows of codes."""
+        """Configurations of rows of codes."""
         return self.configs([choices], choices.rows)
 
     # -- samples ---------------------------------------------------------------------------------------------

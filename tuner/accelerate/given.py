@@ -218,7 +218,7 @@ def _architecture(module: Any) -> Architecture | None:
         return None
     try:
         found = from_configuration(module.config, type(module).__name__)
-    except WorkloadError:  # of another task, which its own forward may learn all the same
+    except WorkloadError:  # of another task, which its own forward may support
         return None
     return found if type(module) is found.model_class else None
 

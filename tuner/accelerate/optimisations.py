@@ -139,7 +139,7 @@ def _fsdp(out: Followed, config: Any) -> None:
         out.notes.append(
             "fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights"
         )
-    # What it wraps are the repeated blocks of the model here.
+    # Here it wraps the repeated blocks of the model.
     given = {
         name: each
         for name, each in given.items()
