@@ -118,7 +118,7 @@ def default_space(
         space.choice(
             "reduce_dtype",
             REDUCED,
-            # Gradients of bf16 weights are in it anyway.
+            # Gradients of bf16 weights are in bf16 anyway.
             when=(parallel.replicas(space) > 1) & (space["precision"] != "bf16_pure"),
             others=(),
             help="what gradients travel in between replicas; bf16 is lossy",

@@ -188,7 +188,9 @@ class Checkpoint:
             numbers: Sequence[int | None] = [None] if pieces is None else range(len(pieces))
             units += [(name, number, self._size(name, number)) for number in numbers]
         loads, out = [0] * ranks, [list[tuple[str, int | None]]() for _ in range(ranks)]
-        for name, number, size in sorted(units, key=lambda unit: -unit[2]):  # stable, so that all ranks share out alike
+        for name, number, size in sorted(
+            units, key=lambda unit: -unit[2]
+        ):  # stable, so that all ranks compute the same shares
             rank = min(range(ranks), key=loads.__getitem__)
             loads[rank] += size
             out[rank].append((name, number))

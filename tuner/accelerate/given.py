@@ -192,7 +192,7 @@ def _own(asked: Asked, build: Callable[..., "nn.Module"], name: str, identity: M
         )
     return Workload(
         model=build,
-        batch=lambda size, seed: (),  # the data set's take its place
+        batch=lambda size, seed: (),  # replaced by the data set's batches
         loss=asked.loss,
         optimizer=asked.optimizer,
         name=name,

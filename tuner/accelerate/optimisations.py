@@ -55,7 +55,7 @@ def follow(strategy: Sequence[Any], devices: int) -> Followed:
     """
     out = Followed(devices=devices)
     entries = [_entry(each) for each in strategy]
-    # Degrees come first: those that name no other take their degree from there.
+    # Degrees come first: optimisations without their own degree use them.
     for name, config, tunable in sorted(entries, key=lambda each: each[0] != "parallel_mode"):
         before = dict(out.knobs)
         OPTIMISATIONS[name](out, config)
@@ -98,7 +98,7 @@ def _entry(entry: Any) -> tuple[str, Any, bool]:
 
 def _parallel_mode(out: Followed, config: Any) -> None:
     if config is None:
-        return  # replicas on all devices, which is what there is without
+        return  # replicas on all devices, the default
     axes = config[0] if isinstance(config, (list, tuple)) and config and isinstance(config[0], (list, tuple)) else None
     if axes is None or not all(isinstance(each, (list, tuple)) and len(each) == 2 for each in axes):
         raise UsageError(
@@ -193,7 +193,7 @@ def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
         for key in (f"{knob}_size", "size", "degree"):
             size = given.pop(key, size)
         if size is None and out.knobs[knob] == 1 and "dp" not in out.knobs:
-            size = out.devices  # of one axis, all devices are it
+            size = out.devices  # a single axis covers all devices
         if size is not None:
             if out.devices % size:
                 raise UsageError(f"{name} over {size} devices does not divide the {out.devices} that there are")

@@ -50,7 +50,7 @@ gain. Squared, it costs about one trial more, like an OOM on a cluster.
 """
 
 # Natural logarithms throughout. With an estimate the rest to learn is small; without, a knob typically
-# changes throughput by a factor of 1.6. Priors are wide: a factor of e has little effect.
+# changes throughput by a factor of 1.6. The priors of the scales are wide: a factor of e is plausible.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
 WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
 WITH_SHAPE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
