@@ -207,7 +207,7 @@ def test_paddles_missing_degrees_are_one_and_recomputing_is_a_ratio():
     assert found.space["checkpoint_ratio"].values == (0.0, 1.0)
     with pytest.raises(UsageError, match="pp_degree must have min and max"):
         read({"pp_degree": {"min": 2}})
-    with pytest.raises(UsageError, match="mp_degree must be whole numbers of at least 1 or 'auto', but holds 'two'"):
+    with pytest.raises(UsageError, match="mp_degree must be whole numbers of at least 1 or 'auto', but contains 'two'"):
         read({"mp_degree": ["two"]})
 
 

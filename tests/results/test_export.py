@@ -152,7 +152,7 @@ def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
     assert on_a_gpu["use_liger_kernel"] is True and "Liger" in noted
     on_a_cpu, noted = parsed("trainer", document=on["cpu"], kernels=True)
     assert "use_liger_kernel" not in on_a_cpu
-    assert "kernels=true has no counterpart here: the loss holds all logits" in noted and "Liger" not in noted
+    assert "kernels=true has no counterpart here: the loss keeps all logits in memory" in noted and "Liger" not in noted
     for target in ("accelerate", "deepspeed", "lightning"):
         for kind, document in on.items():
             noted = parsed(target, document=document, kernels=True)[1]
@@ -552,7 +552,7 @@ def test_groups_of_replicas_are_written_where_there_are_such_and_stated_where_no
     given, _ = flags("megatron", **GROUPS)
     assert given[given.index("--num-distributed-optimizer-instances") + 1] == "2"
     assert "ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)" in parsed("trainer", **GROUPS)[1]
-    for target, instead in (("lightning", "a mesh of your own"), ("deepspeed", "hpZ keeps weights alone")):
+    for target, instead in (("lightning", "a mesh of your own"), ("deepspeed", "hpZ keeps a copy of the weights")):
         notes = parsed(target, **GROUPS)[1]
         assert "hsdp=2 has no counterpart here: pieces are cut over all 8 replicas" in notes and instead in notes
     assert yaml.safe_load(render("yaml", trial(**GROUPS), DOCUMENT).text)["configuration"]["hsdp"] == 2

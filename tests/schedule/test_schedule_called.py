@@ -70,9 +70,7 @@ def test_a_primitive_on_a_module_that_a_graph_has_taken_in_is_refused(sch, primi
 
 def test_after_an_export_the_layers_of_torch_are_in_the_graph_as_well(sch):
     sch.trace(tracer="export", examples=torch.randn(2, 8))
-    with pytest.raises(
-        ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, have it stay a call"
-    ):
+    with pytest.raises(ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, keep it a call"):
         sch["inner.fc"].hook("fwd_post", lambda module, args, output: output)
 
 

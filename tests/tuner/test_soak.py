@@ -165,7 +165,7 @@ def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["tune", "gpt2-tiny", "--runner", "simulate", "--hardware", "h100-80gb", "--soak", "--out", "nowhere"])
     assert ended.value.code == 2
-    assert "cannot be used with simulated trials, of which none runs" in capsys.readouterr().err
+    assert "cannot be used with simulated trials, which do not run" in capsys.readouterr().err
 
 
 class Memory:

@@ -33,7 +33,7 @@ def refused(run, said, *arguments, expected=2):
         (b"", (), ["is empty"]),
         (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
         (b"short", (), ["is too short: a sample has 16 tokens, but the data has", "a smaller sequence length"]),
-        (b"one sample alone " * 1, ("--held-out", "0.5"), ["of which none can be held out"]),
+        (b"one sample alone " * 1, ("--held-out", "0.5"), ["so none can be held out"]),
         (
             b"some more text here " * 10,
             ("--held-out", "0.1", "--eval-every", "5"),
