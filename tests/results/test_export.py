@@ -162,7 +162,7 @@ def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
 @pytest.mark.parametrize(
     ("target", "tensorwise", "rowwise"),
     [
-        ("megatron", "--fp8-format hybrid\n  --fp8-recipe tensorwise", "Megatron has no scale a row"),
+        ("megatron", "--fp8-format hybrid\n  --fp8-recipe tensorwise", "Megatron has no scales of rows"),
         ("torchtitan", "with a scale a row, as it has no other", "model_compile_enabled=False)]) gives it"),
         ("trainer", "precision=fp8 is accelerate's", "precision=fp8_rowwise is accelerate's"),
         ("lightning", "from_recipe_name('tensorwise')", "from_recipe_name('rowwise')"),
@@ -483,7 +483,7 @@ def test_a_trial_that_has_not_ended_is_exported_by_force_only():
 
 
 SIMULATED = {"asked": {**DOCUMENT["asked"], "simulated": True}}
-ANOTHER = "is another training than fp32 or bf16"
+ANOTHER = "trains differently from fp32 or bf16"
 CASES = {
     "simulated": (SIMULATED, {}, "predicted, simulated: nothing was run"),
     "bf16_pure": (DOCUMENT, {"precision": "bf16_pure"}, f"{ANOTHER}: there are no fp32 master weights"),

@@ -128,7 +128,7 @@ def test_layers_whose_weights_alone_are_read_are_named(sch):
     pattern = gelu_of_linear
     sch.replace(pattern, sch.find(pattern)[0])
     with pytest.raises(
-        ScheduleError, match="float8 on 'Outer': a graph reads the weights of 'inner.fc' without a call"
+        ScheduleError, match="float8 on 'Outer': a graph reads the weights of 'inner.fc' without calling it"
     ):
         check_read(sch, "float8", linears)
 

@@ -115,7 +115,7 @@ def test_what_is_not_there_is_refused(samples, tmp_path, write):
     refused(samples, tmp_path, r"has no split 'train'; give the folder of one of test", tmp_path / "splits")
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "a.bin")
     refused(
-        samples, tmp_path, r"a\.bin holds tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
+        samples, tmp_path, r"a\.bin contains tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
     )
     write("alone.idx", b"MMIDIDX")
     refused(samples, tmp_path, r"need a \.bin and an \.idx, but .*alone\.bin does not exist", tmp_path / "alone.idx")

@@ -107,7 +107,7 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
     assert (tmp_path / "mine" / "notes.txt").exists()
     (tmp_path / "mine" / "checkpoints").mkdir()
     (tmp_path / "mine" / "checkpoints" / "epoch=1.ckpt").write_text("mine")
-    refused(run, ["holds epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
+    refused(run, ["contains epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
 
 
 def test_betas_and_eps_are_the_optimizer_s(run, here):
