@@ -27,7 +27,7 @@ from redline.runners.host import PLAIN_IMPORTS, HostAgent
 from redline.runners.job import Job, Rendezvous
 from redline.runners.rank import RankContext
 from redline.testing import resharding
-from redline.testing.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, Went
+from redline.testing.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, PartResult
 
 CELL_SECONDS = 300.0
 MARKS = "<!-- table -->", "<!-- end of table -->"
@@ -99,11 +99,11 @@ def run(agent: HostAgent, folder: Path, family: str, targets: list[str], kept: d
             yield name(family, first, second), departs
 
 
-def went(agent: HostAgent, strategy: str, what: Callable[[], Went]) -> Went:
+def went(agent: HostAgent, strategy: str, what: Callable[[], PartResult]) -> PartResult:
     """What rank 0 of a strategy's ranks returns."""
     size = resharding.ranks(strategy)
 
-    def program(context: RankContext) -> Went:
+    def program(context: RankContext) -> PartResult:
         if context.world_size > 1:
             join(context)
         return what()
