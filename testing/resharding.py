@@ -142,10 +142,8 @@ def part(
         log=lines.append, average=average,
     )  # fmt: skip
     loop.run()
-    steps_logged = [each for each in lines if each["kind"] == "step"]
-    return PartResult(
-        losses=tuple(each["loss"] for each in steps_logged), norms=tuple(each["grad_norm"] for each in steps_logged)
-    )
+    logged = [each for each in lines if each["kind"] == "step"]
+    return PartResult(losses=tuple(each["loss"] for each in logged), norms=tuple(each["grad_norm"] for each in logged))
 
 
 def _saver(path: Path, rank: int, group: "torch.distributed.ProcessGroup | None") -> Any:
