@@ -319,7 +319,8 @@ def words(found: list[dict[str, Any]]) -> str:
         lines.append(
             f"{each['database']}: {sent['listeners_who_missed_some']} listeners missed any of {sent['events']:,} events "
             f"and {sent['listeners_out_of_order']} received any out of order, "
-            f"with {100 * sent['server_cpu_share']:.0f} % of a core; the server used {idle['memory_mib']:.0f} MiB, {idle['memory_with_mib']:.0f} with {idle['streams']} idle streams; the "
+            f"with {100 * sent['server_cpu_share']:.0f} % of a core; the server used {idle['memory_mib']:.0f} MiB, "
+            f"{idle['memory_with_mib']:.0f} with {idle['streams']} idle streams; the "
             f"first estimate of a server, which starts the computing process, took {each['estimate']['first_s']:.1f} s."
         )
     return "\n".join(f"- {each}" for each in lines)
