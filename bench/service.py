@@ -365,7 +365,7 @@ def figures(result: dict[str, Any]) -> str:
         f"{slots['jain_of_weighted_shares']:.3f}, {100 * slots['utilisation_while_work_waits']:.1f} % of the devices are busy,",
         f"and the user of the next slot is chosen in {slots['slots_cpu_ms']['median']:.1f} ms of CPU time"
         f" ({slots['slots_cpu_ms']['p99']:.1f} p99).",
-        f"One process requests, leases and completes {store} dry runs per second.",
+        f"Dry runs per second that one process requests, leases and completes: {store}.",
         "",
         table([head, *rows(result["http"])]),
         "",

@@ -82,12 +82,12 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
 
 def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypatch):
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
-    assert "without fp8: a CPU does not support 8-bit products" in out and "the loss alone" not in out
+    assert "without fp8: a CPU does not support 8-bit products" in out and "only the loss" not in out
     described = resolve_task(TrainingRequest("llama-tiny"), simulated=H100).device
     lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
     monkeypatch.setattr("redline.base.device.not_installed", lacking)
     present = replace(described, features=frozenset())
-    left_out = "left out: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
+    left_out = "lossy: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
     alone = "kernels replace only the loss, not modules: no liger_kernel, kernels"
     for device, said, unsaid in (
         (described, (left_out,), ("without fp8", alone)),

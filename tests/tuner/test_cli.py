@@ -115,7 +115,7 @@ BAD = [
     (["report", "no/such/run"], "'no/such/run' does not exist"),
     (["report", "."], "contains no run"),
     (["dashboard", "no/such/runs"], "there is no folder 'no/such/runs'"),
-    (["dashboard", "."], "contains no run"),
+    (["dashboard", "."], "contain no run"),
 ]
 
 

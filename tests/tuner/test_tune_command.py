@@ -204,8 +204,8 @@ def test_what_a_bound_is_on_is_told_of_every_trial_and_of_the_winner(checkout, c
         "p99_ms = 180",
     )
     assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
-    (told,) = [line.split() for line in out.splitlines() if line.startswith("told ")]
-    assert told == ["told", "at", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
+    (told,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
+    assert told == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
     assert "redline report r" in out and "redline export" not in out
 
 
