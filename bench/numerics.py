@@ -1,11 +1,11 @@
-"""Whether every family computes in every combination of parallel knobs what one process computes.
+"""Checks that every family computes the same in every combination of parallel knobs as on one process.
 
     python bench/numerics.py                                  # the whole table, some minutes on two cores
     python bench/numerics.py --family t5 --combination tp2    # one cell
-    python bench/numerics.py --keep cells.json --write docs/numerics.md    # in as many runs as it takes
+    python bench/numerics.py --keep cells.json --write docs/numerics.md    # in several runs, if needed
 
-Each cell trains a tiny model of the family for three steps on one process and spread over ranks (gloo), and
-compares the first step's loss, every gradient and every weight. Ends with status 1 where a cell departs.
+Each cell trains a tiny model of the family for three steps on one process and on several ranks (gloo), and compares
+the loss of the first step, every gradient and every weight. The exit status is 1 if a cell deviates.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from queue import Empty
 from redline.testing import numerics
 
 CELL_SECONDS = 300
-"""Longest wait for one cell: compilation of every block on every rank included."""
+"""Longest time of a cell, including compilation of every block on every rank."""
 
 
 def main() -> int:
-    """Runs the table, prints it, and where asked writes it."""
+    """Runs the table, prints it, and writes it if requested."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
     parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
     parser.add_argument("--write", type=Path, help="a Markdown file")
-    parser.add_argument("--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again")
+    parser.add_argument("--keep", type=Path, help="a JSON file: passed cells are written to it and not run again")
     options = parser.parse_args()
     families = options.family or list(numerics.FAMILIES)
     combinations = options.combination or list(numerics.COMBINATIONS)
@@ -75,8 +75,10 @@ def main() -> int:
 
 
 def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, str], str | float]]":
-    """Outcomes of cells on `size` ranks with one process group, until all are done or one fails: the largest
-    departure of a gradient, or what went wrong."""
+    """Yields the outcomes of cells on `size` ranks with one process group, until all are done or one fails.
+
+    An outcome is the largest deviation of a gradient, or an error.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers = context.Queue()
@@ -95,7 +97,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                     except Empty:
                         values.append(f"no answer within {CELL_SECONDS} s")
                     if isinstance(values[-1], str):
-                        # The others may wait for that rank for ever.
+                        # The others may wait for that rank indefinitely.
                         yield cell, values[-1]
                         return
                 wrong = next((value.wrong for value in values if not value.holds), None)
@@ -108,7 +110,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
 
 
 def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue") -> None:
-    """One rank: checks the cells in order."""
+    """Runs one rank, which checks the cells in order."""
     import torch
     import torch.distributed as dist
 
@@ -120,7 +122,7 @@ def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answer
         except Exception:
             answers.put(f"rank {rank}: {traceback.format_exc()}")
             return
-    # Until the parent ends them: the others may still exchange something.
+    # Until the parent ends them, as other ranks may still be communicating.
     threading.Event().wait()
 
 
@@ -130,7 +132,7 @@ def table(
     combinations: list[str],
     failed: list[tuple[str, str]],
 ) -> str:
-    """A Markdown table with a note for each cell that cannot be."""
+    """Returns a Markdown table with a note for each unsupported cell."""
     notes: list[str] = []
     lines = ["| family | " + " | ".join(combinations) + " |", "|---" * (len(combinations) + 1) + "|"]
     for family in families:
@@ -151,7 +153,7 @@ def table(
 
 
 def page(text: str) -> str:
-    """docs/numerics.md."""
+    """Returns docs/numerics.md."""
     import torch
     import transformers
 

@@ -107,7 +107,7 @@ BAD = [
     (["estimate", "gpt2-tiny", "--layers", "3"], "either a model or shape numbers"),
     (["estimate", "--layers", "3", "--hidden", "64"], "need --heads, --vocabulary as well"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--trials-from", "no/such/run"], "no/such/run"),
-    (["doctor", "--ranks", "2"], "belongs to --measure"),
+    (["doctor", "--ranks", "2"], "--ranks needs --measure"),
     (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
     (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),

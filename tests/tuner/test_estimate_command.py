@@ -301,7 +301,7 @@ def test_where_nothing_fits_the_smallest_is_named(capsys):
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
     assert code == 3
     assert "no configuration is predicted to fit" in out
-    assert "the least memory," in out
+    assert "with the least memory," in out
 
 
 UNTRACEABLE = """

@@ -80,7 +80,7 @@ def test_an_interrupt_ends_with_a_checkpoint_from_which_it_goes_on(start, here, 
     code, text = command.wait()
     assert code == 130, text
     assert left_of(command.began) == [] and "Traceback" not in text
-    assert f"\ngo on    redline train {name} --resume\n" in text
+    assert f"\nresume   redline train {name} --resume\n" in text
     last = lines_of(here / name)[-1]
     assert last["kind"] == "end" and last["stopped"] and 10 <= last["step"] < 150
     assert f"ended early: {last['step']} steps" in text
