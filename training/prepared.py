@@ -246,10 +246,10 @@ class Steps:
                 "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
                 "included; loss.backward() and optimizer.step() must follow every call with gradients"
             )
-        mine, given = training.micro_batch * training.grad_accum, _size(batch)
-        if given != mine:
+        expected, given = training.micro_batch * training.grad_accum, _size(batch)
+        if given != expected:
             raise UsageError(
-                f"the model takes this replica's {mine} samples of a step, as the loader gives them, but got {given}; under "
+                f"the model takes this replica's {expected} samples of a step, as the loader gives them, but got {given}; under "
                 "torch.no_grad() it takes any number"
             )
         training.reseed(self.step)

@@ -147,12 +147,12 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
             row_parallel(module)
         else:
             module.sync("bwd_post", "all_reduce", on="parameters")
-    behind = []
+    dropouts = []
     if drops:
         region.fork_rng()
         # Dropout after the projection, within the region's own module.
-        behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
-    regions.around(region, last, dropout=behind)
+        dropouts = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
+    regions.around(region, last, dropout=dropouts)
 
 
 def _is_behind(path: str) -> bool:

@@ -216,10 +216,10 @@ def _files_of(document: Mapping[str, Any]) -> bool:
     )
 
 
-def _pieces_of(said: Mapping[str, Any]) -> bool:
+def _pieces_of(entry: Mapping[str, Any]) -> bool:
     """True if a manifest's entry of a file has checksums of all its pieces, or of none."""
-    pieces = said.get("pieces")
-    return pieces is None or (isinstance(pieces, list) and len(pieces) == -(-said["bytes"] // PIECE_BYTES))
+    pieces = entry.get("pieces")
+    return pieces is None or (isinstance(pieces, list) and len(pieces) == -(-entry["bytes"] // PIECE_BYTES))
 
 
 class CheckpointFolder:

@@ -290,8 +290,8 @@ class Saver:
         beside = self.folder.beside(step)
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
-        mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
-        all_ranks = self.gathered(mine)
+        own_files = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
+        all_ranks = self.gathered(own_files)
         failure = next((each for each in all_ranks if isinstance(each, str)), "")
         if not failure and self._rank == 0:
             files = {name: about for each in all_ranks for name, about in each.items()}
