@@ -262,7 +262,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
     facts: dict[str, Any] = {}
     conventions: dict[str, Any] = {}
     notes: list[str] = list(beside.get("notes", ()))
-    made: list[Source] = []
+    combined_sources: list[Source] = []
     for source in sources:
         found = find_framework(source.framework).reading(source.settings, source.where)
         knobs |= found.knobs
@@ -270,7 +270,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         facts |= found.facts
         conventions |= found.conventions
         notes += [each for each in found.notes if each not in notes]
-        made.append(replace(source, stated=frozenset(found.knobs)))
+        combined_sources.append(replace(source, stated=frozenset(found.knobs)))
     main = find_framework(sources[-1].framework)
     for framework in (main, *(find_framework(each.framework) for each in sources)):
         for name, value in framework.defaults.items():
@@ -290,7 +290,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         stated=frozenset(stated),
         notes=tuple(notes),
         conventions=conventions,
-        sources=tuple(made),
+        sources=tuple(combined_sources),
         **{each.name: facts[each.name] for each in fields(TrainerConfig) if each.name in facts},
     )
 
@@ -310,8 +310,8 @@ Found = tuple[list[Source], dict[str, Any]]
 
 def _of_file(path: Path) -> Found:
     if path.suffix in (".sh", ".bash"):
-        sources, beside = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
-        return sources, beside
+        sources, facts = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
+        return sources, facts
     settings = _document(path)
     framework = _recognised(settings)
     if framework is None:
@@ -370,7 +370,7 @@ _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path) -> Found:
     """A source, preceded by those of the files that it names."""
     out: list[Source] = []
-    beside: dict[str, Any] = {"notes": []}
+    facts: dict[str, Any] = {"notes": []}
     own = dict(settings)
     for name, value in settings.items():
         if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
@@ -383,7 +383,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
             stage = _STAGE.search(Path(value).stem)
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
-            beside["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
+            facts["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
             offload = {"zero_optimization.offload_optimizer.device": "cpu"} if "offload" in value else {}
             found = {"zero_optimization.stage": int(stage[1]), **offload}
         else:
@@ -394,7 +394,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
         shown = str(file) if file is not None else value
         out.append(_source(kind, found, shown, "json" if shown.endswith(".json") else Path(shown).suffix.lstrip(".")))
     out.append(_source(framework.name, own, where, form))
-    return out, beside
+    return out, facts
 
 
 def _inline(name: str, text: str) -> dict[str, Any]:
@@ -510,12 +510,12 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     script = _script_at(words)
     launcher, own = words[:script], words[script:]
     launched = _named(launcher)
-    beside = _processes(launched, launcher, environment)
+    facts = _processes(launched, launcher, environment)
     sources: list[Source] = []
     if any(Path(word).name == "accelerate" for word in launcher):
         found, more = _with_files(find_framework("accelerate"), _without(launched), where, form or "options", Path())
         sources += [each for each in found if len(each.settings)]
-        beside = more | beside
+        facts = more | facts
     settings = _named(own)
     if "CONFIG_FILE" in environment:
         settings.setdefault("job.config_file", environment["CONFIG_FILE"])
@@ -533,7 +533,7 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
             settings.pop(key)
     for file in files:
         found, more = _of_file(Path(file))
-        beside = {**more, **beside, "notes": [*more.get("notes", ()), *beside.get("notes", ())]}
+        facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
         sources += found
         framework = framework or find_framework(found[-1].framework)
     for word in own[1:]:
@@ -547,8 +547,8 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         found, more = _with_files(framework, settings, where, form or assigned, Path())
         sources += found
-        beside = {**more, **beside, "notes": [*more.get("notes", ()), *beside.get("notes", ())]}
-    return sources, beside
+        facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
+    return sources, facts
 
 
 def _named(words: Sequence[str]) -> dict[str, Any]:

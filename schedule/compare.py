@@ -206,9 +206,9 @@ class _Pair:
                 how = f"departs by {by:.2g}"
                 most_factor = self.tolerance.factor
                 if most_factor and by <= allowed and wanted.numel() >= FEW and scale(wanted) >= over:
-                    apart = factor_between(wanted, actual)
-                    if abs(apart) > most_factor:
-                        by, how = allowed * abs(apart) / most_factor, f"is {1 + apart:.4g} times as large"
+                    factor = factor_between(wanted, actual)
+                    if abs(factor) > most_factor:
+                        by, how = allowed * abs(factor) / most_factor, f"is {1 + factor:.4g} times as large"
                 if projected:
                     how = f"depart by {by:.2g} of their size (tolerance {allowed:.2g})"
                 elif on:

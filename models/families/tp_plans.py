@@ -57,11 +57,11 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     drops = _drops(sch)
     done: set[str] = set()
     for place in places:
-        around = _region(sch, places, place)
-        if around and around not in done:
-            done.add(around)
-            inside = {path: style for path, style in places.items() if path.startswith(around + ".")}
-            _cut_region(sch[around], inside, Regions(sequence_parallel), drops)
+        region = _region(sch, places, place)
+        if region and region not in done:
+            done.add(region)
+            inside = {path: style for path, style in places.items() if path.startswith(region + ".")}
+            _cut_region(sch[region], inside, Regions(sequence_parallel), drops)
     for place, style in sorted(places.items(), key=lambda item: not _is_parameter(sch, item[0])):
         if not any(place == each or place.startswith(each + ".") for each in done):
             if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):

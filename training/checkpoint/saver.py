@@ -299,8 +299,8 @@ class Saver:
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
             elif facts is not None:
-                made = _tried(lambda: self.folder.finish(step, files, facts))
-                failure = made if isinstance(made, str) else ""
+                result = _tried(lambda: self.folder.finish(step, files, facts))
+                failure = result if isinstance(result, str) else ""
         size = sum(about["bytes"] for each in all_ranks if isinstance(each, dict) for about in each.values())
         return str(self.gathered(failure)[0]), size
 

@@ -105,11 +105,11 @@ class Unfrozen(Architecture):
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
         """Builds the model, see `Architecture`."""
-        made = super().__call__(config)
-        for name, param in made.named_parameters(remove_duplicate=False):
+        result = super().__call__(config)
+        for name, param in result.named_parameters(remove_duplicate=False):
             if name in self.frozen:
                 param.requires_grad_(False)
-        return made
+        return result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,8 +140,8 @@ class Examples:
         parts = entries(self.batch)
         count = len(next(iter(parts.values())))
         numbers = (torch.arange(size) + seed) % count
-        made = {name: each[numbers] for name, each in parts.items()}
-        return made if isinstance(self.batch, Mapping) else tuple(made.values())  # type: ignore[return-value]
+        result = {name: each[numbers] for name, each in parts.items()}
+        return result if isinstance(self.batch, Mapping) else tuple(result.values())  # type: ignore[return-value]
 
 
 def _named(arguments: ModelArguments) -> Workload:
@@ -172,13 +172,16 @@ def _of_builder(arguments: ModelArguments) -> Workload:
     """Returns the workload of a class or a function that builds the module."""
     if not callable(arguments.model):
         raise UsageError(
-            f"model must be a name, a Workload, a torch module, or a function that builds one, but got a {type(arguments.model).__name__}"
+            "model must be a name, a Workload, a torch module, or a function that builds one, but got a "
+            f"{type(arguments.model).__name__}"
         )
     _refuse_lora(arguments)
-    made = _own(arguments, arguments.model, getattr(arguments.model, "__name__", type(arguments.model).__name__), None)
-    module = skeleton(made)
+    workload = _own(
+        arguments, arguments.model, getattr(arguments.model, "__name__", type(arguments.model).__name__), None
+    )
+    module = skeleton(workload)
     if _architecture(module) is None:
-        return made
+        return workload
     whole = _hugging_face(arguments, module)
     return _with_choices(arguments, replace(whole, model=arguments.model, identity=None))
 
