@@ -43,13 +43,11 @@ class Products:
     units: int
     """Multiprocessors."""
     sustained: float = 0.86
-    """Share of that rate that is left while a step keeps the device busy: its power is limited, and its clocks fall."""
-    eight_bit: float = 0.92
-    """Share of what the rates of 8 and 4 bits promise that products of them reach, against those of 16."""
+    """Share of that rate that is left to a device that does nothing else for long: its power is limited, and its clocks fall."""
 
 
 _A100 = Products(rate=0.961, lost=219.0, fixed_us=3.2, bandwidth=0.604, small=0.151, units=108, sustained=0.86)
-_H100 = Products(rate=0.880, lost=196.0, fixed_us=2.7, bandwidth=0.796, small=0.009, units=132, sustained=0.79)
+_H100 = Products(rate=0.880, lost=196.0, fixed_us=2.7, bandwidth=0.796, small=0.009, units=132, sustained=0.77)
 _B200 = Products(rate=0.762, lost=116.0, fixed_us=2.5, bandwidth=0.659, small=0.017, units=148)
 _B300 = replace(_B200, sustained=0.97)  # more power
 MEASURED = {"a100": _A100, "h100": _H100, "b200": _B200}

@@ -77,6 +77,9 @@ class TrainingSetup:
     `gradient_dtype`, as nanotron's and Megatron's fp32 accumulators do."""
     optimizer_dtype: str = "fp32"
     """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
+    gather_dtype: str | None = None
+    """dtype in which weights that replicas cut are gathered; None: that of products, as FSDP's MixedPrecision has it. Under
+    autocast alone it is that of the parameters, and products cast what was gathered."""
     reduce_dtype: str | None = None
     """dtype in which gradients travel; None: that they are kept in."""
     loss: str | None = None
@@ -104,6 +107,9 @@ class TrainingSetup:
     keeps_products: bool = False
     """Whether blocks that are not recomputed as a whole keep their inputs, attention and every other product, and
     recompute the rest, as torchtitan's selective checkpointing does."""
+    keeps_cache: bool = False
+    """Whether the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks
+    then keep theirs until the step ends. Its own checkpointing turns that off, a wrapper from outside does not."""
     pieces: bool = False
     """Whether replicas keep pieces of the weights beside those that are gathered, as FSDP does (in redline's own
     training they do)."""
@@ -147,7 +153,7 @@ class TrainingSetup:
         ):
             if getattr(self, name) not in known:
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), known)}")
-        for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "reduce_dtype"):
+        for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "gather_dtype", "reduce_dtype"):
             if getattr(self, name) not in (None, *_DTYPES):
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), _DTYPES)}")
         if self.master_weights not in (None, "none", *_DTYPES):
@@ -174,8 +180,8 @@ class TrainingSetup:
     def own(self) -> bool:
         """Whether replicas exchange what redline's own training exchanges, in its formats (`knobs/meaning.py`).
         Conventions of another framework are not that."""
-        given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
-        return given == (None,) * 3 and self.master_weights in (None, "none")
+        given = (self.parameter_dtype, self.gradient_dtype, self.gather_dtype, self.reduce_dtype)
+        return given == (None,) * 4 and self.master_weights in (None, "none")
 
     def replace(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""

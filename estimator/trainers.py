@@ -65,7 +65,7 @@ TRAINERS: Mapping[str, Trainer] = {
             name="megatron",
             reads="megatron",
             own={"kernels": True},
-            constants={**_FITTED, "launch_us": 31.0, "straggler_ms": 10.0},
+            constants={**_FITTED, "launch_us": 30.0, "straggler_ms": 10.0},
         ),
         Trainer(
             name="nanotron",

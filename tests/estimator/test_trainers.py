@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from redline.base.errors import UsageError
-from redline.estimator import Estimator, TrainingSetup, find_hardware
+from redline.estimator import Constants, Estimator, TrainingSetup, find_hardware
 from redline.estimator.facts.model_facts import ModelFacts
 from redline.estimator.kernels import attention_share, product_seconds, products_of
 from redline.estimator.trainers import TRAINERS, find_trainer, trainer_of
@@ -63,9 +63,12 @@ def test_frozen_weights_have_neither_gradients_nor_states():
 
 def test_attention_and_head_stay_in_16_bits_where_products_are_in_8():
     half, eight = (
-        Estimator(SHAPE, "h100-80gb", find_trainer("megatron").training(seq_len=2048, products=each))(
-            {"micro_batch": 4}
-        )
+        Estimator(
+            SHAPE,
+            "h100-80gb",
+            find_trainer("megatron").training(seq_len=2048, products=each),
+            constants=Constants(limited_rate=1.0),
+        )({"micro_batch": 4})
         for each in (None, "fp8")
     )
     assert eight.breakdown["time.attention"] == half.breakdown["time.attention"]
