@@ -2,6 +2,7 @@
 
     python bench/estimator.py --surfaces DIR [--calibrate K] [--seeds N] [--only NAME] [--conventions]
     python bench/estimator.py --tables DIR [--source NAME] [--rows] [--conventions]
+    python bench/estimator.py --tables DIR [--surfaces DIR] --leave-out
     python bench/estimator.py --speed [--preset NAME]
 
 DIR holds tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
@@ -17,6 +18,9 @@ and of peak memory, Spearman's rank correlation of throughput, area under the RO
 (a failure is whatever left no number, crashes included), and the share of measurements inside the 80 %
 intervals. With `--calibrate K` also after K random measurements of the table, mean over seeds, on the
 measurements left out.
+
+`--leave-out` fits the few free constants anew to all sources of --tables and --surfaces (a source a trainer) but one, and
+states how well that one is predicted then, beside the package's constants and those fitted to all.
 
 `--speed` times `Estimator.table` on 100,000 configurations of a space for 512 devices, and the first answer
 for a preset in a new process with nothing cached, which includes imports and tracing.
@@ -43,7 +47,7 @@ from redline.base.errors import RedlineError, UsageError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.estimate import Z80
 from redline.results import Measurement, Status, Trial
-from tables import read_tables
+from tables import read_tables, refitting
 from tables.judging import auc, judge
 from tables.surfaces import Measured, load
 
@@ -266,6 +270,22 @@ def speed(preset: str) -> None:
     )
 
 
+def leave_out(options: argparse.Namespace) -> None:
+    """Prints each source's error of time by constants that it had no part in."""
+    sources = read_tables(options.tables, options.source)
+    if options.surfaces is not None:
+        sources += refitting.by_trainer(options.surfaces)
+    found, whole = refitting.leave_out(sources)
+    print(
+        f"\n{'source':34}{'rows':>8}{'package':>10}{'fitted':>10}{'held out':>10}   largest change of a constant, held out"
+    )
+    for each in found:
+        name, scale = max(each.scales.items(), key=lambda item: abs(math.log(item[1] / whole[item[0]])))
+        shares = "".join(f"{100 * value:8.1f} %" for value in (each.plain, each.together, each.out))
+        print(f"{each.name:34}{each.rows:>8}{shares}   {name} x {scale:.3f} (fitted to all: x {whole[name]:.3f})")
+    print("fitted to all, against the package's:", ", ".join(f"{name} x {scale:.3f}" for name, scale in whole.items()))
+
+
 def public(options: argparse.Namespace) -> None:
     """Prints a line for each source of a folder of public tables."""
     try:
@@ -297,6 +317,9 @@ def main() -> None:
     parser.add_argument(
         "--source", action="append", default=[], help="of --tables only this; several times for several"
     )
+    parser.add_argument(
+        "--leave-out", action="store_true", help="of --tables and --surfaces: errors of each source held out"
+    )
     parser.add_argument("--rows", action="store_true", help="of --tables every row too")
     parser.add_argument("--speed", action="store_true", help="how fast it answers")
     parser.add_argument("--preset", default="llama2-7b", help="whose first answer --speed times")
@@ -307,6 +330,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.speed:
         speed(options.preset)
+    if options.leave_out:
+        if options.tables is None:
+            parser.error("--leave-out needs --tables DIR")
+        leave_out(options)
+        return
     if options.tables is not None:
         public(options)
     if options.surfaces is None:

@@ -10,7 +10,7 @@ from .form import Left, Rows, Run, Table, batches, columns, degrees, memory_mib,
 from .models import model_of
 
 INFERRED = (
-    "the pages' H100s have 96 GB of HBM2e (2.4 TB/s) and 500 W, at which clocks are some 0.85 of those at 700 W",
+    "the pages' H100s have 96 GB of HBM2e (2.4 TB/s) and 500 W",
     "8192 tokens a sequence where no column says so",
     "FSDP2, reshard after forward; gradients and reductions in fp32, gathered in bf16; under pipelines weights stay gathered",
     "selective checkpointing keeps every other product and attention of a block; memory is what the allocator reserved",
@@ -26,8 +26,7 @@ def matches(path: Path, header: set[str]) -> bool:
 
 def machine() -> Hardware:
     base = find_hardware("h100-80gb")
-    slower = {name: rate * 0.85 for name, rate in base.tflops.items()}
-    return base.replace(name="h100-96gb-500w", memory_gib=94.5, memory_gb_per_s=2400.0, tflops=slower)
+    return base.replace(name="h100-96gb-500w", memory_gib=94.5, memory_gb_per_s=2400.0, watts=500)
 
 
 def read(path: Path, source: str) -> Rows:

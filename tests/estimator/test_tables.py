@@ -164,6 +164,40 @@ def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tabl
     assert after["rows"] == 7 and after["time_median"] < max(0.5 * before["time_median"], 0.01)
 
 
+def _as_if(tables, scales, name, device):
+    """A source whose rows took what constants with these factors predict."""
+    from dataclasses import replace
+
+    from tables import refitting
+
+    rows = [f"{size},2048,8,{device},45,{micro},{accum},{8 * micro * accum},120000,amp_bf16,PURE,FULL_SHARD,True,False,red"
+            for size in ("1b", "3b", "7b") for micro, accum in ((2, 1), (4, 2), (8, 1))]  # fmt: skip
+    cells = [dict(zip(MOSAIC_COLUMNS.split(","), row.split(","), strict=True)) for row in rows]
+    made = tables.Source(name)
+    form = tables.reading.mosaic_fsdp
+    made.runs = [form._run(cell, name, f"{name}:{at}") for at, cell in enumerate(cells)]
+    judged = tables.judging.judge(made, refitting.constants_of(scales))
+    steps = dict(zip((run.where for run in judged.runs), judged.predicted["step"], strict=True))
+    made.runs = [replace(run, step_ms=float(steps[run.where])) for run in made.runs]
+    return made
+
+
+def test_a_source_that_is_left_out_is_predicted_by_what_the_others_say(tables):
+    from tables import refitting
+
+    power = refitting.LIMITED[refitting.HOPPER]
+    alike = [_as_if(tables, {power: 0.9}, name, "h100_80gb") for name in ("one", "two")]
+    other = _as_if(tables, {}, "other", "a100_80gb")
+    found, whole = refitting.leave_out([*alike, other])
+    assert whole[power] == pytest.approx(0.9, abs=0.02)
+    one, _, last = found
+    assert one.plain > 0.05 and one.out < 0.02 and one.together < 0.02
+    assert one.scales[power] == pytest.approx(0.9, abs=0.02)
+    # The others say nothing of an A100's power, and little of what it shares with them.
+    assert last.scales[refitting.LIMITED[refitting.OLDER]] == pytest.approx(1.0, abs=1e-6)
+    assert last.plain < 1e-9 and last.out < 0.02
+
+
 def test_the_command_prints_a_line_for_each_source(tmp_path):
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "a.csv").write_text(MOSAIC)
