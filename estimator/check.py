@@ -26,7 +26,7 @@ from .estimator import Estimator
 from .hardware import Hardware, find_hardware
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
-from .trainers import assumed, trainer_of
+from .trainers import assumed, find_trainer, trainer_of
 
 MOST_CHANGES = 3
 """Faster configurations that are shown, and knobs that one of them changes."""
@@ -73,6 +73,8 @@ class Check:
     shares: Mapping[str, float]
     """Shares of the step by what takes it; they sum to 1."""
     faster: tuple[Faster, ...]
+    framework: str
+    """Whose facts are assumed, a name in `redline.estimator.trainers`."""
     assumed: tuple[str, ...]
     """What is taken for granted of the trainer's memory, in words."""
     findings: tuple[str, ...]
@@ -111,6 +113,7 @@ class Check:
                 }
                 for each in self.faster
             ],
+            "assumed_of": self.framework,
             "assumed": list(self.assumed),
             "findings": list(self.findings),
         }
@@ -140,6 +143,7 @@ def check(
     global_batch: int | None = None,
     knobs: Mapping[str, Any] | None = None,
     memory_limit_mib: float | None = None,
+    framework: str | None = None,
 ) -> Check:
     """Predicts a training that `redline.frameworks.read` has read. Nothing is run.
 
@@ -150,6 +154,7 @@ def check(
         model, seq_len, global_batch: in place of the file's.
         knobs: values of knobs that the file leaves to code, such as `micro_batch`.
         memory_limit_mib: of a device, in place of what it has.
+        framework: whose facts and kernels are assumed, a name in `redline.estimator.trainers`; None: the file's.
 
     Raises:
         UsageError: the model, the sequence length or the micro-batch is not known, or sizes contradict each other.
@@ -173,7 +178,9 @@ def check(
     if "micro_batch" not in trainer.config:
         raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --set micro_batch=N")
     workload = _workload(trainer, model, seq_len)
-    trainer = replace(trainer, seq_len=workload.seq_len, model=workload.name)
+    facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
+    conventions = {**facts.own, **trainer.conventions} if framework is None else {**facts.setup}
+    trainer = replace(trainer, seq_len=workload.seq_len, model=workload.name, conventions=conventions)
     setup = TrainingSetup(
         devices=trainer.devices or 1,
         seq_len=workload.seq_len,
@@ -181,7 +188,7 @@ def check(
         memory_limit_mib=memory_limit_mib,
         **trainer.conventions,
     )
-    estimator = Estimator(workload, machine, setup, framework=trainer_of(trainer.framework).name)
+    estimator = Estimator(workload, machine, setup, framework=facts.name)
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=workload.seq_len)
     if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
         raise UsageError(reason)
@@ -197,6 +204,7 @@ def check(
         shares=_shares(estimate, trainer.strategy(), machine),
         faster=_faster(trainer, workload, estimator, estimate, machine, context),
         assumed=assumed(trainer.conventions),
+        framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
     )
 

@@ -96,8 +96,9 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
     Rajbhandari et al., arXiv:1910.02054, section 3.
     """
     form, trained, on_host = rank.form, rank.trained_share, rank.cols.offload == "optimizer"
-    weights = rank.held(_beside(rank) | shared("weights", rank.cols.zero))
-    gradients = np.where(_whole_gradients(rank), rank.weights, _held(rank, "gradients"))
+    weights = np.where(_pieces_away(rank), 0.0, rank.held(_beside(rank) | shared("weights", rank.cols.zero)))
+    gradients = np.where(_pieces_away(rank), 0.0, _held(rank, "gradients"))
+    gradients = np.where(_whole_gradients(rank), rank.weights, gradients)
     optimizer = np.where(on_host, 0.0, _held(rank, "optimizer") * trained)
     return {
         "parameters": weights * (trained * form.parameter + (1 - trained) * form.frozen),
@@ -105,6 +106,11 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
         "optimizer": optimizer * form.optimizer,
         "master": optimizer * form.master,
     }
+
+
+def _pieces_away(rank: Rank) -> np.ndarray:
+    """Where pieces of weights and gradients are in host memory."""
+    return rank.setup.offload_weights & (rank.cols.offload == "optimizer") & (rank.cols.zero >= 2) & (rank.replicas > 1)
 
 
 def _whole_gradients(rank: Rank) -> np.ndarray:

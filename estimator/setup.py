@@ -107,6 +107,9 @@ class TrainingSetup:
     keeps_products: bool = False
     """Whether blocks that are not recomputed as a whole keep their inputs, attention and every other product, and
     recompute the rest, as torchtitan's selective checkpointing does."""
+    offload_weights: bool = False
+    """Whether what is offloaded is not the optimizer alone: pieces of weights and gradients are in host memory too, and come
+    and go with every pass (FSDP's CPUOffload, DeepSpeed's `offload_param`)."""
     keeps_cache: bool = False
     """Whether the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks
     then keep theirs until the step ends. Its own checkpointing turns that off, a wrapper from outside does not."""
@@ -132,6 +135,8 @@ class TrainingSetup:
     """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` or `last` stage."""
     reserved_memory: bool = True
     """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
+    fixed: frozenset[str] = frozenset()
+    """Knobs that configurations may have and that do not count: the setup's value does, as facts of a framework."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further settings, kept for the record only."""
 

@@ -601,6 +601,10 @@ def _offload(rank: _Rank) -> np.ndarray:
     """The update in host memory, as `schedule/offloaded.py` makes it: gradients there and weights back by pinned copies, states
     at the rate of the rank's share of the cores."""
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
+    if rank.setup.offload_weights:
+        # Weights come for either pass of a micro-batch, and gradients go after each, behind products as other gathers are.
+        each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.constants.sharded_max_overlap)
+        moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
     there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 

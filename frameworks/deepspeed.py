@@ -227,9 +227,7 @@ def read(stated: Stated) -> None:
     if (total := stated.whole("train_batch_size")) is not None:
         stated.facts["global_batch"] = total
     if stated.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
-        stated.note(
-            "zero_optimization.offload_param keeps the parameters in host memory too, which the estimate leaves out"
-        )
+        stated.conventions["offload_weights"] = True
         stated.knobs["offload"] = "optimizer"
     zero, offload = stated.knobs.get("zero"), stated.knobs.get("offload")
     if offload == "optimizer" and zero == 0:

@@ -299,6 +299,8 @@ def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[st
     out: dict[str, Any] = {}
     for source in sources:
         out |= find_framework(source.framework).conventions(knobs)
+    if any(source.framework == "deepspeed" for source in sources):
+        out.pop("unsharded_gradients", None)  # it reduces those of each micro-batch, whoever drives it
     return out
 
 

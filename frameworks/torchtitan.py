@@ -369,11 +369,19 @@ def _read_float8(stated: Stated) -> None:
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Its formats: FSDP2 keeps pieces of weights, gradients and states in fp32 and gathers weights in bf16, in which the
-    residual stream is too; products in 8 bits are of linear layers alone; the loss upcasts logits by operators."""
+    residual stream is too; products in 8 bits are of linear layers alone; the loss upcasts logits by operators; what is
+    offloaded are pieces too."""
     eight = str(config.get("precision", "")).startswith("fp8")
+    offloaded = {"offload_weights": True} if config.get("offload") == "optimizer" else {}
     if config.get("precision") != "bf16" and not eight:
-        return {"loss": "plain"}
-    shards = {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+        return {"loss": "plain", **offloaded}
+    shards = {
+        **offloaded,
+        "precision": "bf16_pure",
+        "parameter_dtype": "fp32",
+        "gradient_dtype": "fp32",
+        "pieces": True,
+    }
     return {**shards, "loss": "plain", **({"products": "fp8"} if eight else {})}
 
 

@@ -1,6 +1,7 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.meaning import recomputed
@@ -301,6 +302,13 @@ def read_optimizer(stated: Stated, name: object) -> None:
         )
 
 
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """accelerate's `no_sync` while it accumulates: replicas reduce nothing, so that FSDP keeps gradients whole; its offload moves
+    pieces of weights and gradients to host memory too."""
+    offloaded = {"offload_weights": True} if config.get("offload") == "optimizer" else {}
+    return {"unsharded_gradients": True, **offloaded}
+
+
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
     """Writes a share of checkpointed blocks, which only every n-th can be."""
     ratio = strategy.checkpoint_ratio
@@ -349,6 +357,7 @@ FRAMEWORK = Framework(
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
