@@ -164,6 +164,26 @@ def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tabl
     assert after["rows"] == 7 and after["time_median"] < max(0.5 * before["time_median"], 0.01)
 
 
+def test_recipes_are_asked_about_as_a_file_would_state_them_and_those_called_unfit_are_counted(tables, tmp_path):
+    from tables import checking
+
+    rows = [f"125m,2048,8,a100_40gb,45,{micro},1,{8 * micro},120000,amp_bf16,PURE,FULL_SHARD,False,False,red"
+            for micro in (4, 256)]  # fmt: skip
+    found = source(tables, tmp_path / "two", some_csv="\n".join([MOSAIC_COLUMNS, *rows]))
+    fitting, large = checking.verdicts(found, most=10)
+    assert fitting.found.fits and not large.found.fits
+    assert fitting.found.trainer.global_batch == 32 and fitting.found.framework == fitting.run.framework
+    assert fitting.found.parameters == pytest.approx(125e6, rel=0.02)
+    said = checking.summary([fitting, large])
+    assert (said["ran"], said["failed"], said["unfit"]) == (2, 0, 0.5) and "called fit" not in said
+    assert said["time_bias"] == pytest.approx(
+        (fitting.found.estimate.step_ms / fitting.run.step_ms + large.found.estimate.step_ms / large.run.step_ms) / 2
+        - 1
+    )
+    with pytest.raises(tables.Left, match="neither Llama-like nor GPT-2-like"):
+        checking.architecture(tables.models.model_of("bert-base"))
+
+
 def _as_if(tables, scales, name, device):
     """A source whose rows took what constants with these factors predict."""
     from dataclasses import replace
