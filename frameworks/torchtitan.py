@@ -370,19 +370,17 @@ def _read_float8(stated: Stated) -> None:
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Its formats: FSDP2 keeps pieces of weights, gradients and states in fp32 and gathers weights in bf16, in which the
     residual stream is too; products in 8 bits are of linear layers alone; the loss upcasts logits by operators; what is
-    offloaded are pieces too."""
+    offloaded are pieces too. A pipeline's stages reduce gradients with their last micro-batch, until which they are whole
+    (torch.distributed.pipelining, `backward_maybe_with_nosync`)."""
     eight = str(config.get("precision", "")).startswith("fp8")
-    offloaded = {"offload_weights": True} if config.get("offload") == "optimizer" else {}
-    if config.get("precision") != "bf16" and not eight:
-        return {"loss": "plain", **offloaded}
-    shards = {
-        **offloaded,
-        "precision": "bf16_pure",
-        "parameter_dtype": "fp32",
-        "gradient_dtype": "fp32",
-        "pieces": True,
-    }
-    return {**shards, "loss": "plain", **({"products": "fp8"} if eight else {})}
+    said: dict[str, Any] = {"loss": "plain"}
+    if config.get("offload") == "optimizer":
+        said["offload_weights"] = True
+    if config.get("pp", 1) > 1:
+        said["unsharded_gradients"] = True
+    if config.get("precision") == "bf16" or eight:
+        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return said | ({"products": "fp8"} if eight else {})
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

@@ -48,14 +48,14 @@ def stated(run: Run, config: Mapping[str, Any]) -> TrainerConfig:
     """What a file of the run's framework says of a configuration."""
     trainer, known = find_trainer(run.framework), {each.name for each in fields(TrainingSetup)}
     setup = {name: value for name, value in run.setup.items() if name in known and name not in ASKED}
-    length = run.setup.get("seq_len")
+    length, config = run.setup.get("seq_len"), {"micro_batch": 1, "dp": 1, "grad_accum": 1, **config}
     return TrainerConfig(
         framework=run.framework,
         config=Config({name: value for name, value in config.items() if value is not None}),
         stated=frozenset(config),
         architecture=architecture(run.model),
         seq_len=length,
-        global_batch=int(config["micro_batch"]) * int(config["dp"]) * int(config.get("grad_accum", 1)),
+        global_batch=int(config["micro_batch"]) * int(config["dp"]) * int(config["grad_accum"]),
         devices=run.devices_of(config),
         conventions={**trainer.setup, **setup},
     )
