@@ -70,7 +70,7 @@ def stage_peak(
         **_recomputation_or_loss(rank, constants),
         "buffers": gathered + exchanged,
     }
-    if not setup.gradient_copy:
+    if not setup.gradient_copy and not setup.gradients_stay:
         terms |= _with_gradients_that_come_and_go(rank, terms, gathered)
     terms["buffers"] = terms["buffers"] + _update(rank, terms)
     terms["slack"] = _slack(terms, constants)

@@ -75,6 +75,9 @@ class TrainingSetup:
     gradient_copy: bool = False
     """Whether backward writes gradients in the parameters' dtype before they are added to those kept in
     `gradient_dtype`, as nanotron's and Megatron's fp32 accumulators do."""
+    gradients_stay: bool = False
+    """Whether gradients have a buffer of their own all the time, as Megatron's have, rather than come with backward and go with
+    the update."""
     optimizer_dtype: str = "fp32"
     """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
     gather_dtype: str | None = None

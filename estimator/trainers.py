@@ -155,6 +155,8 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         said.append("blocks keep attention and every other product, and recompute the rest")
     if setup.get("unsharded_gradients"):
         said.append("gradients are whole while they accumulate")
+    if setup.get("gradients_stay"):
+        said.append("gradients have a buffer that is always there")
     if setup.get("gather_dtype"):
         said.append(f"weights are gathered in {setup['gather_dtype']}")
     if setup.get("keeps_cache"):

@@ -323,14 +323,21 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 to which the kernels of products
-    add; slices of activations between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by
-    operators over parts of the vocabulary; replicas that exchange nothing behind the passes, unless they are told to."""
+    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 to which the kernels of products add,
+    in a buffer that is always there (core/distributed/param_and_grad_buffer.py); slices of activations between stages
+    (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by operators over parts of the vocabulary; replicas
+    that exchange nothing behind the passes, unless they are told to."""
     eight = str(config.get("precision", "")).startswith("fp8")
     half = eight or config.get("precision") in ("bf16", "fp16")
     formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32"}
     kernels = {"attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False}
-    return {"scatter_transfers": True, **kernels, **(formats if half else {}), **({"products": "fp8"} if eight else {})}
+    return {
+        "scatter_transfers": True,
+        "gradients_stay": True,
+        **kernels,
+        **(formats if half else {}),
+        **({"products": "fp8"} if eight else {}),
+    }
 
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}

@@ -99,6 +99,18 @@ def test_attention_reaches_less_at_short_sequences_and_by_older_kernels():
     assert attention_share(h100, "flash1", 4096, 128) < shares[1] < attention_share(h100, "flash3", 4096, 128)
 
 
+def test_gradients_that_stay_are_there_beside_the_activations_of_a_single_micro_batch():
+    once = {**CONFIG, "zero": 0, "grad_accum": 1, "micro_batch": 16}
+    come, stay = (memory(once, "redline", precision="bf16", gradients_stay=each) for each in (False, True))
+    whole = 4 * ModelFacts.from_shape(**SHAPE).parameters / 2**20
+    assert stay.breakdown["memory.gradients"] == pytest.approx(whole)
+    assert come.breakdown["memory.gradients"] < whole / 5
+    twice = {**once, "grad_accum": 2}
+    assert memory(twice, "redline", precision="bf16", gradients_stay=True).peak_memory_mib == pytest.approx(
+        memory(twice, "redline", precision="bf16").peak_memory_mib
+    )
+
+
 def test_what_fsdp_offloads_are_pieces_of_weights_and_gradients_too():
     away = {**CONFIG, "offload": "optimizer"}
     states, pieces = (memory(away, offload_weights=each) for each in (False, True))
