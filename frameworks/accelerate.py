@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from . import deepspeed
 from .common import (
     no_fsdp_on_a_cpu,
     note_adamw,
@@ -307,7 +308,11 @@ def read(stated: Stated) -> None:
                 stated.knobs[knob] = degree
     if stated.get("distributed_type") == "DEEPSPEED":
         away = str(stated.get("deepspeed_config.offload_param_device") or "none") != "none"
-        stated.conventions |= {"unsharded_gradients": False, "offload_weights": away}
+        own = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
+            "pieces": False,
+            "unsharded_gradients": False,
+        }
+        stated.conventions |= {**own, **deepspeed.conventions(stated.knobs), "offload_weights": away}
     processes = stated.whole("num_processes")
     if processes is not None:
         stated.facts["devices"] = processes

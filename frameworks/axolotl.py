@@ -89,7 +89,7 @@ def read(stated: Stated) -> None:
 
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Weights that are loaded in the format of the products, without a copy in float32; gradients as the Trainer has them."""
-    return {**trainer_conventions(config), **({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {})}
+    return {**({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}), **trainer_conventions(config)}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

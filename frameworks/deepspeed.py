@@ -246,7 +246,7 @@ def read(stated: Stated) -> None:
     read_optimizer(stated, stated.get("optimizer.type"))
 
 
-def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Weights and gradients of 16 bits beside fp32 master weights, which autocast does not have."""
     half = config.get("precision") in ("bf16", "fp16")
     return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
@@ -273,7 +273,7 @@ FRAMEWORK = Framework(
         ),
     ),
     defaults={"zero": 0, "grad_accum": 1},
-    conventions=_conventions,
+    conventions=conventions,
     read=read,
     write=write,
     # deepspeed/utils/timer.py

@@ -285,7 +285,8 @@ def read(stated: Stated) -> None:
     every = stated.whole(_EVERY)
     if every and stated.knobs.get("checkpoint_ratio"):
         stated.knobs["checkpoint_ratio"] = 1 / every
-    if str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16"):
+    narrow = str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
+    if narrow and not (stated.knobs.get("precision") == "bf16" and stated.knobs.get("zero", 0) >= 2):
         stated.conventions["precision"] = "bf16_pure"
     read_optimizer(stated, stated.get("optim", "optimizer"))
 
@@ -303,10 +304,14 @@ def read_optimizer(stated: Stated, name: object) -> None:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """accelerate's `no_sync` while it accumulates: replicas reduce nothing, so that FSDP keeps gradients whole; its offload moves
-    pieces of weights and gradients to host memory too."""
-    offloaded = {"offload_weights": True} if config.get("offload") == "optimizer" else {}
-    return {"unsharded_gradients": True, **offloaded}
+    """accelerate's `no_sync` while it accumulates: replicas reduce nothing, so that FSDP keeps gradients whole. Its FSDP widens
+    pieces of 16 bits to fp32 where mixed precision is on, and gathers them in 16; what it offloads are pieces too."""
+    said: dict[str, Any] = {"unsharded_gradients": True}
+    if config.get("offload") == "optimizer":
+        said["offload_weights"] = True
+    if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
+        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return said
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

@@ -102,6 +102,25 @@ def test_gradients_stay_whole_under_fsdp_while_the_trainer_accumulates_and_not_u
     assert once < whole / 2 and deepspeed < whole / 4
 
 
+def test_fsdp_of_accelerate_widens_weights_of_16_bits_where_mixed_precision_is_on(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    wide, narrow, whole, deepspeed = (
+        check(
+            read(f"{run} --per_device_train_batch_size 4 --torch_dtype bfloat16 {more}"), "a100-80gb"
+        ).estimate.breakdown["memory.parameters"]
+        for run, more in (
+            (RUN, "--fsdp full_shard"),
+            (RUN.replace(" --bf16", ""), "--fsdp full_shard"),
+            (RUN, ""),
+            (RUN, f"--deepspeed {tmp_path / 'ds.json'}"),
+        )
+    )
+    one = 124_439_808 / 2**20
+    assert wide == pytest.approx(4 * one / 8, rel=0.01)
+    assert narrow == deepspeed == pytest.approx(2 * one / 8, rel=0.01)
+    assert whole == pytest.approx(2 * one, rel=0.01)
+
+
 def test_tensor_parallelism_across_hosts_is_named():
     command = (
         "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --tensor-model-parallel-size 16 --sequence-parallel "
