@@ -143,8 +143,8 @@ def _rendezvous(setup: Setup) -> dict[str, Any]:
     if setup.hosts.count == 1:
         return {"machine_rank": 0}
     setup.note(
-        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST stands "
-        "for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
+        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST is a "
+        "placeholder for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
         "--main_process_port"
     )
     return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}

@@ -75,11 +75,11 @@ def read(stated: Stated) -> None:
         read_lora(stated, stated.whole("lora_r") or 8, target, stated.whole("lora_alpha"))
         if adapter == "qlora" or stated.flag("load_in_4bit", "load_in_8bit"):
             stated.note(
-                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so asks for more memory"
+                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so needs more memory"
             )
     if stated.flag("sample_packing"):
         stated.note(
-            "sample_packing fills samples to sequence_len, of which the estimate is; without it they are padded or short"
+            "the estimate is for full samples of sequence_len, as sample_packing makes; without it they are padded or short"
         )
     elif stated.flag("pad_to_sequence_len") is not True:
         stated.note(

@@ -111,7 +111,10 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.pp > 1 and stage > 1:
         setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
         stage = 1
-    note_hsdp(setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these")
+    note_hsdp(
+        setup,
+        "MiCS is no longer in DeepSpeed, and its hpZ keeps a copy of the weights, and of them alone, within a host",
+    )
     out: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.replicas > 1:
@@ -127,7 +130,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside "
+            "precision=bf16 was autocast over fp32 weights; DeepSpeed keeps the weights in bfloat16 and "
             "an fp32 master copy"
         )
     if precision == "tf32":
@@ -173,7 +176,7 @@ def _note_the_rest(setup: Setup) -> None:
             "deepspeed.checkpointing.checkpoint in your own blocks"
         )
     if setup.knob("fusion"):
-        setup.note("fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model")
+        setup.note("fusion=true: call engine.compile() after deepspeed.initialize; it compiles the whole model")
     if setup.device_type == "cpu" and setup.processes > 1:
         setup.note(
             "on CPUs DeepSpeed compiles its exchange over shared memory at the first start (some minutes) "

@@ -97,7 +97,7 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
         raise UsageError(unknown("launch", name, LAUNCHES))
     if target.start is None:
         names = ", ".join(each.name for each in _TARGETS if each.start is not None)
-        raise UsageError(f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}")
+        raise UsageError(f"{target.name} has no launch, because it starts nothing; targets with one are {names}")
     launch = LAUNCHES[name]
     setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))

@@ -134,14 +134,14 @@ class Launcher:
         """
         if stated := self._stated(command, knob):
             raise UsageError(
-                f"the command says {stated} itself, so that {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
+                f"the command has {stated} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
             )
         known = self.sayable.get(knob, SAYABLE.get(knob))
         if known is not None and (odd := [value for value in values if value not in known]):
             can = ", ".join(map(written, known))
             raise UsageError(
-                f"--launcher {self.name} can be told {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
-                "command for values of its own"
+                f"--launcher {self.name} accepts {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
+                "command for other values"
             )
 
     def _with(self, command: str, options: Sequence[str]) -> str:
@@ -152,7 +152,7 @@ class Launcher:
             return f"{command} {added}"
         before, found, behind = command.partition(f" {self.after} ")
         if not found:
-            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, behind which its options go")
+            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
         return f"{before}{found}{added} {behind}"
 
 

@@ -160,7 +160,7 @@ def _precision(setup: Setup) -> list[str]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; Megatron holds bfloat16 weights and fp32 master "
+            "precision=bf16 was autocast over fp32 weights; Megatron keeps bfloat16 weights and fp32 master "
             "weights in the optimizer"
         )
     if precision == "tf32":
@@ -168,7 +168,7 @@ def _precision(setup: Setup) -> list[str]:
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":
-        setup.note(f"precision={precision}: Megatron has no scale a row, so that each tensor has one")
+        setup.note(f"precision={precision}: Megatron has no scales of rows; each tensor has one")
     out = _said("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.replicas > 1 else None

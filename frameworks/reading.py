@@ -95,7 +95,7 @@ class TrainerConfig:
         """
         count = devices or self.devices
         if count is None:
-            raise UsageError(f"{self.framework}: the file does not state how many devices it is for: give --devices")
+            raise UsageError(f"{self.framework}: the file does not give the number of devices: give --devices")
         config: dict[str, Any] = dict(self.config)
         given = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
         split = prod(given.values())

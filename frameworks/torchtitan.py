@@ -120,7 +120,7 @@ def flags(setup: Setup) -> list[str]:
             )
         if setup.dp % groups:
             setup.note(
-                f"hsdp={groups} is left out: torchtitan's groups are of whole rings, of which there are {setup.dp}"
+                f"hsdp={groups} is left out: torchtitan's groups consist of whole rings, and there are {setup.dp}"
             )
             groups = 1
     give(_REPLICATE, groups)

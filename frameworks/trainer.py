@@ -183,7 +183,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
         tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
         setup.note(
             f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
-            f"dp_shard_size={setup.dp // groups}{tp}); it cannot stand in a file, and without it pieces are cut "
+            f"dp_shard_size={setup.dp // groups}{tp}); a file cannot contain it, and without it pieces are cut "
             f"over all {setup.dp} replicas: less memory than {setup.found}"
         )
     out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
@@ -209,7 +209,7 @@ def _note_the_rest(setup: Setup) -> None:
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
-            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); it cannot stand in a file"
+            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); a file cannot contain it"
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")

@@ -114,7 +114,7 @@ class ForwardPass:
                 raise WorkloadError(
                     f"{self._workload.name}: the model's forward takes "
                     f"{', '.join(sorted(self._names or ()))}, but "
-                    f"the batch holds {', '.join(map(str, batch))}"
+                    f"the batch has {', '.join(map(str, batch))}"
                 )
             return (), taken
         return (batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch), {}

@@ -82,7 +82,7 @@ def workload(
         raise _no_python_file(named["path"])
     if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
-            f"there is no file or folder {text}; give a folder or config.json, or a name out of {', '.join(PRESETS)}"
+            f"there is no file or folder {text}; give a folder or config.json, or one of {', '.join(PRESETS)}"
         )
     if _HUB_ID.fullmatch(text):
         return _hub(text, given)
@@ -253,7 +253,7 @@ def _reach_hub(text: str) -> None:
     without = f"'{text}' is not a preset, a file or folder here, or in the local Hugging Face cache, and "
     instead = "give a folder or config.json of the model instead"
     if constants.HF_HUB_OFFLINE:
-        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids to ask the hub; {instead}")
+        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids asking the hub; {instead}")
     where = urlsplit(constants.ENDPOINT)
     if where.scheme in getproxies():
         return

@@ -304,8 +304,8 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
             raise SpaceError(unknown("allowance", name, ALLOWABLE))
     if names and own_space:
         raise SpaceError(
-            f"allow={','.join(names)} would have no effect: it adds values to a default space, and a space "
-            "of one's own names its values itself"
+            f"allow={','.join(names)} would have no effect: it adds values to a default space, and your own "
+            "space names its values itself"
         )
     return names
 

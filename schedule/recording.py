@@ -162,7 +162,7 @@ class Recording:
         if found is None or found[0] is not self:
             return None
         if tensor.is_conj() or tensor.is_neg():
-            self.refuse("it holds a tensor that is conjugated or negated when it is read")
+            self.refuse("it contains a tensor with a lazy conjugate or negative")
         return View(found[1], tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def _known(self, tensor: torch.Tensor) -> View:

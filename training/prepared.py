@@ -244,7 +244,7 @@ class Steps:
         if self._computed:
             raise UsageError(
                 "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
-                "included, so that every call with gradients is followed by loss.backward() and optimizer.step()"
+                "included; loss.backward() and optimizer.step() must follow every call with gradients"
             )
         mine, given = training.micro_batch * training.grad_accum, _size(batch)
         if given != mine:
@@ -499,8 +499,8 @@ class Info:
         if not later:
             return ""
         return (
-            f"'{folder.path}' holds checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did not "
-            "go on from them; call info.load before the loop, or give another folder"
+            f"'{folder.path}' contains checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did "
+            "not continue from them; call info.load before the loop, or give another folder"
         )
 
     def load(self, path: str | Path) -> bool:

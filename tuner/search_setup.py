@@ -290,9 +290,7 @@ def check_honoured(request: Request, task: Task) -> None:
             "'ray', or leave it out"
         )
     if request.soak and (task.own is None or task.simulated):
-        what = (
-            "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
-        )
+        what = "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
         raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}")
     if task.own is not None:
         return
@@ -368,7 +366,7 @@ def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | N
     if given is not None and given <= left:
         return given
     warn(
-        f"other processes hold {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
+        f"other processes use {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
         f"trials may take {left:,.0f} MiB of each GPU"
     )
     return left

@@ -66,8 +66,8 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         if not any(place == each or place.startswith(each + ".") for each in done):
             if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
                 raise ScheduleError(
-                    f"sequence_parallel: '{place}' is not alone with what is cut, so that transformers' plan does "
-                    "not tell where the sequence is to be joined"
+                    f"sequence_parallel: no module around '{place}' contains only sharded modules, so transformers' "
+                    "plan does not show where to gather the sequence"
                 )
             _cut_alone(sch, place, style, sequence_parallel, drops)
     if sequence_parallel:

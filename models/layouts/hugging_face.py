@@ -37,7 +37,7 @@ def hugging_face(path: Path | str, architecture: Architecture, *, adapters: Path
             found, left = as_loaded(model, stored)
         except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise WorkloadError(
-                f"'{path}' holds tensors that transformers converts while it loads this {architecture.model_type}, and "
+                f"'{path}' contains tensors that transformers converts while it loads this {architecture.model_type}, and "
                 f"redline cannot follow: {one_line(error)}; load it with transformers and save it with "
                 "save_pretrained(DIR, save_original_format=False)"
             ) from error

@@ -47,7 +47,7 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
         if not (path / file).is_file():
             count = sum(each == file for each in named.values())
             raise WorkloadError(
-                f"'{path}' lacks {file}, which holds {count} tensors by its {INDEX}; copy the whole checkpoint"
+                f"'{path}' lacks {file}, which contains {count} tensors according to {INDEX}; copy the whole checkpoint"
             )
         here = _file_tensors(path / file)
         absent = [name for name, where in named.items() if where == file and name not in here]
@@ -80,7 +80,7 @@ def _not_safetensors(path: Path, pickles: Iterable[str]) -> str:
     pickles = list(pickles)
     if pickles:
         return (
-            f"'{path}' holds {', '.join(pickles[:3])} and no safetensors; such a file may be a pickle, which runs code "
+            f"'{path}' contains {', '.join(pickles[:3])} and no safetensors; such a file may be a pickle, which runs code "
             "when it is read, and cannot be read in part. Save it again with transformers: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
         )
@@ -94,12 +94,12 @@ def _file_tensors(path: Path) -> dict[str, LazyTensor]:
 
     out: dict[str, LazyTensor] = {}
     with opened(path) as file:
-        for name in file.keys():  # noqa: SIM118  it is no mapping
+        for name in file.keys():  # noqa: SIM118  not a mapping
             about = file.get_slice(name)
             kind = about.get_dtype()
             if kind not in _DTYPES:
                 raise WorkloadError(
-                    f"'{path}' holds {name} as {kind}, which is quantized or packed; give weights in "
+                    f"'{path}' contains {name} as {kind}, which is quantized or packed; give weights in "
                     "float32, bfloat16 or float16"
                 )
             out[name] = _stored(path, name, about.get_shape(), getattr(torch, _DTYPES[kind]))

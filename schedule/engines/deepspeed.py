@@ -170,7 +170,7 @@ def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
     for each in (each.arguments for each in sch.tree.deferred if each.phase == "data"):
         zero, stage = out.setdefault("zero_optimization", {}), len(each["cut"])
         if zero.setdefault("stage", stage) != stage:
-            raise _refused(f"shard_data says ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
+            raise _refused(f"shard_data has ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
         own = {"hsdp": 1, "blocks": None, "gathered": (), "gather": "pass" if stage == 3 else "step"}
         for name, neutral in own.items():
             if each[name] != neutral:
@@ -182,7 +182,7 @@ def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
         if (form := each["reduce_dtype"]) is not None:
             if out.setdefault("communication_data_type", NAMES[form]) != NAMES[form]:
                 raise _refused(
-                    f"shard_data says reduce_dtype={form}, but communication_data_type is "
+                    f"shard_data has reduce_dtype={form}, but communication_data_type is "
                     f"{out['communication_data_type']}"
                 )
 
@@ -216,7 +216,7 @@ def _pipeline(sch: ScheduledModule, out: dict[str, Any]) -> None:
         raise _refused("its pipelines take ZeRO 0 and 1; with 2 or 3 leave the target out")
     if micro_batches is not None and out.setdefault("gradient_accumulation_steps", micro_batches) != micro_batches:
         raise _refused(
-            f"pipeline says {micro_batches} micro-batches, but gradient_accumulation_steps is "
+            f"pipeline has {micro_batches} micro-batches, but gradient_accumulation_steps is "
             f"{out['gradient_accumulation_steps']}"
         )
     # Every tensor-parallel rank sends whole tensors across a cut: DeepSpeed's partition supports a single tensor.

@@ -50,8 +50,8 @@ def check_called(sch: ScheduledModule, primitive: str) -> None:
         above = f"sch['{traced}']" if traced else "sch"
         raise ScheduleError(
             f"{primitive} on '{sch.name}': the graph of '{traced or 'the root'}' does not call it, but has its operations "
-            f"itself, has others in their place, or goes past it, so that this would do nothing; {primitive} before "
-            f"{above}.trace, have it stay a call there (leaves=), or take what {above}.find returns"
+            f"itself, has others in their place, or skips it, so this would do nothing; use {primitive} before "
+            f"{above}.trace, keep it a call there (leaves=), or use what {above}.find returns"
         )
 
 
@@ -83,6 +83,6 @@ def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]
     for path, module in sch.module.named_modules():
         if module in layers and module in of - alive:
             raise ScheduleError(
-                f"{primitive} on '{sch.name}': a graph reads the weights of '{path}' without a call of it, so that this "
-                f"would be lost there; {primitive} before trace and replace, or leave it a call"
+                f"{primitive} on '{sch.name}': a graph reads the weights of '{path}' without calling it, so this "
+                f"would be lost there; use {primitive} before trace and replace, or keep it a call"
             )

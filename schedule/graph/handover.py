@@ -120,7 +120,7 @@ def _module(
     for hook in forward_hooks_of(module):
         if isinstance(hook, OutputSync):
             if each.outputs != (node,):
-                raise ScheduleError(f"{label}: {_said(path, hook)} is inside the replaced part; replace less")
+                raise ScheduleError(f"{label}: {_describe(path, hook)} is inside the replaced part; replace less")
             plan.after.append(hook)
         elif isinstance(hook, InputSync):
             _input(plan, each, node, path, hook, label)
@@ -137,12 +137,12 @@ def _input(plan: Handover, each: Subgraph, node: fx.Node, path: str, hook: Input
     values = [value for value in [*node.args, *node.kwargs.values()] if isinstance(value, fx.Node)]
     for value in values[:1] if hook.first else values:
         if value in each.nodes:
-            raise ScheduleError(f"{label}: {_said(path, hook)} is inside the replaced part; replace less")
+            raise ScheduleError(f"{label}: {_describe(path, hook)} is inside the replaced part; replace less")
         others = [user for user in value.users if user in each.nodes]
         if any(hook.sync not in _syncs(each, user) for user in others):
             names = ", ".join(user.name for user in others if user is not node)
             raise ScheduleError(
-                f"{label}: {_said(path, hook)} concerns what {names} inside of it takes too, as it is; replace less, "
+                f"{label}: {_describe(path, hook)} concerns what {names} inside of it takes too, as it is; replace less, "
                 f"or give {names} the same sync"
             )
         found = plan.before.setdefault(value, [])
@@ -155,7 +155,7 @@ def _syncs(each: Subgraph, node: fx.Node) -> list[Any]:
     return syncs_of(module.get_submodule(node.target)) if node.op == "call_module" else []
 
 
-def _said(path: str, hook: Exchange) -> str:
+def _describe(path: str, hook: Exchange) -> str:
     return f"sync({hook.sync.mode!r}, {hook.sync.op!r}) of '{path}'"
 
 

@@ -177,23 +177,23 @@ class _Matcher:
         if wanted.op == "call_function" and wanted.target is call_module:
             yield from self._module(wanted, value, binding)
             return
-        asked, found = operation(wanted, None), operation(value, self.module)
-        if found is None or asked is None or asked.name != found.name:
+        expected, found = operation(wanted, None), operation(value, self.module)
+        if found is None or expected is None or expected.name != found.name:
             self.missed(binding, wanted, value)
             return
-        rest = found.args[len(asked.args) :]
-        if asked.options.keys() != found.options.keys() or len(asked.args) > len(found.args):
+        rest = found.args[len(expected.args) :]
+        if expected.options.keys() != found.options.keys() or len(expected.args) > len(found.args):
             self.missed(binding, wanted, value, "with other arguments: " + _given(found))
             return
         if any(not isinstance(each, Attribute | None) for each in rest):
             self.missed(binding, wanted, value, "with more arguments: " + _given(found))
             return
-        options = [(asked.options[name], found.options[name]) for name in asked.options]
-        orders = [found.args[: len(asked.args)]]
-        if asked.name in COMMUTATIVE and len(asked.args) == 2:
+        options = [(expected.options[name], found.options[name]) for name in expected.options]
+        orders = [found.args[: len(expected.args)]]
+        if expected.name in COMMUTATIVE and len(expected.args) == 2:
             orders.append(orders[0][::-1])
         for args in orders:
-            yield from self._all([*zip(asked.args, args), *options], {**binding, wanted: value})
+            yield from self._all([*zip(expected.args, args), *options], {**binding, wanted: value})
 
     def missed(self, binding: dict[fx.Node, Any], wanted: Any, value: Any, instead: str = "") -> None:
         """Records a difference, if more was matched than at any other place."""
@@ -201,10 +201,10 @@ class _Matcher:
         matched = count, bool(instead)
         if matched > self.miss.matched:
             after = [each.name for key, each in binding.items() if key.op != "placeholder"]
-            behind = f", with {', '.join(after)} found" if after else ""
+            matched_before = f" with {', '.join(after)} matched" if after else ""
             self.miss.matched = matched
-            there = f"{_said(value, self.module)} {instead}".strip()
-            self.miss.why = f"{_said(wanted, None)} was asked for{behind}, but there is {there}"
+            there = f"{_describe(value, self.module)} {instead}".strip()
+            self.miss.why = f"{_describe(wanted, None)} is expected{matched_before}, but there is {there}"
 
     def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if not pairs:
@@ -240,7 +240,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _said(value: Any, module: nn.Module | None) -> str:
+def _describe(value: Any, module: nn.Module | None) -> str:
     """Describes a value of a graph."""
     if isinstance(value, Attribute):
         return value.target

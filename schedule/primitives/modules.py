@@ -148,7 +148,7 @@ def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[.
     if not callable(factory) or isinstance(factory, nn.Module):
         raise ScheduleError(
             f"replace_all on '{sch.name}': factory must be a function of the old module, since each place "
-            "needs a module of its own"
+            "needs a new module"
         )
     found: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()

@@ -126,8 +126,8 @@ def _cuts_of(
     label = f"shard of '{name}' on '{sch.name}'"
     if isinstance(sch.module, USED_WHOLE):
         raise ScheduleError(
-            f"{label}: {type(sch.module).__name__} hands its weights to a kernel that takes them whole, so that a piece "
-            "cannot be computed with; replace it by a module of linear layers, and shard these"
+            f"{label}: {type(sch.module).__name__} passes its weights to a kernel that needs all of them, so a shard "
+            "is not enough; replace it by a module of linear layers, and shard these"
         )
     if name in shards_of(sch.module):
         cut = shards_of(sch.module)[name]
@@ -343,7 +343,7 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
     sums = op in SUMS
     if mode == "fwd_post" and sums and output == "split":
         raise ScheduleError(
-            f"{label}: {op} adds up partial sums, but its weight is cut along the output, so that each rank "
+            f"{label}: {op} adds up partial sums, but its weight is cut along the output, so each rank "
             "has other features; use all_gather, or cut along the input"
         )
     summed = any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs_of(module))
@@ -359,7 +359,7 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
         )
     if mode in ("fwd_post", "bwd_post") and sums and not cut:
         raise ScheduleError(
-            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so that "
+            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so "
             "every rank has the whole; shard first"
         )
     if mode == "bwd_post" and sums and input_of(module) == "split":

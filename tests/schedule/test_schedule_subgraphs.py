@@ -355,10 +355,10 @@ def test_an_option_goes_to_the_replacement():
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (lambda x, w, b: F.relu(F.linear(x, w, b)), "relu was asked for, but there is linear .fc1."),
-        (lambda x, w, b: F.gelu(F.relu(x)), "relu was asked for, with act found, but there is linear .fc1."),
-        (lambda x: F.dropout(x, 0.5), r"constant 0.5 was asked for, with drop found, but there is the constant 0.25"),
-        (lambda x: call_module(nn.LayerNorm, x), "a call of LayerNorm was asked for, but there is"),
+        (lambda x, w, b: F.relu(F.linear(x, w, b)), "relu is expected, but there is linear .fc1."),
+        (lambda x, w, b: F.gelu(F.relu(x)), "relu is expected with act matched, but there is linear .fc1."),
+        (lambda x: F.dropout(x, 0.5), r"constant 0.5 is expected with drop matched, but there is the constant 0.25"),
+        (lambda x: call_module(nn.LayerNorm, x), "a call of LayerNorm is expected, but there is"),
         ("norm", "there are the operations fc1, act, fc2, drop, add"),
     ],
 )

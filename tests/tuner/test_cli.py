@@ -195,7 +195,7 @@ def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, _, err = run(capsys, "tune", "somebody/some-model", "--devices", "2")
     assert code == 2
-    assert "'somebody/some-model' is no preset" in err and "HF_HUB_OFFLINE forbids to ask the hub" in err
+    assert "'somebody/some-model' is not a preset" in err and "HF_HUB_OFFLINE forbids asking the hub" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -255,8 +255,8 @@ class CheckpointFolder:
             if foreign := [] if self.all() else self._foreign():
                 more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
                 return (
-                    f"'{self.path}' holds {', '.join(foreign[:3])}{more} and no checkpoint: checkpoints are saved in a folder "
-                    "of their own; give one that is new or empty"
+                    f"'{self.path}' contains {', '.join(foreign[:3])}{more} and no checkpoint: checkpoints need a separate "
+                    "folder; give one that is new or empty"
                 )
         return ""
 

@@ -39,7 +39,7 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
         whose = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
         raise WorkloadError(
             f"{pieces[0].where} is a conversation, but {whose} has no chat template; give a tokenizer with one, or a "
-            "field that holds text"
+            "field that contains text"
         )
     if train_on == "assistant" and not tokenizer.is_fast:
         raise WorkloadError(
@@ -86,8 +86,8 @@ def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]
         until = _rendered(tokenizer, messages[: number + 1], piece.where)
         if not (until.startswith(before) and whole.startswith(until)):
             raise WorkloadError(
-                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} in another way "
-                "where others follow, so that what the assistant says cannot be told; mark it in the template with "
+                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} differently "
+                "if others follow, so the assistant's part cannot be found; mark it in the template with "
                 "{% generation %}, or give train_on=all"
             )
         out.append((len(before), len(until)))
@@ -178,7 +178,7 @@ def find_sources(paths: Iterable[str]) -> list[Source]:
     if tokens and len(tokens) < len(found):
         other = next(each for each in found if each.kind not in OF_TOKENS)
         raise WorkloadError(
-            f"{tokens[0].path} holds tokens and {other.path} text; give data of one of the two, or make tokens of both"
+            f"{tokens[0].path} contains tokens and {other.path} text; give data of one kind, or tokenise both"
         )
     return found
 

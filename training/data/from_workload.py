@@ -230,7 +230,7 @@ def check_dataset(dataset: Any) -> None:
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise WorkloadError(
-            f"a {type(dataset).__name__} cannot be read by number, so that the order of its samples would hang on the ranks "
+            f"a {type(dataset).__name__} cannot be indexed, so the order of its samples would depend on the ranks "
             "that read it: give a data set with __len__ and __getitem__, or files"
         )
     if not len(dataset):

@@ -69,11 +69,11 @@ def prepare(
     about = store.about
     if about.largest >= vocab_size:
         whose = (
-            f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data holds"
+            f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data has"
         )
         raise WorkloadError(
             f"{plan.paths[0]}: {whose} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
-            "belong together"
+            "fit together"
         )
     plan = _resolved(plan, store, task)
     fills = [each for each in (pad_id, about.pad_id, about.end_id, 0) if each is not None and 0 <= each < vocab_size]
@@ -84,7 +84,7 @@ def prepare(
     split = Split.of(usable.samples, plan.held_out)
     if plan.held_out and not split.evaluation:
         raise WorkloadError(
-            f"{plan.paths[0]} has one sample of {layout.length} tokens, of which none can be held out; give more data or "
+            f"{plan.paths[0]} has one sample of {layout.length} tokens, so none can be held out; give more data or "
             "held_out=0"
         )
     return Samples(
@@ -119,8 +119,8 @@ def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
     packing = plan.packing or ("padded" if conversations else "packed")
     if packing != "packed" and store.boundaries is None:
         raise WorkloadError(
-            f"{plan.paths[0]} holds tokens without saying where documents begin, which packing={packing} needs; give the "
-            "tokenizer, whose end of a text tells, or packing=packed"
+            f"{plan.paths[0]} contains tokens without the starts of documents, which packing={packing} needs; give the "
+            "tokenizer, whose end-of-text token marks them, or packing=packed"
         )
     return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 

@@ -212,7 +212,7 @@ def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
     if size != count * dtype.itemsize:
         raise WorkloadError(
             f"{source.path} has {size} bytes, but its index names {count} tokens of {dtype.itemsize} bytes; they do not "
-            "belong together"
+            "fit together"
         )
     if not count:
         raise WorkloadError(f"the data file {source.path} is empty: give one with tokens")
@@ -257,7 +257,7 @@ def chunks(file: TokenFile, vocab_size: int) -> Iterator[tuple[int, np.ndarray]]
         for wrong in (int(some.max()), int(some.min())):
             if not 0 <= wrong < vocab_size:
                 raise WorkloadError(
-                    f"{file.path} contains token {wrong}, but the model's vocabulary has {vocab_size}; they do not belong "
+                    f"{file.path} contains token {wrong}, but the model's vocabulary has {vocab_size}; they do not fit "
                     "together"
                 )
         yield at, some

@@ -66,8 +66,8 @@ def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) ->
     """
     if wanted.trials and here.size > local_ranks:
         raise UsageError(
-            f"trials={wanted.trials} would need the devices of other hosts, of which this rank has {local_ranks} of {here.size}: "
-            "search before, by `redline tune`, and give strategy='best.yaml'"
+            f"trials={wanted.trials} needs the devices of other hosts, but this rank reaches only {local_ranks} of {here.size}: "
+            "search first with `redline tune`, then give strategy='best.yaml'"
         )
     strategy = wanted.strategy
     if strategy is None:

@@ -79,7 +79,7 @@ def read_list(path: Path) -> Any:
     if isinstance(found, Mapping) or (isinstance(found, (list, tuple)) and found):
         return found
     raise UsageError(
-        f"'{path}' holds a {type(found).__name__}, but neither a list of optimisations nor a configuration"
+        f"'{path}' contains a {type(found).__name__}, which is neither a list of optimisations nor a configuration"
     )
 
 

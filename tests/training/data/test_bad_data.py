@@ -73,7 +73,7 @@ def test_one_sample_is_enough_but_not_to_hold_one_out(samples, write):
     path = write("a.txt", "x" * 15)
     made = samples(path)
     assert len(made) == 1 and made.ids(0, 3).tolist() == [0, 0, 0]
-    with pytest.raises(WorkloadError, match=r"has one sample of 16 tokens, of which none can be held out"):
+    with pytest.raises(WorkloadError, match=r"has one sample of 16 tokens, so none can be held out"):
         samples(path, held_out=0.1)
 
 
@@ -101,7 +101,7 @@ def test_tokens_of_another_width_are_refused(samples, tmp_path):
 
 def test_documents_that_cannot_be_told_are_not_guessed(samples, tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(WorkloadError, match=r"without saying where documents begin, which packing=documents needs"):
+    with pytest.raises(WorkloadError, match=r"without the starts of documents, which packing=documents needs"):
         samples(tmp_path / "a.bin", packing="documents")
 
 
@@ -115,7 +115,7 @@ def test_what_is_not_there_is_refused(samples, tmp_path, write):
     refused(samples, tmp_path, r"has no split 'train'; give the folder of one of test", tmp_path / "splits")
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "a.bin")
     refused(
-        samples, tmp_path, r"a\.bin holds tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
+        samples, tmp_path, r"a\.bin contains tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
     )
     write("alone.idx", b"MMIDIDX")
     refused(samples, tmp_path, r"need a \.bin and an \.idx, but .*alone\.bin does not exist", tmp_path / "alone.idx")

@@ -105,7 +105,7 @@ def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
 def test_a_template_that_rewrites_what_was_said_is_refused_unless_all_is_trained_on(conversation):
     forgetful = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'x' }}\n{% endfor %}"
     with pytest.raises(
-        WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 in another way"
+        WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 differently"
     ):
         conversation(forgetful, TALK)
     made, _ = conversation(forgetful, TALK, train_on="all")

@@ -162,7 +162,7 @@ def test_under_torchrun_another_number_of_ranks_goes_on_planned_anew(start, here
     arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, "--log-every", 1, "--lr", "1e-3",
                  "--out", "regrouped"]  # fmt: skip
     code, text = start(*arguments, "--devices", 2, launcher=torchrun(1)).wait()
-    assert code != 0 and "devices=2 contradicts the launcher, whose ranks are 1; leave --devices out" in text, text
+    assert code != 0 and "devices=2 contradicts the launcher's number of ranks, 1; leave --devices out" in text, text
     command = start(*arguments, launcher=torchrun(1))
     command.until(out, lambda line: line["step"] >= 20)
     (out / "stop").touch()

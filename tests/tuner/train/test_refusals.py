@@ -33,7 +33,7 @@ def refused(run, said, *arguments, expected=2):
         (b"", (), ["is empty"]),
         (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
         (b"short", (), ["is too short: a sample has 16 tokens, but the data has", "a smaller sequence length"]),
-        (b"one sample alone " * 1, ("--held-out", "0.5"), ["of which none can be held out"]),
+        (b"one sample alone " * 1, ("--held-out", "0.5"), ["so none can be held out"]),
         (
             b"some more text here " * 10,
             ("--held-out", "0.1", "--eval-every", "5"),
@@ -107,7 +107,7 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
     assert (tmp_path / "mine" / "notes.txt").exists()
     (tmp_path / "mine" / "checkpoints").mkdir()
     (tmp_path / "mine" / "checkpoints" / "epoch=1.ckpt").write_text("mine")
-    refused(run, ["holds epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
+    refused(run, ["contains epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
 
 
 def test_betas_and_eps_are_the_optimizer_s(run, here):
