@@ -171,9 +171,8 @@ def page(text: str) -> str:
 
 EXPERTS = """## Experts over ranks
 
-Families whose experts are [shared](parallel.md#experts-over-ranks) by `ep` ranks, combined with other knobs: `ep2·dp2` has
-four replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so that ep
-must be 1.
+Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
+replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
 """
 PAGE = """# Equal numerics
 

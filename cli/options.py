@@ -13,6 +13,9 @@ from ..models.request import Asked
 from ..runners.command.command import Command
 from ..tuner.request import Request
 
+TRAINERS = ("redline", "fsdp", "megatron", "nanotron", "deepspeed", "torchtitan", "trainer")
+"""Whose facts an estimate can assume: the names in `redline.estimator.trainers`, which commands do not load to print help."""
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from ..base.errors import UsageError, unknown
 from ..frameworks.registry import find_framework
+from ..knobs.strategy import STANDARD
 from .constants import Constants
+from .hardware import Hardware
 from .setup import TrainingSetup
 
 
@@ -41,6 +43,17 @@ class Trainer:
         """The setup of a training by it; what is asked for counts before its facts."""
         return TrainingSetup(**{**self.setup, **asked})
 
+    def planned(self, hardware: Hardware, **asked: Any) -> TrainingSetup:
+        """The setup of plans by it on some hardware: knobs that its facts settle do not count. Where there are no products of
+        bf16 they are of fp16."""
+        facts = self.setup
+        if facts and "bf16" not in hardware.tflops and "fp16" in hardware.tflops:
+            facts = {**facts, "products": "fp16"}
+        settled = frozenset(STANDARD) & facts.keys()
+        return TrainingSetup(
+            **{**facts, **{name: asked[name] for name in asked if name not in settled}, "fixed": settled}
+        )
+
     def constants_on(self, base: Constants) -> Constants:
         """Constants of a device as it has them."""
         return base.replace(**self.constants) if self.constants else base
@@ -59,13 +72,14 @@ TRAINERS: Mapping[str, Trainer] = {
             own={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True},
         ),
         Trainer(name="torchtitan", reads="torchtitan"),
-        Trainer(name="trainer"),
+        Trainer(name="trainer", reads="trainer"),
         Trainer(name="deepspeed", reads="deepspeed"),
         Trainer(
             name="megatron",
             reads="megatron",
             own={"kernels": True},
-            constants={**_FITTED, "launch_us": 31.0, "straggler_ms": 10.0},
+            # How fast its host is, is the machine's: up to three times slower ones are known.
+            constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
         ),
         Trainer(
             name="nanotron",
@@ -96,6 +110,10 @@ TRAINERS: Mapping[str, Trainer] = {
 """By name."""
 
 
+OWN = "weights, gradients and states of the optimizer in the formats that the knob `precision` says"
+"""What is assumed of redline's own training."""
+
+
 def find_trainer(name: str) -> Trainer:
     """The facts of a trainer.
 
@@ -116,8 +134,12 @@ def trainer_of(framework: str) -> Trainer:
 
 
 def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
-    """What conventions mean for memory, in words."""
+    """What conventions mean for memory, in words; of none what redline's own training has."""
+    if not setup:
+        return (OWN,)
     said = []
+    if setup.get("precision") == "bf16_pure" and not setup.get("parameter_dtype"):
+        said.append("weights are kept in bf16")
     for name, words in (
         ("parameter_dtype", "weights are kept in {}"),
         ("master_weights", "master weights in {}"),
@@ -133,6 +155,20 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         said.append("blocks keep attention and every other product, and recompute the rest")
     if setup.get("unsharded_gradients"):
         said.append("gradients are whole while they accumulate")
+    if setup.get("gradients_stay"):
+        said.append("gradients have a buffer that is always there")
+    if setup.get("gather_dtype"):
+        said.append(f"weights are gathered in {setup['gather_dtype']}")
+    if setup.get("keeps_cache"):
+        said.append("recomputed blocks hand out keys and values, which stay until the step ends")
+    if setup.get("offload_weights"):
+        said.append("what is offloaded are pieces of weights and gradients too")
+    if setup.get("optimizer_dtype") not in (None, "fp32"):
+        said.append(f"states of the optimizer in {setup['optimizer_dtype']}")
+    if setup.get("bucket_copy"):
+        said.append("gradient buckets are memory beside the gradients")
+    if setup.get("reserved_memory") is False:
+        said.append("the peak is of what is allocated, not of what the allocator reserved")
     losses = {
         "plain": "the loss upcasts logits by operators",
         "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",

@@ -1,4 +1,4 @@
-"""Models that have a name: their true shapes, and small ones of the same families."""
+"""Named models: published shapes, and small ones of the same families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from .data import Task
 
-# A family's words for the four numbers that describe a transformer.
+# A family's names of the four numbers that describe a transformer.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -20,7 +20,6 @@ class Preset:
     """A named model."""
 
     name: str
-    """The name."""
     model_type: str
     """The family, as transformers names it."""
     task: Task
@@ -28,15 +27,14 @@ class Preset:
     arguments: Mapping[str, Any]
     """Keyword arguments of the configuration, as published; the rest are the family's defaults."""
     parameters: int
-    """Parameters, the language-model head included, tied ones counted once."""
+    """Number of parameters, including the language-model head, tied ones counted once."""
     seq_len: int | None
     """Tokens of a sample: as in pre-training, or 64 for the tiny ones; None for images."""
     global_batch: int
-    """Samples of one optimizer step: enough micro-batches to choose from, few enough to be quick."""
+    """Samples of one optimizer step: enough for a choice of micro-batches, few enough to be fast."""
 
     def shape(self) -> dict[str, int]:
-        """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 where there
-        is no such thing."""
+        """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 if it does not apply."""
         found = {
             word: next((self.arguments[name] for name in names if name in self.arguments), 0)
             for word, names in _NAMES.items()
@@ -79,7 +77,7 @@ def _decoder(
     rope_theta: float = 10000.0,
     **more: Any,
 ) -> dict[str, Any]:
-    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and those of their form. No dropout.
+    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and similar models. No dropout.
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -109,8 +107,8 @@ def _latent(
     head_dims: tuple[int, int, int],
     **more: Any,
 ) -> dict[str, Any]:
-    # DeepSeek-V3 (2024): `dense` blocks, then blocks of experts beside a shared one, of which tokens choose among those of
-    # the best groups; queries, and keys with values, by way of latent vectors (MLA).
+    # DeepSeek-V3 (2024): `dense` blocks, then blocks with a shared expert and routed experts, chosen among those of
+    # the best groups; queries, and keys with values, through latent vectors (MLA).
     return {
         **_decoder(layers, hidden, heads, vocabulary, kv_heads=heads, intermediate=intermediate, **more),
         "first_k_dense_replace": dense,
@@ -145,7 +143,7 @@ def _gemma3(
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, of which a token passes 4.
+    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, and each token uses 4 of them.
     return {
         "num_hidden_layers": layers,
         "hidden_size": 2880,
@@ -246,7 +244,7 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
     ("vit-large", "vit", "image", 304_326_632, None, 128, _vit(24, 1024, 16, image=224, patch=16, classes=1000)),
     ("wide-resnet-28-10", "wide_resnet", "image", 36_479_194, None, 128, {"depth": 28, "width": 10, "classes": 10}),
     (
-        # Zhang et al. 2022; the only OPT with a projection of its embeddings and norms behind the blocks.
+        # Zhang et al. 2022; the only OPT with a projection of its embeddings and norms after the sublayers.
         "opt-350m", "opt", "causal", 331_196_416, 2048, 32,
         {
             "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096,
@@ -294,7 +292,7 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
                  rms_norm_eps=1e-5, sliding_window=None),
     ),
     (
-        # Abdin et al. 2024; of Phi-3's form, with the products of queries, keys and values in one.
+        # Abdin et al. 2024; Phi-3's architecture, with a fused projection of queries, keys and values.
         "phi-4", "phi3", "causal", 14_659_507_200, 8192, 16,
         _decoder(40, 5120, 40, 100352, kv_heads=10, intermediate=17920, positions=16384, rope_theta=2.5e5,
                  rms_norm_eps=1e-5, original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265,
@@ -391,11 +389,11 @@ PRESETS: Mapping[str, Preset] = {
     )
     for name, model_type, task, parameters, seq_len, global_batch, arguments in _TABLE
 }
-"""Every preset by its name, the tiny ones first."""
+"""All presets by name, the tiny ones first."""
 
 
 def list_presets() -> list[dict[str, Any]]:
-    """A row a preset: name, family, parameters, layers, hidden, heads, vocabulary, seq_len, global_batch."""
+    """A row per preset: name, family, parameters, layers, hidden, heads, vocabulary, seq_len, global_batch."""
     return [
         {
             "name": each.name,

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 class Telling(SearchListener):
-    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`,
-    `ended`.
+    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
 
     Args:
         store: where they are stored.
@@ -55,7 +54,7 @@ class Telling(SearchListener):
         self.trying = threading.Event()
         """Set when the first trial starts."""
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self.done = plan.done
         self._tell(
             "plan",
@@ -68,10 +67,10 @@ class Telling(SearchListener):
             sampler=plan.sampler,
         )
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._tell("waiting", what=what)
 
-    def started(self, trial: Trial) -> None:
+    def on_trial_start(self, trial: Trial) -> None:
         self.trying.set()
         self._tell(
             "started",
@@ -82,7 +81,7 @@ class Telling(SearchListener):
             predicted_memory_mib=_finite(trial.predicted_memory_mib),
         )
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         self.done += 1
         measured = trial.measured
         told = {
@@ -97,13 +96,13 @@ class Telling(SearchListener):
         self._store.tell_trial(self._search, self.done, told)
         self.finished_one(trial)
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         self._tell("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._tell("said", message=message)
 
-    def ended(self, result: "Result") -> None:
+    def on_end(self, result: "Result") -> None:
         best = result.best
         self._tell("ended", why=result.ended, best=None if best is None else best.trial.number)
 

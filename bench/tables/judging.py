@@ -1,13 +1,13 @@
 """Accuracy of predictions for runs: errors of time and memory, ranks, and failures, before and after calibration."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from redline.base.errors import RedlineError
-from redline.estimator import Estimator
+from redline.estimator import Constants, Estimator
 from redline.estimator.calibration import Correction, fit, leaves_node, memory_groups, time_groups
 from redline.estimator.estimate import Z80
 from redline.estimator.estimator import _normal
@@ -169,8 +169,12 @@ class Parts:
         return out
 
 
-def judge(source: Source) -> Judged:
-    """Predicts the runs of a source, without those that the estimator refuses."""
+def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -> Judged:
+    """Predicts the runs of a source, without those that the estimator refuses.
+
+    Args:
+        constants: in place of those of a run's framework; the same for runs of one framework and device.
+    """
     alike: dict[str, list[Run]] = {}
     for run in source.runs:
         key = repr((run.model, run.hardware, run.framework, sorted(run.setup.items(), key=lambda item: item[0])))
@@ -180,7 +184,8 @@ def judge(source: Source) -> Judged:
         first = some[0]
         try:
             training = find_trainer(first.framework).training(**first.setup)
-            estimator = Estimator(first.model, first.hardware, training, framework=first.framework)
+            own = constants(first) if constants else None
+            estimator = Estimator(first.model, first.hardware, training, framework=first.framework, constants=own)
         except RedlineError as error:
             left += [f"{run.where}: {error}" for run in some]
             continue

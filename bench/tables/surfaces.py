@@ -166,7 +166,7 @@ def load(path: Path) -> Measured:
             half = "fp16" in str(about["training"].get("precision", ""))
             said = {
                 "attention": "eager",
-                "gradient_copy": not half,
+                "gradient_copy": True,
                 **({"gradient_dtype": "fp16"} if half else {}),
                 **said,
             }

@@ -72,7 +72,7 @@ BAD = [
     (["tune", "gpt2-tiny", "--time", "10s", "--trial-timeout", "60s"], "more than the 10 s of the whole search"),
     (["tune", "gpt2-tiny", "--runner", "rays"], "did you mean 'ray'"),
     (["tune", "gpt2-tiny", "--devices", "0"], "devices must be a whole number of at least 1"),
-    (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were asked for"),
+    (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were requested"),
     (["tune", "gpt2-tiny", "--devices", "7", "--global-batch", "31"], "31 is not one of 7; 28 is"),
     (["tune", "llama-tiny", "--devices", "8", "--fix", "tp=8"], "8 ranks must divide the 4 key-value heads"),
     (
@@ -184,7 +184,7 @@ def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path,
     monkeypatch.setattr("redline.tuner.task.detect", lambda: there)
     code, _, err = run(capsys, "tune", "gpt2-tiny", "--devices", "4")
     assert code == 2
-    assert "4 devices were asked for, but there are 2 (NVIDIA H100)" in err
+    assert "4 devices were requested, but there are 2 (NVIDIA H100)" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +195,7 @@ def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, _, err = run(capsys, "tune", "somebody/some-model", "--devices", "2")
     assert code == 2
-    assert "'somebody/some-model' is no preset" in err and "HF_HUB_OFFLINE forbids to ask the hub" in err
+    assert "'somebody/some-model' is not a preset" in err and "HF_HUB_OFFLINE forbids asking the hub" in err
     assert list(tmp_path.iterdir()) == []
 
 
