@@ -14,7 +14,9 @@ from ..runners.command.command import Command
 from ..tuner.request import Request
 
 TRAINERS = ("redline", "fsdp", "megatron", "nanotron", "deepspeed", "torchtitan", "trainer")
-"""Whose facts an estimate can assume: the names in `redline.estimator.trainers`, which commands do not load to print help."""
+"""Trainers whose facts an estimate can assume, from `redline.estimator.trainers`, which commands do not import for
+their help.
+"""
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -1,4 +1,4 @@
-"""`redline check` on the recipes of tables: each run as its framework's file would state it, its model traced, not counted."""
+"""`redline check` on the recipes of tables: each run is written as its framework's file, and its model is traced."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ from .judging import judge
 from .reading import Source
 
 ASKED = ("devices", "seq_len", "global_batch", "memory_limit_mib")
-"""Fields of the setup that a file states by itself, and not its framework."""
+"""Fields of the setup that a file sets itself, unlike those of its framework."""
 
 
 def architecture(shape: Shape) -> dict[str, Any]:
-    """A model's config.json: Llama's where it has a gate, GPT-2's where it has learned positions.
+    """Returns a model's config.json: Llama's if it has a gate, GPT-2's if it has learned positions.
 
     Raises:
         Left: it is neither.
@@ -45,7 +45,7 @@ def architecture(shape: Shape) -> dict[str, Any]:
 
 
 def stated(run: Run, config: Mapping[str, Any]) -> TrainerConfig:
-    """What a file of the run's framework says of a configuration."""
+    """Returns the file of the run's framework for a configuration."""
     trainer, known = find_trainer(run.framework), {each.name for each in fields(TrainingSetup)}
     setup = {name: value for name, value in run.setup.items() if name in known and name not in ASKED}
     length, config = run.setup.get("seq_len"), {"micro_batch": 1, "dp": 1, "grad_accum": 1, **config}
@@ -63,7 +63,7 @@ def stated(run: Run, config: Mapping[str, Any]) -> TrainerConfig:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A run and what `redline check` says of it."""
+    """A run and the result of `redline check` for it."""
 
     run: Run
     found: Check
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def verdicts(source: Source, most: int) -> Iterator[Verdict | str]:
-    """What is said of a source's runs, of so many of them at most, evenly chosen; or why one cannot be asked for."""
+    """Returns the results for at most `most` evenly chosen runs of a source, or the reason why one cannot be checked."""
     judged = judge(source)
     rows = list(zip(judged.runs, judged.configs, strict=True))
     for at in np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)) if rows else ():
@@ -84,7 +84,7 @@ def verdicts(source: Source, most: int) -> Iterator[Verdict | str]:
 
 
 def summary(found: list[Verdict]) -> dict[str, float]:
-    """The columns of the report."""
+    """Returns the columns of the report."""
     ran, failed = [each for each in found if not each.run.failed], [each for each in found if each.run.failed]
     out = {"ran": float(len(ran)), "failed": float(len(failed))}
     if ran:

@@ -1,10 +1,11 @@
-"""Leave one source out: the few fitted constants, fitted anew to all sources but one, and how well that one is then predicted.
+"""Leave-one-out check: the fitted constants are fitted to all sources but one, which is then predicted.
 
-Free are the share of the rate of products that power leaves each generation of devices, what products in 8 bits reach, the
-efficiency of memory, of links and of the network, and how much of what travels block by block can hide. The logarithm of a
-step is taken as linear in theirs about the package's values, which holds within the few per cent that they move; the fit is
-that of least absolute deviations (Huber, 5 %), each source of the same weight, drawn towards the package's values as by 10 %
-of doubt. What is left out is then predicted anew, not linearly.
+The free constants are the share of the rate of products that power leaves each generation of devices, the efficiency
+of products in 8 bits, of memory, of links and of the network, and the overlap of communication block by block. The
+logarithm of a step is linearised in their logarithms around the package's values, which is accurate within the few per
+cent that they move; the fit minimises absolute deviations (Huber, 5 %) with equal weight for each source and a prior
+at the package's values with an uncertainty of 10 %. The left-out source is then predicted exactly, without
+linearisation.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,10 +23,10 @@ from .judging import Judged, judge
 from .reading import Source, read_source
 
 LARGEST = 0.5
-"""Logarithm of a ratio beyond which a row says nothing of the constants: a stall, or another convention."""
+"""Logarithm of a ratio above which a row is not used for the constants: a stall, or another convention."""
 NEAR, DOUBT, STEP = 0.05, 0.10, 0.05
 NOT_FITTED = ("megatron-golden",)
-"""Sources that are predicted and not fitted to: docs/estimator.md says why."""
+"""Sources that are predicted but not used in the fit, for the reasons in docs/estimator.md."""
 OLDER, HOPPER, BLACKWELL = "A100 and older", "H100", "B200"
 _GENERATIONS = {"h1": HOPPER, "h2": HOPPER, "b": BLACKWELL, "gb": BLACKWELL}
 
@@ -36,7 +37,7 @@ def generation(run: Run) -> str:
 
 
 Scales = Mapping[str, float]
-"""Factors of the free constants, by name; 1 where none is."""
+"""Factors of the free constants by name; 1 for others."""
 LIMITED = {each: f"power, {each}" for each in (OLDER, HOPPER, BLACKWELL)}
 FIELDS = {
     "8 bits": "eight_bit_efficiency",
@@ -49,7 +50,7 @@ FREE = (*LIMITED.values(), *FIELDS)
 
 
 def constants_of(scales: Scales) -> Callable[[Run], Constants]:
-    """The constants that a run is predicted with."""
+    """Returns the constants for the prediction of a run."""
 
     def of(run: Run) -> Constants:
         base = find_trainer(run.framework).constants_on(Constants())
@@ -62,12 +63,12 @@ def constants_of(scales: Scales) -> Callable[[Run], Constants]:
 
 @dataclass
 class Held:
-    """A source with what it says of the constants."""
+    """A source with its information about the constants."""
 
     source: Source
     judged: Judged
     slopes: np.ndarray = field(default_factory=lambda: np.zeros((0, len(FREE))))
-    """Of the logarithm of each step, by that of each constant."""
+    """Derivatives of the logarithm of each step by that of each constant."""
 
     @property
     def error(self) -> np.ndarray:
@@ -83,9 +84,9 @@ class Held:
 
 
 def held(source: Source) -> Held:
-    """Predicts a source with the package's constants and with each of them a little larger."""
+    """Predicts a source with the package's constants and with each of them slightly larger."""
     judged = judge(source, constants_of({}))
-    # Of what a source leaves open, the choice stays.
+    # The choice of settings that a source does not state is fixed.
     taken = zip(judged.runs, judged.configs, strict=True)
     settled = Source(
         source.name,
@@ -97,7 +98,7 @@ def held(source: Source) -> Held:
 
 
 def _log_steps(settled: Source, scales: Scales) -> np.ndarray:
-    """Logarithms of predicted steps, in the order of the runs."""
+    """Returns the logarithms of predicted steps, in the order of the runs."""
     judged = judge(settled, constants_of(scales))
     at = {run.where: step for run, step in zip(judged.runs, judged.predicted["step"], strict=True)}
     steps = np.array([at.get(run.where, np.nan) for run in settled.runs], float)
@@ -105,7 +106,7 @@ def _log_steps(settled: Source, scales: Scales) -> np.ndarray:
 
 
 def fitted(sources: Iterable[Held]) -> Scales:
-    """The factors that these sources are predicted best with."""
+    """Returns the factors that predict these sources best."""
     from scipy.optimize import minimize
 
     some = [
@@ -125,7 +126,7 @@ def fitted(sources: Iterable[Held]) -> Scales:
 
 
 def by_trainer(folder: Path) -> list[Source]:
-    """A folder of tables of configurations as sources, one for each trainer."""
+    """Returns a folder of tables of configurations as sources, one for each trainer."""
     whole = read_source(folder, folder.name)
     names = dict.fromkeys(run.framework for run in whole.runs)
     return [
@@ -136,7 +137,7 @@ def by_trainer(folder: Path) -> list[Source]:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A source without a part in the fit."""
+    """A source that is left out of the fit."""
 
     name: str
     rows: int
@@ -147,11 +148,11 @@ class LeftOut:
     out: float
     """The same with constants fitted to all others."""
     scales: Scales
-    """Of the latter."""
+    """Factors of the constants fitted to all others."""
 
 
 def leave_out(sources: Iterable[Source]) -> tuple[list[LeftOut], Scales]:
-    """Each source predicted by constants that were fitted to the others; and the factors fitted to all."""
+    """Returns each source predicted with constants fitted to the others, and the factors fitted to all."""
     found = [each for each in map(held, sources) if each.usable.any()]
     whole = fitted(found)
     out = []
