@@ -1,4 +1,4 @@
-"""How well the estimator predicts measured clusters, and how fast.
+"""Accuracy of the estimator against measured clusters, and its speed.
 
     python bench/estimator.py --surfaces DIR [--calibrate K] [--seeds N] [--only NAME] [--conventions]
     python bench/estimator.py --tables DIR [--source NAME] [--rows] [--conventions]
@@ -6,28 +6,27 @@
     python bench/estimator.py --tables DIR [--source NAME] --check [--most N]
     python bench/estimator.py --speed [--preset NAME]
 
-DIR holds tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
-global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and beside each a YAML that names the
-model's shape, the training set-up and the hardware. Nothing else is read: what such a YAML does not say is
-inferred from the framework it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`.
+DIR contains tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
+global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and for each a YAML with the shape of the model,
+the training setup and the hardware. Nothing else is read: values that the YAML lacks are inferred from the framework
+it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`.
 
---tables DIR is a folder of public tables as their sources publish them, a folder a source: each file is read by the
-form that it has (`bench/tables/`), and for each source one line is printed, over all its models and devices.
+--tables DIR is a folder of public tables as published, with a folder for each source: each file is read by its form
+(`bench/tables/`), and one line is printed for each source, over all its models and devices.
 
-Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time
-and of peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failed
-(a failure is whatever left no number, crashes included), and the share of measurements inside the 80 %
-intervals. With `--calibrate K` also after K random measurements of the table, mean over seeds, on the
-measurements left out.
+Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time and of
+peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failures (trials
+without a number, including crashes), and the share of measurements inside the 80 % intervals. With `--calibrate K`
+also after K random measurements of the table, mean over seeds, on the other measurements.
 
-`--leave-out` fits the few free constants anew to all sources of --tables and --surfaces (a source a trainer) but one, and
-states how well that one is predicted then, beside the package's constants and those fitted to all.
+`--leave-out` fits the few free constants anew to all sources of --tables and --surfaces (one source for each trainer)
+except one, and states the error on that source, beside that of the package's constants and of those fitted to all.
 
-`--check` asks `redline check` about the recipes of --tables, N of each source: each as its framework's file would state it,
-its model traced. Of runs that ran, the share that is called unfit; of those that failed, the share that is called fit.
+`--check` asks `redline check` about the recipes of --tables, N of each source: each as its framework's file would state
+it, its model traced. It prints the share called unfit among runs that ran, and called fit among those that failed.
 
-`--speed` times `Estimator.table` on 100,000 configurations of a space for 512 devices, and the first answer
-for a preset in a new process with nothing cached, which includes imports and tracing.
+`--speed` measures the time of `Estimator.table` on 100,000 configurations of a space for 512 devices, and of the first
+answer for a preset in a new process with an empty cache, including imports and tracing.
 """
 
 import argparse
@@ -57,7 +56,7 @@ from tables.surfaces import Measured, load
 
 
 def evaluate(surface: Measured, estimator: Estimator, without: np.ndarray | None = None) -> dict[str, float]:
-    """The columns of the report for one table, rows in `without` left out."""
+    """Returns the columns of the report for one table, without the rows in `without`."""
     keep = np.ones(len(surface.table), bool)
     if without is not None:
         keep[without] = False
@@ -70,7 +69,7 @@ def evaluate(surface: Measured, estimator: Estimator, without: np.ndarray | None
     if "peak_memory_gib" in surface.table:
         measured = surface.table["peak_memory_gib"].to_numpy(float) * 1024
         known = ok & np.isfinite(measured)
-        # These runs lived, so they stayed below the limit.
+        # These runs succeeded, so they stayed below the limit.
         peak = np.minimum(made.peak_memory_mib, made.memory_limit_mib)
         out |= _errors("memory", peak[known] / measured[known], made.log_memory_std[known])
     failed = ~surface.ok & keep
@@ -98,7 +97,7 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def calibrated(surface: Measured, count: int, seed: int) -> dict[str, float]:
-    """As `evaluate`, after `count` random successes, which are left out."""
+    """Returns the columns as `evaluate` does, after calibration with `count` random successes, which are left out."""
     chosen = np.random.default_rng(seed).permutation(np.flatnonzero(surface.ok))[:count]
     rows = surface.configs.to_dict("records")
     trials = []
@@ -147,7 +146,7 @@ def show(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[
 
 
 def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each column over tables that have it."""
+    """Returns the mean of each column over the tables that have it."""
     out = {}
     for column in COLUMNS:
         values = [row[column] for row in rows.values() if not math.isnan(row.get(column, math.nan))]
@@ -157,9 +156,11 @@ def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def pooled_auc(surfaces: list[Measured]) -> dict[str, dict[str, float]]:
-    """The areas under the curve over all tables of a model together: by memory alone, by memory alone without
-    the failures that were no lack of memory (see `outlived`), and with stalls; and how many those failures
-    are."""
+    """Returns the areas under the curve over all tables of a model together, and a number of failures.
+
+    The areas are those by memory alone, by memory alone without failures for other reasons than memory (see
+    `outlived`), and with stalls; the number is that of these failures.
+    """
     pools: dict[str, list[Measured]] = {}
     for surface in surfaces:
         if not surface.ok.all():
@@ -186,11 +187,11 @@ def pooled_auc(surfaces: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def outlived(configs: pd.DataFrame, ok: np.ndarray) -> np.ndarray:
-    """Which failures cannot have been a lack of memory: a run of the same model on the same device that needs
-    at least as much lived. Booleans, shape (n,).
+    """Returns the failures that cannot be a lack of memory, as booleans, shape (n,).
 
-    It has the same tp, pp and ZeRO stage and all else the same, at least the micro-batch, at least as many
-    micro-batches in flight, and states shared by at most as many replicas. No prediction has a part in this.
+    Another run of the same model on the same device succeeded that needs at least as much memory: with the same tp,
+    pp, ZeRO stage and other settings, at least the micro-batch, at least as many micro-batches in flight, and states
+    sharded over at most as many replicas. This does not depend on predictions.
     """
     tables = configs.reset_index(drop=True)
     same = [name for name in tables if name not in ("dp", "micro_batch", "grad_accum")]
@@ -215,7 +216,7 @@ def outlived(configs: pd.DataFrame, ok: np.ndarray) -> np.ndarray:
 
 
 def many_configs(count: int, devices: int, global_batch: int) -> list[dict[str, Any]]:
-    """`count` different valid configurations for so many devices."""
+    """Returns `count` different valid configurations for a number of devices."""
     axes = {
         "attention": ("sdpa", "eager", "flash_attention_2"),
         "fusion": (False, True),
@@ -260,7 +261,7 @@ def speed(preset: str) -> None:
     )
     with tempfile.TemporaryDirectory() as empty:
         start = time.perf_counter()
-        # Without a cache from an earlier run.
+        # An empty cache.
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "XDG_CACHE_HOME": empty},
@@ -268,7 +269,7 @@ def speed(preset: str) -> None:
             capture_output=True,
         )
         took = time.perf_counter() - start
-    # What of it was work: the rest is waiting for a core on a machine that does other things too.
+    # CPU time; the rest is waiting for a core on a busy machine.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"first answer for {preset} in a new process: {took:.1f} s, "
@@ -392,7 +393,7 @@ def main() -> None:
         try:
             surfaces.append(load(path))
         except (RedlineError, KeyError) as error:
-            # The other tables are still worth their figures.
+            # The figures of the other tables are still useful.
             print(f"{path.stem} is left out: {error}", file=sys.stderr)
             unread += 1
     if options.conventions:

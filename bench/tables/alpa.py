@@ -1,4 +1,4 @@
-"""Alpa's OSDI'22 artefact: GPT by Alpa and by Megatron-LM on AWS p3.16xlarge, 8 V100-16GB each."""
+"""Tables of Alpa's OSDI'22 artefact: GPT by Alpa and by Megatron-LM on AWS p3.16xlarge, 8 V100-16GB each."""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""AntGroup's DLRover, atorch/examples/llama2: Llama 2 7B on nodes of 8 A100-80GB, by FSDP and in three dimensions."""
+"""Tables of AntGroup's DLRover, atorch/examples/llama2: Llama 2 7B on nodes of 8 A100-80GB, by FSDP and in three
+dimensions.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,7 @@ def _run(row: dict[str, str], source: str, where: str, words: str) -> Run:
     tp, pp = whole(row["tp"], 1), whole(row["pp"], 1)
     split = degrees(devices, tp=tp, pp=pp)
     fsdp = row["mode"].strip().upper() == "FSDP"
-    # Of three dimensions it is the accumulation that is stated with the batch of all.
+    # The tables of three dimensions state the accumulation with the global batch.
     config = {
         **split,
         "micro_batch": micro,

@@ -1,4 +1,6 @@
-"""IBM's fms-acceleration: transformers' Trainer on one device, with FSDP on several; full training and adapters."""
+"""Tables of IBM's fms-acceleration: transformers' Trainer on one device, with FSDP on several; full training and
+adapters.
+"""
 
 import statistics
 from functools import partial
@@ -24,7 +26,7 @@ INFERRED = (
 _NEEDED = {"framework_config", "train_samples_per_second", "train_tokens_per_second"}
 WIDE = {"parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
 CONTEXT_MIB = 1200.0
-"""What nvidia-smi counts beside the allocator's memory."""
+"""Memory that nvidia-smi counts in addition to the allocator's."""
 
 
 def matches(path: Path, header: set[str]) -> bool:

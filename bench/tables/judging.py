@@ -1,4 +1,4 @@
-"""How well runs are predicted: errors of time and memory, ranks, what is called unfit, before and after calibration."""
+"""Accuracy of predictions for runs: errors of time and memory, ranks, and failures, before and after calibration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ class Judged:
 
     runs: list[Run]
     configs: list[Mapping[str, Any]]
-    """What each run is taken to have been."""
+    """The assumed configuration of each run."""
     predicted: pd.DataFrame
-    """Before any measurement, a row a run."""
+    """Predictions before any measurement, with a row for each run."""
     parts: "Parts"
-    """What calibration corrects."""
+    """The parts that calibration corrects."""
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Judged:
         self.groups = np.array([run.hardware.name for run in self.runs], object)
 
     def errors(self, predicted: pd.DataFrame | None = None, keep: np.ndarray | None = None) -> dict[str, float]:
-        """The columns of the report."""
+        """Returns the columns of the report."""
         said = self.predicted if predicted is None else predicted
         keep = np.ones(len(self.runs), bool) if keep is None else keep
         out: dict[str, float] = {"rows": float(keep.sum())}
@@ -71,8 +71,10 @@ class Judged:
         return out
 
     def calibrated(self, count: int, seeds: int) -> dict[str, float]:
-        """The same after `count` random rows of each device, on the rest; means over seeds. Devices of which there are no
-        more rows than those and one have no part in it."""
+        """Returns the columns after `count` random rows of each device, for the other rows, as means over seeds.
+
+        Devices with at most one row more than that are left out.
+        """
         found = [self._after(count, seed) for seed in range(seeds)]
         names = {name for each in found for name in each}
         values = {name: [each[name] for each in found if np.isfinite(each.get(name, np.nan))] for name in names}
@@ -95,7 +97,7 @@ class Judged:
         return self.errors(made, keep) if keep.any() else {}
 
     def rows(self) -> pd.DataFrame:
-        """Every run: where it is, its knobs, what was measured and predicted."""
+        """Returns every run with its place, its knobs, its measurements and predictions."""
         said = self.predicted
         return pd.DataFrame({
             "where": [run.where for run in self.runs],
@@ -114,39 +116,41 @@ class Judged:
 
 
 def kendall(a: np.ndarray, b: np.ndarray) -> float:
-    """Kendall's rank correlation (tau-b): of pairs those in the same order less those in the other, ties left out."""
+    """Returns Kendall's rank correlation (tau-b): pairs in the same order minus pairs in the opposite one, without ties."""
     first, second = (np.sign(each[:, None] - each[None, :]) for each in (a, b))
     pairs = np.sqrt((first**2).sum() * (second**2).sum())
     return float((first * second).sum() / pairs) if pairs else float("nan")
 
 
 def auc(good: np.ndarray, bad: np.ndarray) -> float:
-    """Chance that a failure has a higher score than a success; ties count half."""
+    """Returns the probability that a failure has a higher score than a success; ties count half."""
     ranks = pd.Series(np.concatenate([good, bad])).rank().to_numpy()
     return float((ranks[len(good) :].sum() - len(bad) * (len(bad) + 1) / 2) / (len(good) * len(bad)))
 
 
 @dataclass
 class Parts:
-    """What predictions are sums of, an array with a row for each run."""
+    """The terms of predictions, as arrays with a row for each run."""
 
     time: np.ndarray
     """Seconds by the groups of `redline.estimator.calibration`."""
     memory: np.ndarray
-    """The reported rank's."""
+    """Memory of the reported rank."""
     fullest: np.ndarray
     noise: np.ndarray
-    """Of the logarithm of a step."""
+    """Noise of the logarithm of a step time."""
     memory_noise: np.ndarray
     limit: np.ndarray
     priors: list[tuple[np.ndarray, np.ndarray]]
-    """Of time and memory."""
+    """Priors of time and memory."""
 
     def corrected(
         self, before: pd.DataFrame, chosen: np.ndarray, step: np.ndarray, memory: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """The columns of a prediction after these rows were measured, whatever models they are of. What an allocator
-        that is nearly full costs stays as it was predicted before."""
+        """Returns the columns of a prediction after these rows, of any model, were measured.
+
+        The cost of an allocator that is nearly full keeps its first prediction.
+        """
         prior, memory_prior = self.priors[chosen[0]]
         time = fit(self.time[chosen], step[chosen], prior, self.noise[chosen])
         made, std = time.apply(self.time, self.noise)
@@ -166,7 +170,7 @@ class Parts:
 
 
 def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -> Judged:
-    """Predicts the runs of a source; those that the estimator refuses are left out.
+    """Predicts the runs of a source, without those that the estimator refuses.
 
     Args:
         constants: in place of those of a run's framework; the same for runs of one framework and device.
@@ -205,7 +209,7 @@ def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -
 
 
 def _together(estimator: Estimator, runs: list[Run]) -> bool:
-    """Whether none of them is refused."""
+    """Returns True if the estimator refuses none of them."""
     try:
         knob_arrays([{**run.config, **(run.choices[0] if run.choices else {})} for run in runs], estimator.training)
     except RedlineError:
@@ -214,7 +218,7 @@ def _together(estimator: Estimator, runs: list[Run]) -> bool:
 
 
 def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.DataFrame, Parts]:
-    """Predictions and their parts."""
+    """Returns predictions and their parts."""
     cols = knob_arrays(configs, made.training)
     raw = made._raw(cols)
     table = made._tabled(cols, raw)
@@ -237,7 +241,7 @@ def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.Da
 
 
 def _chosen(run: Run, estimator: Estimator) -> Mapping[str, Any]:
-    """Of what the source leaves open the fastest that fits, else what needs least."""
+    """Returns the fastest choice that fits among those that the source does not state, otherwise the smallest."""
     if not run.choices:
         return run.config
     options = [{**run.config, **each} for each in run.choices]

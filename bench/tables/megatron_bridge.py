@@ -1,4 +1,4 @@
-"""NVIDIA's performance tables of NeMo and Megatron-Bridge: tuned recipes. They state no memory, and all ran."""
+"""NVIDIA's performance tables of NeMo and Megatron-Bridge: tuned recipes without memory, which all ran."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ RECOMPUTED = tuple({"checkpoint_ratio": step / 8} for step in range(9))
 
 
 def _open(pp: int, layers: int, stated: bool) -> tuple[dict[str, Any], ...]:
-    """What recipes leave open: recomputation, and chunks of a pipeline where no column has them."""
+    """Returns what recipes do not state: recomputation, and chunks of a pipeline if no column has them."""
     if stated:
         return RECOMPUTED
     chunks = [each for each in range(2, layers // pp + 1) if layers % (pp * each) == 0]
@@ -91,7 +91,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
     split = degrees(devices, tp=tp, pp=pp, cp=cp)
     sizes = batches(split["dp"], whole(said.get("micro_batch"), 1), whole(said.get("global_batch")), None)
     if pp * chunks > model.layers:
-        chunks = model.layers // pp  # embedding and head counted as layers of their own
+        chunks = model.layers // pp  # embedding and head counted as separate layers
     several = pp > 1 and chunks > 1
     word = (said.get("precision") or about.get("precision", "bf16")).lower()
     precision = next(
@@ -131,5 +131,5 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
 
 
 def _flops(model: Shape, seq_len: int) -> float:
-    """FLOPs of a token as NVIDIA's tables count them: attention over the whole square."""
+    """Returns FLOPs of a token as NVIDIA's tables count them: attention over the whole square."""
     return model.facts(precision="bf16_pure", attention="sdpa", fusion=False).model_flops(seq_len)

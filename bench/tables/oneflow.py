@@ -1,4 +1,6 @@
-"""Oneflow-Inc's DLPerf and LiBai: GPT and BERT on hosts of 8 V100-16GB, by OneFlow, Megatron-LM, DeepSpeed and apex."""
+"""Tables of Oneflow-Inc's DLPerf and LiBai: GPT and BERT on hosts of 8 V100-16GB, by OneFlow, Megatron-LM, DeepSpeed
+and apex.
+"""
 
 import re
 from collections.abc import Iterator
@@ -113,7 +115,7 @@ def _libai(row: dict[str, str], who: str, source: str, where: str) -> Run:
     if row["act_ckpt"] not in ("True", "False") or None in (layers, dp, tp, pp):
         raise Left("it cannot be read")
     config = {**degrees(dp * tp * pp, tp=tp, pp=pp), "zero": 0,
-              # A row's micro-batch is that of all replicas' accumulation where it exceeds the batch.
+              # The micro-batch of a row includes the accumulation of all replicas if it exceeds the batch.
               **batches(dp, whole(row["micro_batch"]), whole(row["global_batch"]), None),
               "checkpoint_ratio": float(row["act_ckpt"] == "True")}  # fmt: skip
     model = _gpt(layers, 1024, 16, length, causal=not bert)

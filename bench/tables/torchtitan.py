@@ -1,4 +1,4 @@
-"""PyTorch's torchtitan, its benchmarks/ pages: Llama 3 by FSDP2, tensor, pipeline and context parallelism."""
+"""Tables in the benchmarks/ pages of PyTorch's torchtitan: Llama 3 by FSDP2, tensor, pipeline and context parallelism."""
 
 import re
 from functools import partial
@@ -51,7 +51,7 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
     devices = _said(title, r"(\d+) (?:GPU|H100)s")
     if name is None or devices is None:
         raise Left("model or devices is not stated")
-    words = f"{cells} {title}"  # a row's own degrees count first
+    words = f"{cells} {title}"  # degrees in the row come first
     tp, cp, pp = (_said(words, rf"\b{each}[ =]?(\d+)") or 1 for each in ("TP", "CP", "PP"))
     split = degrees(devices, tp=tp, cp=cp, pp=pp)
     local = _said(title, r"local batch size (\d+)")
@@ -60,7 +60,7 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
     rate = number(row[found.get("tokens_per_device") or found["tokens"]])
     if rate is None or local is None or seq_len is None:
         raise Left("throughput, batch or sequence is not stated")
-    # A pipeline's local batch is all that its ranks do in a step: by default in as many micro-batches as stages.
+    # The local batch of a pipeline contains all samples of its ranks in a step: by default one micro-batch per stage.
     sizes = (
         {"micro_batch": max(local // pp, 1), "grad_accum": min(local, pp)}
         if pp > 1

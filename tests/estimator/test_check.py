@@ -134,7 +134,7 @@ def test_tensor_parallelism_across_hosts_is_named():
 @pytest.mark.parametrize(
     ("given", "more", "says"),
     [
-        ("python run_clm.py --per_device_train_batch_size 4", {}, "does not state how many devices"),
+        ("python run_clm.py --per_device_train_batch_size 4", {}, "does not give the number of devices"),
         (f"{RUN} --config_name gtp2", {}, "unknown model 'gtp2'|gtp2"),
         ("torchrun --nproc-per-node 2 run_clm.py --bf16", {}, "does not name a model that is known: give --model"),
         (

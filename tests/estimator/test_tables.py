@@ -102,7 +102,7 @@ def test_rows_of_fsdp_are_read_and_what_is_wrong_with_the_others_is_said(tables,
     assert "99b" in said["some.csv:5"]
     assert "z9000" in said["some.csv:6"]
     assert "does not divide the global batch 100" in said["some.csv:7"]
-    assert "another row says the same" in said["some.csv:8"]
+    assert "it repeats another row" in said["some.csv:8"]
     assert "some.csv:9" in said
 
 
@@ -148,7 +148,7 @@ def test_a_folder_of_sources_is_read_and_a_name_that_is_not_there_is_refused(tab
     (tmp_path / "kernels").mkdir()
     found = {each.name: each for each in tables.read_tables(tmp_path)}
     assert set(found) == {"one", "other"}
-    assert found["other"].runs == [] and found["other"].left == ["what.csv: its form is not known"]
+    assert found["other"].runs == [] and found["other"].left == ["what.csv: its form is unknown"]
     with pytest.raises(UsageError, match="no source 'two': there are one, other"):
         tables.read_tables(tmp_path, ["two"])
     assert [each.name for each in tables.read_tables(tmp_path / "one")] == ["one"]
