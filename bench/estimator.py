@@ -2,6 +2,8 @@
 
     python bench/estimator.py --surfaces DIR [--calibrate K] [--seeds N] [--only NAME] [--conventions]
     python bench/estimator.py --tables DIR [--source NAME] [--rows] [--conventions]
+    python bench/estimator.py --tables DIR [--surfaces DIR] --leave-out
+    python bench/estimator.py --tables DIR [--source NAME] --check [--most N]
     python bench/estimator.py --speed [--preset NAME]
 
 DIR contains tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
@@ -16,6 +18,12 @@ Columns: median and mean absolute percentage error and bias (median of predicted
 peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failures (trials
 without a number, including crashes), and the share of measurements inside the 80 % intervals. With `--calibrate K`
 also after K random measurements of the table, mean over seeds, on the other measurements.
+
+`--leave-out` fits the few free constants anew to all sources of --tables and --surfaces (one source for each trainer)
+except one, and states the error on that source, beside that of the package's constants and of those fitted to all.
+
+`--check` asks `redline check` about the recipes of --tables, N of each source: each as its framework's file would state
+it, its model traced. It prints the share called unfit among runs that ran, and called fit among those that failed.
 
 `--speed` measures the time of `Estimator.table` on 100,000 configurations of a space for 512 devices, and of the first
 answer for a preset in a new process with an empty cache, including imports and tracing.
@@ -42,7 +50,7 @@ from redline.base.errors import RedlineError, UsageError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.estimate import Z80
 from redline.results import Measurement, Status, Trial
-from tables import read_tables
+from tables import checking, read_tables, refitting
 from tables.judging import auc, judge
 from tables.surfaces import Measured, load
 
@@ -126,8 +134,10 @@ def show(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[
             value = row.get(column, math.nan)
             if math.isnan(value):
                 cells.append("-")
-            elif column in ("rows", "left", "time_rows", "memory_rows", "failed"):
+            elif column in ("rows", "left", "time_rows", "memory_rows", "failed", "ran"):
                 cells.append(f"{value:.0f}")
+            elif column == "seconds":
+                cells.append(f"{value:.2f} s")
             elif column in ("auc", "auc_runs", "spearman", "tau"):
                 cells.append(f"{value:.3f}")
             else:
@@ -267,6 +277,51 @@ def speed(preset: str) -> None:
     )
 
 
+def leave_out(options: argparse.Namespace) -> None:
+    """Prints each source's error of time by constants that it had no part in."""
+    sources = read_tables(options.tables, options.source)
+    if options.surfaces is not None:
+        sources += refitting.by_trainer(options.surfaces)
+    found, whole = refitting.leave_out(sources)
+    print(
+        f"\n{'source':34}{'rows':>8}{'package':>10}{'fitted':>10}{'held out':>10}   largest change of a constant, held out"
+    )
+    for each in found:
+        name, scale = max(each.scales.items(), key=lambda item: abs(math.log(item[1] / whole[item[0]])))
+        shares = "".join(f"{100 * value:8.1f} %" for value in (each.plain, each.together, each.out))
+        print(f"{each.name:34}{each.rows:>8}{shares}   {name} x {scale:.3f} (fitted to all: x {whole[name]:.3f})")
+    print("fitted to all, against the package's:", ", ".join(f"{name} x {scale:.3f}" for name, scale in whole.items()))
+
+
+def checked(options: argparse.Namespace) -> None:
+    """Prints what `redline check` says of each source's recipes."""
+    columns = (
+        "ran",
+        "failed",
+        "unfit",
+        "called fit",
+        "time_median",
+        "time_bias",
+        "memory_median",
+        "memory_bias",
+        "seconds",
+    )
+    out = {}
+    for source in read_tables(options.tables, options.source):
+        found = list(checking.verdicts(source, options.most))
+        verdicts = [each for each in found if isinstance(each, checking.Verdict)]
+        out[source.name] = checking.summary(verdicts)
+        for each in found if options.rows else ():
+            if isinstance(each, str):
+                print(f"not asked: {each}")
+            elif each.found.fits == each.run.failed:
+                peak, limit = each.found.estimate.peak_memory_mib / 1024, each.found.estimate.memory_limit_mib / 1024
+                print(
+                    f"{each.run.where}: {'failed' if each.run.failed else 'ran'}, {peak:.1f} of {limit:.1f} GiB predicted"
+                )
+    show(f"redline check, at most {options.most} recipes of a source", out, columns)
+
+
 def public(options: argparse.Namespace) -> None:
     """Prints a line for each source of a folder of public tables."""
     try:
@@ -298,6 +353,11 @@ def main() -> None:
     parser.add_argument(
         "--source", action="append", default=[], help="of --tables only this; several times for several"
     )
+    parser.add_argument(
+        "--leave-out", action="store_true", help="of --tables and --surfaces: errors of each source held out"
+    )
+    parser.add_argument("--check", action="store_true", help="what `redline check` says of recipes of --tables")
+    parser.add_argument("--most", type=int, default=40, metavar="N", help="recipes of a source that --check asks about")
     parser.add_argument("--rows", action="store_true", help="of --tables every row too")
     parser.add_argument("--speed", action="store_true", help="how fast it answers")
     parser.add_argument("--preset", default="llama2-7b", help="whose first answer --speed times")
@@ -308,6 +368,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.speed:
         speed(options.preset)
+    if options.leave_out:
+        if options.tables is None:
+            parser.error("--leave-out needs --tables DIR")
+        leave_out(options)
+        return
+    if options.check:
+        if options.tables is None:
+            parser.error("--check needs --tables DIR")
+        checked(options)
+        return
     if options.tables is not None:
         public(options)
     if options.surfaces is None:

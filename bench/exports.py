@@ -114,13 +114,13 @@ def compare(name: str, device: Device, options: argparse.Namespace, folder: Path
             dry.step_ms.append(measured.step_ms)
             for target, row in rows.items():
                 try:
-                    told = train(target, starts[target], config, name, options, folder)
+                    printed = train(target, starts[target], config, name, options, folder)
                 except subprocess.CalledProcessError as error:
                     row.failed = error.stderr.strip().splitlines()[-1][:200]
                     print(f"{error.stdout[-1000:]}\n{error.stderr[-4000:]}\n{target} failed", flush=True)
                     continue
-                row.loss = told["losses"][0]
-                row.step_ms.append(statistics.median(told["step_ms"][WARM_UP - 1 :]))
+                row.loss = printed["losses"][0]
+                row.step_ms.append(statistics.median(printed["step_ms"][WARM_UP - 1 :]))
     return report(load, config, dry, list(rows.values()))
 
 

@@ -190,8 +190,8 @@ def record(table: Table, runner: Runner, left: list[Config], reference: Referenc
         table.add(config, measurement)
         if not measurement.ok:
             failed.add(config)
-        said = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
-        print(f"{len(table.rows):5d}  {measurement.status:<8}{said:<62}{config}", flush=True)
+        outcome = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
+        print(f"{len(table.rows):5d}  {measurement.status:<8}{outcome:<62}{config}", flush=True)
     return len(left)
 
 
@@ -246,10 +246,10 @@ def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, anew: bool
     if path.is_file():
         before = yaml.safe_load(path.read_text())
         for part in ("model", "training", "hardware"):
-            told, now = ({k: v for k, v in each.get(part, {}).items() if k != "numbers"} for each in (before, facts))
-            if told != now:
+            earlier, now = ({k: v for k, v in each.get(part, {}).items() if k != "numbers"} for each in (before, facts))
+            if earlier != now:
                 raise UsageError(
-                    f"the rows so far were measured with {part} {told}, but now it is {now}; "
+                    f"the rows so far were measured with {part} {earlier}, but now it is {now}; "
                     f"give the command in '{path}', or another --out"
                 )
         if not anew:

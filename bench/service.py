@@ -280,14 +280,14 @@ def largest_decision(devices: int, searches: int) -> dict[str, Any]:
     rng = random.Random(0)
     pool = PaperPool(devices // 8, 8, searches_of(searches, 20, 16, rng), dict.fromkeys(range(20), 1.0), 0)
     waiting, shares = list(pool.waiting.values()), pool.shares()
-    took, said = [], []
+    took, waiting_ms = [], []
     for _ in range(20):
         began = time.thread_time()
         decide(waiting, [], pool.workers, shares, 0.0)
         took.append(1000 * (time.thread_time() - began))
         began = time.thread_time()
         why_waiting(waiting, [], pool.workers, shares, 0.0)
-        said.append(1000 * (time.thread_time() - began))
+        waiting_ms.append(1000 * (time.thread_time() - began))
     queued = PaperPool(devices // 8, 8, list(pool.searches.values()), dict.fromkeys(range(20), 1.0), 0, 8).contenders()
     cpu_ms = []
     for _ in range(20):
@@ -297,7 +297,7 @@ def largest_decision(devices: int, searches: int) -> dict[str, Any]:
     return {
         "waiting": len(waiting),
         "decide_cpu_ms": _spread(took),
-        "why_waiting_cpu_ms": _spread(said),
+        "why_waiting_cpu_ms": _spread(waiting_ms),
         "queued": len(queued),
         "why_no_slot_cpu_ms": _spread(cpu_ms),
     }

@@ -42,21 +42,21 @@ class Server(AbstractContextManager["Server"]):
     def __init__(self, folder: Path, url: str) -> None:
         self.store = Store.open(url)
         self.token = self.store.new_token(self.store.add_user(f"http-{time.time_ns()}", "admin"), "bench")
-        said = folder / f"said-{time.time_ns()}"
+        output = folder / f"output-{time.time_ns()}"
         command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / f"data-{time.time_ns()}")]
         command += ["--storage", url, "--port", "0", "--no-worker", "--rate", "1000000"]
-        with open(said, "wb") as out:
+        with open(output, "wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out)
-        self.address = self._said(said, r"serve on (http://[^,]*),")
+        self.address = self._wait_for(output, r"serve on (http://[^,]*),")
         self.itself = psutil.Process(self._process.pid)
 
-    def _said(self, said: Path, pattern: str) -> str:
+    def _wait_for(self, output: Path, pattern: str) -> str:
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._process.poll() is None:
-            if found := re.search(pattern, said.read_text()):
+            if found := re.search(pattern, output.read_text()):
                 return found[1]
             time.sleep(0.1)
-        raise SystemExit(f"the server does not start: {said.read_text()}")
+        raise SystemExit(f"the server does not start: {output.read_text()}")
 
     def client(self) -> httpx.Client:
         """Returns a client with a persistent connection."""
@@ -161,16 +161,16 @@ def events(server: Server, spread: Spread) -> dict[str, Any]:
             sent.append(time.monotonic())
             server.store.tell(None, "said", {"number": number, "message": "x" * 60})
         seconds = time.monotonic() - began
-        heard: list[list[tuple[int, float]]] = listeners.heard()
+        received: list[list[tuple[int, float]]] = listeners.received()
         used = server.cpu_s - before
     wanted = list(range(count))
-    delays = [1000 * (at - sent[number]) for each in heard for number, at in each if number < count]
+    delays = [1000 * (at - sent[number]) for each in received for number, at in each if number < count]
     return {
-        "listeners": len(heard),
+        "listeners": len(received),
         "events": count,
         "told_per_s": round(count / seconds, 1),
-        "listeners_who_missed_some": sum({number for number, _ in each} != set(wanted) for each in heard),
-        "listeners_out_of_order": sum([number for number, _ in each] != wanted for each in heard),
+        "listeners_who_missed_some": sum({number for number, _ in each} != set(wanted) for each in received),
+        "listeners_out_of_order": sum([number for number, _ in each] != wanted for each in received),
         "delay_ms": spread(delays),
         "server_cpu_share": round(used / seconds, 3),
     }
@@ -214,7 +214,7 @@ class _Listeners(AbstractContextManager["_Listeners"]):
             raise SystemExit(f"{number} streams could not be opened within {START_S:g} s")
         self._pipe.recv()
 
-    def heard(self) -> list[list[tuple[int, float]]]:
+    def received(self) -> list[list[tuple[int, float]]]:
         """Returns, for each listener, the numbers of the received events and their times, in order of arrival."""
         return self._pipe.recv()  # type: ignore[no-any-return]
 

@@ -187,8 +187,8 @@ def keep(rows: list[dict], options: argparse.Namespace) -> None:
     """Writes the results so far."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "optuna")}
     about = {"device": detect().to_dict(), "python": platform.python_version(), "versions": versions}
-    told = {"about": about, "options": {name: str(value) for name, value in vars(options).items()}, "rows": rows}
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    document = {"about": about, "options": {name: str(value) for name, value in vars(options).items()}, "rows": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

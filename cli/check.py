@@ -7,7 +7,7 @@ import click
 
 from ..knobs.strategy import STANDARD
 from . import exit_codes
-from .options import fixes_of
+from .options import TRAINERS, fixes_of
 
 if TYPE_CHECKING:
     from ..estimator.check import Check, Faster
@@ -34,6 +34,11 @@ Examples:
 )
 @click.option("--set", "fix", multiple=True, metavar="KNOB=V", help="A knob that the file leaves to code; repeatable.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: all]")
+@click.option(
+    "--framework",
+    metavar="NAME",
+    help=f"Trainer whose facts are assumed: {', '.join(TRAINERS)}.  [default: the file's]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     given: str,
@@ -44,6 +49,7 @@ def check(
     global_batch: int | None,
     fix: tuple[str, ...],
     memory_limit: str | None,
+    framework: str | None,
     as_json: bool,
 ) -> int:
     """Predict memory and speed of a configuration of Megatron-LM, DeepSpeed, torchtitan, accelerate and others.
@@ -64,6 +70,7 @@ def check(
         global_batch=global_batch,
         knobs=fixes_of(fix),
         memory_limit_mib=parse_memory(memory_limit),
+        framework=framework,
     )
     click.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else render(found))
     return exit_codes.FOUND if found.fits else exit_codes.NOTHING_FEASIBLE
@@ -93,7 +100,7 @@ def render(found: "Check") -> str:
         *(f"         {100 * share:5.1f} %  {name}" for name, share in found.shares.items() if share >= 0.0005),
     ]
     if not found.fits and found.assumed:
-        lines += ["", f"assumed  {'; '.join(found.assumed)}"]
+        lines += ["", f"assumed  of {found.framework}: {'; '.join(found.assumed)}"]
     for number, each in enumerate(found.faster, 1):
         lines += ["", *_faster(number, each)]
     if not found.faster:

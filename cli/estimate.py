@@ -11,7 +11,7 @@ from ..base.errors import UsageError
 from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
 from ..models.request import ModelRequest, SpaceRequest
-from .options import command_line, options_of, request_of, values_of
+from .options import TRAINERS, command_line, options_of, request_of, values_of
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -23,6 +23,7 @@ Examples:
   redline estimate llama2-7b --hardware h100 --devices 64 --global-batch 1024
   redline estimate llama3-8b --hardware h100 --devices 16 -o plan.yaml
   redline estimate llama3-8b --hardware a100-80gb --devices 32 --global-batch 256 --fix tp=8 --explain
+  redline estimate llama3-8b --hardware h100 --devices 64 --framework megatron
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
   redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
                    --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
@@ -62,6 +63,9 @@ def _shape_options(command: Any) -> Any:
     "-o", "--out", "output", metavar="FILE", help="Write the plans, for `redline tune`, `export` and `train`."
 )
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: all]")
+@click.option(
+    "--framework", metavar="NAME", default="redline", help=f"Trainer: {', '.join(TRAINERS)}.  [default: redline]"
+)
 @click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
 @click.option("--layerwise", is_flag=True, help="Refine the winner: choose checkpointing for each block.")
 @click.option("--explain", is_flag=True, help="Show the parts of memory and time.")
@@ -74,6 +78,7 @@ def estimate(
     top: int,
     output: str | None,
     memory_limit: str | None,
+    framework: str,
     trials_from: str | None,
     layerwise: bool,
     explain: bool,
@@ -107,7 +112,7 @@ def estimate(
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
     with _Status() as status:
         status.update("reading the model")
-        request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, **given)
+        request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **given)
         document = estimate_document(
             request,
             config=single,
@@ -125,7 +130,7 @@ def estimate(
         document = with_fewer_devices(
             document,
             lambda devices: estimate_request(
-                hardware=hardware, memory_limit_mib=limit_mib, **{**more, "devices": devices}
+                hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **{**more, "devices": devices}
             ),
             trials,
         )

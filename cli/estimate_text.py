@@ -20,7 +20,9 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
         sizes.append(f"sequences of {setup.seq_len:,} tokens")
     if request.global_batch:
         sizes.append(f"global batch {request.global_batch:,}")
-    lines = _wrapped(f"{request.name} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}", "", width)
+    by = "" if request.framework.name == "redline" else f" by {request.framework.name}"
+    what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
+    lines = _wrapped(what, "", width)
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     if document.survey is not None and document.ranked:
@@ -55,6 +57,7 @@ def body(
             lines.append(f"the configuration with the least memory, {need:.1f} GiB of {limit:.1f} GiB, is")
             lines += _wrapped(_config(document.reference.config, document.reference.lossy), "  ", width)
             ranked = (document.reference,)
+        lines += ["", *_wrapped(_assumed(document), "", width)]
     else:
         lines += ["", *_table(document, width)]
         if ranked[0].lossy and document.survey is not None:
@@ -66,11 +69,18 @@ def body(
         lines += ["", *_survey_lines(document.survey, explain, width)]
     if document.layerwise is not None:
         lines += ["", *document.layerwise.lines()]
+    if ranked is document.ranked and document.request.framework.name != "redline":
+        lines += ["", *_wrapped(_assumed(document), "", width)]
     for note in (*document.request.notes, *document.facts.notes):
         lines += ["", *_wrapped(f"note: {note}", "", width)]
     if then and document.ranked:
         lines += ["", *(f"{'next' if not at else '':<9}{each}" for at, each in enumerate(then))]
     return lines
+
+
+def _assumed(document: "EstimateDocument") -> str:
+    """Facts of the trainer that the predicted memory depends on."""
+    return f"assumed of {document.request.framework.name}: {'; '.join(document.request.framework.facts)}"
 
 
 def _survey_lines(survey: "Survey", explain: bool, width: int) -> list[str]:

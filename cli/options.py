@@ -13,6 +13,11 @@ from ..models.request import Asked
 from ..runners.command.command import Command
 from ..tuner.request import Request
 
+TRAINERS = ("redline", "fsdp", "megatron", "nanotron", "deepspeed", "torchtitan", "trainer")
+"""Trainers whose facts an estimate can assume, from `redline.estimator.trainers`, which commands do not import for
+their help.
+"""
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

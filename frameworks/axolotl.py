@@ -6,7 +6,7 @@ from typing import Any
 from ..knobs.strategy import Strategy
 from .launcher import MICRO_BATCHES, Launcher
 from .llamafactory import read_lora
-from .trainer import prepare, read as read_trainer
+from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 from .words import Framework, Stated, Word, Words
 
 _LIGER = "liger_fused_linear_cross_entropy"
@@ -88,8 +88,8 @@ def read(stated: Stated) -> None:
 
 
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights are loaded in the format of the products, without a copy in float32."""
-    return {"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}
+    """Weights are loaded in the format of the products, without a copy in float32; gradients as the Trainer has them."""
+    return {**({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}), **trainer_conventions(config)}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

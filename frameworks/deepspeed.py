@@ -230,9 +230,7 @@ def read(stated: Stated) -> None:
     if (total := stated.whole("train_batch_size")) is not None:
         stated.facts["global_batch"] = total
     if stated.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
-        stated.note(
-            "zero_optimization.offload_param keeps the parameters in host memory too, which the estimate leaves out"
-        )
+        stated.conventions["offload_weights"] = True
         stated.knobs["offload"] = "optimizer"
     zero, offload = stated.knobs.get("zero"), stated.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
@@ -251,7 +249,7 @@ def read(stated: Stated) -> None:
     read_optimizer(stated, stated.get("optimizer.type"))
 
 
-def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """16-bit weights and gradients beside fp32 master weights, unlike autocast."""
     half = config.get("precision") in ("bf16", "fp16")
     return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
@@ -278,7 +276,7 @@ FRAMEWORK = Framework(
         ),
     ),
     defaults={"zero": 0, "grad_accum": 1},
-    conventions=_conventions,
+    conventions=conventions,
     read=read,
     write=write,
     # deepspeed/utils/timer.py

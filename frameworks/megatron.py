@@ -324,15 +324,21 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32, accumulated by the kernels
-    of the products; activations scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer
-    Engine; a loss by operators over parts of the vocabulary; no overlap of the replicas' communication with the
-    passes, unless requested.
+    of the products, in a buffer that is always allocated (core/distributed/param_and_grad_buffer.py); activations
+    scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by operators
+    over parts of the vocabulary; no overlap of the replicas' communication with the passes, unless requested.
     """
     eight = str(config.get("precision", "")).startswith("fp8")
     half = eight or config.get("precision") in ("bf16", "fp16")
     formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32"}
     kernels = {"attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False}
-    return {"scatter_transfers": True, **kernels, **(formats if half else {}), **({"products": "fp8"} if eight else {})}
+    return {
+        "scatter_transfers": True,
+        "gradients_stay": True,
+        **kernels,
+        **(formats if half else {}),
+        **({"products": "fp8"} if eight else {}),
+    }
 
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}

@@ -1,6 +1,7 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.meaning import recomputed
@@ -284,7 +285,8 @@ def read(stated: Stated) -> None:
     every = stated.whole(_EVERY)
     if every and stated.knobs.get("checkpoint_ratio"):
         stated.knobs["checkpoint_ratio"] = 1 / every
-    if str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16"):
+    narrow = str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
+    if narrow and not (stated.knobs.get("precision") == "bf16" and stated.knobs.get("zero", 0) >= 2):
         stated.conventions["precision"] = "bf16_pure"
     read_optimizer(stated, stated.get("optim", "optimizer"))
 
@@ -299,6 +301,19 @@ def read_optimizer(stated: Stated, name: object) -> None:
         stated.note(
             f"{stated.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
         )
+
+
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the conventions of accelerate: it accumulates under `no_sync`, where replicas reduce nothing and FSDP keeps
+    full gradients. With mixed precision, FSDP upcasts shards of 16 bits to fp32 and gathers them in 16 bits; it also
+    offloads shards of weights and gradients.
+    """
+    out: dict[str, Any] = {"unsharded_gradients": True}
+    if config.get("offload") == "optimizer":
+        out["offload_weights"] = True
+    if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
+        out |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return out
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
@@ -349,6 +364,7 @@ FRAMEWORK = Framework(
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is

@@ -103,31 +103,31 @@ def _trials(
     runner = LocalRunner(DryRuns(workload, compiles=not setting.tiny), terms, agent=setting.agent)
     for number, (what, knobs) in enumerate(chosen.items()):
         config = Config({"micro_batch": micro, "grad_accum": workload.global_batch // micro, **knobs})
-        told = runner.run(TrialRequest(config=config, number=number))
+        outcome = runner.run(TrialRequest(config=config, number=number))
         expected = estimator(config)
         row = {
             "what": f"{workload.name}, {what}",
-            "status": told.status.value,
-            "reason": told.reason[:200] or None,
-            "throughput": told.throughput,
-            "mfu": told.mfu,
-            "step_ms": told.step_ms,
+            "status": outcome.status.value,
+            "reason": outcome.reason[:200] or None,
+            "throughput": outcome.throughput,
+            "mfu": outcome.mfu,
+            "step_ms": outcome.step_ms,
             "predicted_ms": expected.step_ms,
-            "peak_mib": told.peak_memory_mib,
+            "peak_mib": outcome.peak_memory_mib,
             "predicted_mib": expected.peak_memory_mib,
-            "build_mib": max((each.build_memory_mib or 0.0 for each in told.ranks), default=None),
-            "outside_mib": max((each.outside_mib or 0.0 for each in told.ranks), default=None),
-            "clock_mhz": next((each.clock_mhz for each in told.ranks), None),
-            "power_w": next((each.power_w for each in told.ranks), None),
-            "holds": told.ok,
+            "build_mib": max((each.build_memory_mib or 0.0 for each in outcome.ranks), default=None),
+            "outside_mib": max((each.outside_mib or 0.0 for each in outcome.ranks), default=None),
+            "clock_mhz": next((each.clock_mhz for each in outcome.ranks), None),
+            "power_w": next((each.power_w for each in outcome.ranks), None),
+            "holds": outcome.ok,
         }
-        if what in by_hand and told.ok:
+        if what in by_hand and outcome.ok:
             job = Job(program=cloudpickle.dumps(by_hand[what]), device_type=setting.device, threads=1, timeout_s=60.0)
             (rank,) = runner.dispatch(job).ranks
             row["by_hand_ms"] = rank.report or rank.reason
             if rank.report:
-                row["ratio"] = rank.report / told.step_ms
-                row["holds"] = told.ok and (setting.tiny or row["ratio"] >= PARITY)
+                row["ratio"] = rank.report / outcome.step_ms
+                row["holds"] = outcome.ok and (setting.tiny or row["ratio"] >= PARITY)
         yield row
 
 

@@ -1,13 +1,13 @@
 """Accuracy of predictions for runs: errors of time and memory, ranks, and failures, before and after calibration."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from redline.base.errors import RedlineError
-from redline.estimator import Estimator
+from redline.estimator import Constants, Estimator
 from redline.estimator.calibration import Correction, fit, leaves_node, memory_groups, time_groups
 from redline.estimator.estimate import Z80
 from redline.estimator.estimator import _normal
@@ -39,17 +39,20 @@ class Judged:
 
     def errors(self, predicted: pd.DataFrame | None = None, keep: np.ndarray | None = None) -> dict[str, float]:
         """Returns the columns of the report."""
-        said = self.predicted if predicted is None else predicted
+        predictions = self.predicted if predicted is None else predicted
         keep = np.ones(len(self.runs), bool) if keep is None else keep
         out: dict[str, float] = {"rows": float(keep.sum())}
         if not keep.any():
             return out
-        for name, measured, made in (("time", self.step, said["step"]), ("memory", self.memory, said["memory"])):
+        for name, measured, made in (
+            ("time", self.step, predictions["step"]),
+            ("memory", self.memory, predictions["memory"]),
+        ):
             at = keep & np.isfinite(measured) & np.isfinite(made.to_numpy()) & ~self.failed
             out[f"{name}_rows"] = float(at.sum())
             if at.any():
                 ratio = made.to_numpy()[at] / measured[at]
-                std = said[f"{name}_std"].to_numpy()[at]
+                std = predictions[f"{name}_std"].to_numpy()[at]
                 out |= {
                     f"{name}_median": float(np.median(np.abs(ratio - 1))),
                     f"{name}_mean": float(np.mean(np.abs(ratio - 1))),
@@ -59,14 +62,16 @@ class Judged:
         at = keep & np.isfinite(self.step)
         if at.sum() > 2:
             devices = np.array([run.devices_of(config) for run, config in zip(self.runs, self.configs)])
-            measured = said["throughput"] * said["step"] / self.step
-            out["tau"] = kendall((said["throughput"] / devices).to_numpy()[at], (measured / devices).to_numpy()[at])
+            measured = predictions["throughput"] * predictions["step"] / self.step
+            out["tau"] = kendall(
+                (predictions["throughput"] / devices).to_numpy()[at], (measured / devices).to_numpy()[at]
+            )
         ran, failed = keep & ~self.failed, keep & self.failed
         if ran.any():
-            out["unfit"] = float(np.mean(said["fits"].to_numpy()[ran] == 0))
+            out["unfit"] = float(np.mean(predictions["fits"].to_numpy()[ran] == 0))
         out["failed"] = float(failed.sum())
         if failed.any() and ran.any():
-            chance = said["chance"].to_numpy()
+            chance = predictions["chance"].to_numpy()
             out["auc"] = auc(-chance[ran], -chance[failed])
         return out
 
@@ -98,19 +103,19 @@ class Judged:
 
     def rows(self) -> pd.DataFrame:
         """Returns every run with its place, its knobs, its measurements and predictions."""
-        said = self.predicted
+        predictions = self.predicted
         return pd.DataFrame({
             "where": [run.where for run in self.runs],
             "model": [run.model.name for run in self.runs],
             "hardware": [run.hardware.name for run in self.runs],
             "knobs": [" ".join(f"{k}={v}" for k, v in each.items() if v is True or v not in (1, 0)) for each in self.configs],
-            "seq": said["seq_len"],
+            "seq": predictions["seq_len"],
             "step_ms": self.step.round(1),
-            "time": (said["step"] / self.step - 1).round(3),
+            "time": (predictions["step"] / self.step - 1).round(3),
             "memory_gib": (self.memory / 1024).round(1),
-            "memory": (said["memory"] / self.memory - 1).round(3),
-            "fullest_gib": (said["fullest"] / 1024).round(1),
-            "fits": said["fits"].astype(bool),
+            "memory": (predictions["memory"] / self.memory - 1).round(3),
+            "fullest_gib": (predictions["fullest"] / 1024).round(1),
+            "fits": predictions["fits"].astype(bool),
             "failed": self.failed,
         })  # fmt: skip
 
@@ -169,8 +174,12 @@ class Parts:
         return out
 
 
-def judge(source: Source) -> Judged:
-    """Predicts the runs of a source, without those that the estimator refuses."""
+def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -> Judged:
+    """Predicts the runs of a source, without those that the estimator refuses.
+
+    Args:
+        constants: in place of those of a run's framework; the same for runs of one framework and device.
+    """
     alike: dict[str, list[Run]] = {}
     for run in source.runs:
         key = repr((run.model, run.hardware, run.framework, sorted(run.setup.items(), key=lambda item: item[0])))
@@ -180,7 +189,8 @@ def judge(source: Source) -> Judged:
         first = some[0]
         try:
             training = find_trainer(first.framework).training(**first.setup)
-            estimator = Estimator(first.model, first.hardware, training, framework=first.framework)
+            own = constants(first) if constants else None
+            estimator = Estimator(first.model, first.hardware, training, framework=first.framework, constants=own)
         except RedlineError as error:
             left += [f"{run.where}: {error}" for run in some]
             continue
@@ -199,8 +209,8 @@ def judge(source: Source) -> Judged:
     for name in Parts.__dataclass_fields__:
         if name not in stacked:
             stacked[name] = np.concatenate([getattr(each, name) for each in parts]) if parts else np.zeros(0)
-    said = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["step", "memory", "fits"])
-    return Judged(runs, configs, said, Parts(**stacked), left)
+    predictions = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["step", "memory", "fits"])
+    return Judged(runs, configs, predictions, Parts(**stacked), left)
 
 
 def _together(estimator: Estimator, runs: list[Run]) -> bool:

@@ -96,17 +96,17 @@ def model_of(name: str) -> Shape:
     preset = PRESETS.get(preset_of(text) or "")
     if preset is None or preset.task != "causal" or "num_key_value_heads" not in preset.arguments:
         raise Left(f"the model '{name}' is not known")
-    said = preset.arguments
+    numbers = preset.arguments
     return Shape(
         name=preset.name,
-        layers=said["num_hidden_layers"],
-        hidden=said["hidden_size"],
-        heads=said["num_attention_heads"],
-        kv_heads=said["num_key_value_heads"],
-        head_dim=said.get("head_dim"),
-        intermediate=said["intermediate_size"],
-        vocabulary=said["vocab_size"],
-        tied=bool(said.get("tie_word_embeddings", False)),
+        layers=numbers["num_hidden_layers"],
+        hidden=numbers["hidden_size"],
+        heads=numbers["num_attention_heads"],
+        kv_heads=numbers["num_key_value_heads"],
+        head_dim=numbers.get("head_dim"),
+        intermediate=numbers["intermediate_size"],
+        vocabulary=numbers["vocab_size"],
+        tied=bool(numbers.get("tie_word_embeddings", False)),
     )
 
 

@@ -69,11 +69,11 @@ def _grid(row: dict[str, str], asked: dict[str, str] | None, source: str, where:
     found = columns(list(row))
     if asked is None:
         raise Left(f"the case '{row['case']}' is not described")
-    said = {what: asked[column] for what, column in columns(list(asked)).items()}
-    tp, pp, dp = (whole(said.get(each), 1) for each in ("tp", "pp", "dp"))
+    known = {what: asked[column] for what, column in columns(list(asked)).items()}
+    tp, pp, dp = (whole(known.get(each), 1) for each in ("tp", "pp", "dp"))
     hidden, heads, layers = (whole(asked[each]) for each in ("hidden_size", "num_attention_heads", "num_layers"))
     config = {**degrees(tp * pp * dp, tp=tp, pp=pp),
-              **batches(dp, whole(said.get("micro_batch")), whole(said.get("global_batch")), None),
+              **batches(dp, whole(known.get("micro_batch")), whole(known.get("global_batch")), None),
               "zero": 0, "checkpoint_ratio": 1.0}  # fmt: skip
     samples = number(row[found["samples"]])
     memory = memory_mib(row[found["memory"]], "mib") if "memory" in found else None

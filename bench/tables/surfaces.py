@@ -113,7 +113,7 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any) -> tuple[dict[
         if any(each in order for each in ("gpipe", "afab"))
         else "1f1b"
     )
-    said: dict[str, Any] = {
+    setup_fields: dict[str, Any] = {
         "devices": gpus if isinstance(gpus, int) else 1,
         "seq_len": seq_len,
         "global_batch": data.get("global_batch_sequences"),
@@ -126,13 +126,13 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any) -> tuple[dict[
         "virtual_stages": int(data.get("virtual_stages", 2 if pipeline == "interleaved" else 1)),
     }
     if "16" not in str(data.get("precision", "bf16")):
-        said |= {"precision": "fp32", "parameter_dtype": None, "gradient_dtype": None, "master_weights": None}
+        setup_fields |= {"precision": "fp32", "parameter_dtype": None, "gradient_dtype": None, "master_weights": None}
     for name, field in (("master_weights", "master_weights"), ("gradient_accumulation", "gradient_dtype")):
         if name in data:
-            said[field] = str(data[name])
+            setup_fields[field] = str(data[name])
     if "attention" in data:
-        said["attention"] = "sdpa" if "flash" in str(data["attention"]).lower() else "eager"
-    return said, notes
+        setup_fields["attention"] = "sdpa" if "flash" in str(data["attention"]).lower() else "eager"
+    return setup_fields, notes
 
 
 def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
@@ -159,18 +159,18 @@ def load(path: Path) -> Measured:
     else:
         device, notes = hardware_of(about["hardware"])
         trainer = find_trainer(framework)
-        said, more = training_of(about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"))
+        setup_fields, more = training_of(about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"))
         if framework == "megatron":
             # The tables are from 2021 or before: scores are stored, and backward writes separate gradients.
             # With fp16 it accumulates gradients in fp16 unless configured otherwise; with bf16 in fp32.
             half = "fp16" in str(about["training"].get("precision", ""))
-            said = {
+            setup_fields = {
                 "attention": "eager",
-                "gradient_copy": not half,
+                "gradient_copy": True,
                 **({"gradient_dtype": "fp16"} if half else {}),
-                **said,
+                **setup_fields,
             }
-        setup, notes = trainer.training(**said), [*notes, *more, *trainer.facts]
+        setup, notes = trainer.training(**setup_fields), [*notes, *more, *trainer.facts]
     samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
     if "step_ms" not in table:
         table["step_ms"] = samples * setup.seq_len / table["tokens_per_second"] * 1e3

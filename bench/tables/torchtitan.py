@@ -10,9 +10,10 @@ from .form import Left, Rows, Run, Table, batches, columns, degrees, memory_mib,
 from .models import model_of
 
 INFERRED = (
-    "the pages' H100s have 96 GB of HBM2e (2.4 TB/s) and 500 W, at which clocks are some 0.85 of those at 700 W",
+    "the pages' H100s have 96 GB of HBM2e (2.4 TB/s) and 500 W",
     "8192 tokens a sequence where no column says so",
-    "FSDP2, reshard after forward; gradients and reductions in fp32, gathered in bf16; under pipelines weights stay gathered",
+    "FSDP2, reshard after forward; gradients and reductions in fp32, gathered in bf16; under pipelines weights stay gathered and "
+    "gradients whole",
     "selective checkpointing keeps every other product and attention of a block; memory is what the allocator reserved",
     "float8 is of linear layers but the head's; tensorwise gathers in 8 bits",
     "interleaved pipelines have two chunks a rank; `Local batch size` of a pipeline is all its micro-batches, as "
@@ -26,8 +27,7 @@ def matches(path: Path, header: set[str]) -> bool:
 
 def machine() -> Hardware:
     base = find_hardware("h100-80gb")
-    slower = {name: rate * 0.85 for name, rate in base.tflops.items()}
-    return base.replace(name="h100-96gb-500w", memory_gib=94.5, memory_gb_per_s=2400.0, tflops=slower)
+    return base.replace(name="h100-96gb-500w", memory_gib=94.5, memory_gb_per_s=2400.0, watts=500)
 
 
 def read(path: Path, source: str) -> Rows:
@@ -85,6 +85,7 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
             "seq_len": seq_len,
             **({"products": "fp8"} if "float8" in precision else {}),
             "keeps_products": selective,
+            "unsharded_gradients": pp > 1,
             "overlap_tensor": "asynctp" in words.lower(),
         },
         config=config,
