@@ -85,7 +85,11 @@ class TrainerConfig:
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
-        return {**_conventions(self.sources, config), **self.explicit_conventions} if self.sources else dict(self.conventions)
+        return (
+            {**_conventions(self.sources, config), **self.explicit_conventions}
+            if self.sources
+            else dict(self.conventions)
+        )
 
     def on(self, devices: int | None = None) -> "TrainerConfig":
         """Returns this training on a number of devices, with `dp`, `grad_accum` and `global_batch`.
@@ -305,7 +309,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
 def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     names = [source.framework for source in sources]
-    # DeepSpeed's engine has its own formats and reductions, whoever drives it.
+    # DeepSpeed's engine has its own formats and reductions under any trainer.
     for name in ("deepspeed",) if "deepspeed" in names else names:
         out |= find_framework(name).conventions(knobs)
     return out
