@@ -76,7 +76,7 @@ class FileSource:
         return replace(workload, source=self)
 
     def value(self) -> Any:
-        """Runs the file (once per process) and returns the value of the name, whatever it is.
+        """Runs the file (once per process) and returns the value of the name, of any type.
 
         Raises:
             WorkloadError: the file fails, or has no such name.

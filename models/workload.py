@@ -73,7 +73,7 @@ class Workload:
     """`optimizer(params)` or `optimizer(params, fused=bool)`; None for AdamW."""
     schedule: "Callable[[Schedule, Mapping[str, Any]], Any] | None" = None
     """`schedule(sch, config)` rewrites the model by primitives; None applies `checkpoint_ratio` and `fusion` to the
-    repeated blocks, whatever the model.
+    repeated blocks, regardless of the model.
     """
     space: Space | Callable[..., Space] | None = None
     """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the

@@ -47,7 +47,7 @@ def training_space(
         workload: what is trained.
         device, devices: as for `make_space`.
         like: the previous configuration; None at the start of a training.
-        fixed: values of knobs that do not vary, whatever their previous values.
+        fixed: values of knobs that do not vary, regardless of their previous values.
 
     Raises:
         SpaceError: the devices cannot share the global batch, or a knob cannot have its fixed value.

@@ -247,7 +247,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
 
 
 def _share(space: Space, total: int, devices: int) -> None:
-    """Fixes the samples per step, whatever the micro-batch.
+    """Fixes the samples per step, regardless of the micro-batch.
 
     Raises:
         UsageError: the space has no micro-batch, or has grad_accum itself.

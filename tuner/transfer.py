@@ -86,7 +86,7 @@ def task_similarity(there: Mapping[str, Any], here: Mapping[str, Any]) -> TaskSi
 
 
 def same_devices(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """True if two runs were on the same kind of devices, both measured or both simulated as one cluster, whatever the
+    """True if two runs were on the same kind of devices, both measured or both simulated as one cluster, regardless of the
     number of devices.
     """
     return not _device(there, here) and not _simulation(there, here)
