@@ -27,7 +27,7 @@ from .estimator import Estimator
 from .hardware import Hardware, find_hardware
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
-from .trainers import Trainer, assumed, find_trainer, trainer_of
+from .trainers import Trainer, assumed, built, find_trainer, trainer_of
 
 MOST_CHANGES = 3
 """Faster configurations that are shown, and knobs that one of them changes."""
@@ -187,7 +187,10 @@ def check(
         global_batch=trainer.global_batch,
         memory_limit_mib=memory_limit_mib,
     )
-    asked = _Asked(trainer, facts, framework is not None, Estimator(workload, machine, setup, framework=facts.name))
+    own = None if trainer.lora else built(shape_of(workload.model), facts)
+    asked = _Asked(
+        trainer, facts, framework is not None, Estimator(own or workload, machine, setup, framework=facts.name)
+    )
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=workload.seq_len)
     if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
         raise UsageError(reason)

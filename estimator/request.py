@@ -19,7 +19,7 @@ from .hardware import Hardware, find_hardware
 from .kept import Kept, KeptFacts, key_of, load, store
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
-from .trainers import Trainer, find_trainer
+from .trainers import Trainer, built, find_trainer
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence of a model of which only shape numbers are given."""
@@ -88,6 +88,7 @@ def estimate_request(
         model, kept = _resolved(request, machine, count)
         space, said, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
+        model = (None if request.lora else built(trains.get("shape"), trainer)) or model
     space = settled(space, trainer)
     setup = trainer.planned(
         machine,

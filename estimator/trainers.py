@@ -12,6 +12,7 @@ from ..base.errors import UsageError, unknown
 from ..frameworks.registry import find_framework
 from ..knobs.strategy import STANDARD
 from .constants import Constants
+from .facts.model_facts import Shape
 from .hardware import Hardware
 from .setup import TrainingSetup
 
@@ -27,6 +28,8 @@ class Trainer:
     """Further fields of `TrainingSetup` that differ from redline's."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Constants that differ from redline's."""
+    builds: bool = False
+    """Whether it builds models by its own modules rather than transformers'."""
 
     @property
     def setup(self) -> dict[str, Any]:
@@ -77,12 +80,14 @@ TRAINERS: Mapping[str, Trainer] = {
         Trainer(
             name="megatron",
             reads="megatron",
-            own={"kernels": True},
+            builds=True,
+            own={"fusion": True},
             # How fast its host is, is the machine's: up to three times slower ones are known.
             constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
         ),
         Trainer(
             name="nanotron",
+            builds=True,
             own={"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True,
                  "attention": "flash_attention_2", "balance": "cost", "reported_rank": "first"},
             constants={
@@ -123,6 +128,29 @@ def find_trainer(name: str) -> Trainer:
     if name not in TRAINERS:
         raise UsageError(unknown("framework", name, TRAINERS))
     return TRAINERS[name]
+
+
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
+    """The model as a trainer builds it by itself, from its shape as `redline.models.architecture.shape_of` gives it; None where
+    transformers' modules are run, or the shape is another than Llama's or GPT-2's."""
+    if shape is None or not trainer.builds or shape.get("family") not in (*_LLAMAS, "gpt2"):
+        return None
+    llama = shape["family"] in _LLAMAS
+    sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}
+    more = {name: shape[name] for name in ("kv_heads", "head_dim") if llama and shape.get(name)}
+    return Shape(
+        name=shape["family"],
+        tied=bool(shape.get("tied")),
+        gated=llama,
+        biases=not llama,
+        positions=0 if llama else shape["positions"],
+        dropout=bool(shape.get("dropout")),
+        **sizes,
+        **more,
+    )
 
 
 _LIKE = {"megatron-bridge": "megatron", "nemo": "megatron", "flagscale": "megatron"}

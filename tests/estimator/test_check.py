@@ -82,7 +82,7 @@ def test_megatrons_facts_hold_for_its_files_and_another_trainers_where_they_are_
         "--bf16 --use-distributed-optimizer"
     )
     own, other = (check(read(given), "h100-80gb", framework=name) for name in (None, "deepspeed"))
-    assert own.framework == "megatron" and own.trainer.conventions["kernels"]  # its norms are fused
+    assert own.framework == "megatron" and own.trainer.conventions["fusion"]  # its norms are fused
     assert other.framework == "deepspeed" and other.assumed != own.assumed
     assert other.estimate.step_ms != own.estimate.step_ms
 

@@ -9,7 +9,7 @@ from redline.estimator import Constants, Estimator, Shape, TrainingSetup, find_h
 from redline.estimator.facts.model_facts import ModelFacts
 from redline.estimator.kernels import attention_share, product_seconds, products_of
 from redline.estimator.request import estimate_request
-from redline.estimator.trainers import TRAINERS, find_trainer, trainer_of
+from redline.estimator.trainers import TRAINERS, built, find_trainer, trainer_of
 
 SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate": 5632, "vocabulary": 32000}
 CONFIG = {"dp": 8, "zero": 3, "micro_batch": 4, "grad_accum": 4}
@@ -148,3 +148,14 @@ def test_commands_name_the_trainers_there_are():
     from redline.cli.options import TRAINERS as NAMES
 
     assert set(NAMES) == set(TRAINERS)
+
+
+def test_a_trainer_that_builds_models_by_itself_has_no_modules_of_transformers():
+    llama = {"family": "llama", "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 32, "intermediate": 512,
+             "vocabulary": 1000, "positions": 2048, "tied": False}  # fmt: skip
+    made = built(llama, find_trainer("megatron"))
+    assert (made.kv_heads, made.gated, made.positions, made.biases) == (2, True, 0, False)
+    gpt = built({**llama, "family": "gpt2", "dropout": 0.1, "tied": True}, find_trainer("nanotron"))
+    assert (gpt.gated, gpt.positions, gpt.biases, gpt.dropout, gpt.tied) == (False, 2048, True, True, True)
+    assert built(llama, find_trainer("fsdp")) is None and built(None, find_trainer("megatron")) is None
+    assert built({**llama, "family": "mixtral", "experts": 8}, find_trainer("megatron")) is None
