@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...base._torch import children_of, parameters_of
@@ -15,20 +16,45 @@ from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
 from .tensor_parallel import Regions, column_parallel, is_adapted, row_parallel, sequence, vocabulary
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ...schedule import Schedule
+    from ...schedule.parallel.collectives import Axis
 
 COLUMNS = ("colwise", "packed_colwise")
 WITHIN = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
 """Styles of a region: whole input, cut features, partial sums."""
-STYLES = (*WITHIN, "colwise_gather_output", "embedding_rowwise", "moe_tp_experts")
+NOTHING = ("local_params", "replicate")
+"""Styles that ask for nothing here: tensors are plain local ones anyway."""
+STYLES = (
+    *(*WITHIN, *NOTHING, "packed_rowwise", "rowwise_split_input", "colwise_gather_output", "embedding_rowwise"),
+    *("embedding_colwise", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce"),
+)
 """Styles of transformers' plans that have a counterpart here."""
 
 
 def tensor_plan(sch: "Schedule") -> dict[str, str]:
     """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty for none."""
-    return _plan_of_transformers(sch.module, "tp")
+    plan = _plan_of_transformers(sch.module, "tp")
+    return {**_latent_attention(sch, plan), **plan} if plan else {}
+
+
+def _latent_attention(sch: "Schedule", plan: dict[str, str]) -> dict[str, str]:
+    """The plan of multi-head latent attention as transformers has it for DeepSeek-V2, where the plan of a model with it
+    leaves attention whole, as that of DeepSeek-V3 does."""
+    config = sch.module.config.get_text_config()
+    found = {}
+    for path, _ in sch.module.named_modules():
+        around, _, name = path.rpartition(".")
+        if name != "kv_b_proj" or f"{around}.kv_a_proj_with_mqa" not in sch or not hasattr(config, "qk_rope_head_dim"):
+            continue
+        general = ".".join("*" if part.isdigit() else part for part in around.split("."))
+        if not any(each.startswith(general + ".") for each in plan):
+            names = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+            found |= {f"{general}.{each}": style for each, style in names.items()}
+            found[f"{general}.kv_a_proj_with_mqa"] = "mla_kv_a_proj"
+    return found
 
 
 def _plan_of_transformers(model: "nn.Module", kind: str) -> dict[str, Any]:
@@ -160,13 +186,17 @@ def _is_behind(path: str) -> bool:
 
 def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool, drops: bool) -> None:
     """One place of a plan, with exchanges of its own, as transformers does it."""
+    from ...schedule.primitives.tensor_parallel import tensor_parallel
+
+    if style in NOTHING:
+        return
     if _is_parameter(sch, place):
         holder, _, name = place.rpartition(".")
         dims = sch[holder].module.get_parameter(name).dim()
         if style in COLUMNS:
             sch[holder].shard(name, axis=dims - 2, parts=2 if style == "packed_colwise" else 1)
         else:
-            sch[holder].shard(name, axis=dims - 1)
+            sch[holder].shard(name, axis=dims - 1, parts=2 if style == "packed_rowwise" else 1)
         return
     module = sch[place]
     if style == "moe_tp_experts":
@@ -176,17 +206,45 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
             # Of the tokens and of the weights by which experts' outputs are added up.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     elif style in COLUMNS or style == "colwise_gather_output":
-        column_parallel(module, parts=2 if style == "packed_colwise" else 1)
+        whole = style == "colwise_gather_output"
+        column_parallel(module, parts=2 if style == "packed_colwise" else 1, gathered=whole)
         module.sync("bwd_post", "all_reduce")
-        if style == "colwise_gather_output":
+        if whole:
             module.sync("fwd_post", "all_gather", axis=-1)
-    elif style == "rowwise":
+    elif style in ("rowwise", "rowwise_split_input"):
         row_parallel(module)
+        if style == "rowwise_split_input":
+            module.sync("fwd_pre", "scatter", axis=-1)
         module.sync("fwd_post", "all_reduce")
     elif style == "embedding_rowwise":
         module.shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+    elif style == "embedding_colwise":
+        module.shard("weight", axis=1).sync("fwd_post", "all_gather", axis=-1)
+    elif style == "mla_kv_a_proj":
+        # Keys' positions go to every rank's heads straight from here; the rest has its sum behind the next projection.
+        width = sch.module.config.get_text_config().qk_rope_head_dim
+        module.sync("bwd_pre", partial(_last_summed, features=width, axis=tensor_parallel(sch, "shard")))
+    elif style == "moe_identity_expert":
+        module.sync("fwd_pre", partial(_share, ranks=tensor_parallel(sch, "shard").size))
+    elif style == "all_reduce":
+        module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     else:
         module.sync("bwd_post", "all_reduce", on="parameters")
+
+
+def _last_summed(gradient: "torch.Tensor", features: int, axis: "Axis") -> "torch.Tensor":
+    """A gradient whose last features are summed over the ranks."""
+    import torch
+
+    from ...schedule.parallel.collectives import all_reduce
+
+    first, last = gradient.split([gradient.shape[-1] - features, features], dim=-1)
+    return torch.cat([first, all_reduce(last, axis)], dim=-1)
+
+
+def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
+    """A rank's part of what is added up over the ranks, and all of them have."""
+    return tensor / ranks
 
 
 def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:

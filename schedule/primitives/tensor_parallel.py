@@ -54,6 +54,7 @@ def shard(
     parts: int | Sequence[int] = 1,
     tied: bool = False,
     pad: bool = False,
+    gathered: bool = False,
 ) -> None:
     """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
 
@@ -70,6 +71,8 @@ def shard(
         tied: cut it also wherever else it is held.
         pad: fill up what the ranks do not divide with zeros at the end (a vocabulary of 50257). An embedding
             never looks them up, and `parallel_loss` leaves them out; whole again, the tensor has none.
+        gathered: a `sync` that follows joins this module's output, so that the heads around it are all there: they may be
+            cut apart, and their counts stay.
 
     Raises:
         ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already;
@@ -79,7 +82,7 @@ def shard(
     if len(set(names)) < len(names):
         raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
-    cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, ranks)]
+    cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, gathered, ranks)]
     follows = _distinct([follow for cut in cuts for follow in cut[3]])
     for module, attribute, divisor in follows:
         value = getattr(module, attribute)
@@ -120,7 +123,14 @@ def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
 
 
 def _cuts_of(
-    sch: ScheduledModule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
+    sch: ScheduledModule,
+    name: str,
+    axis: int,
+    parts: int | Sequence[int],
+    tied: bool,
+    pad: bool,
+    gathered: bool,
+    ranks: Axis,
 ) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
@@ -153,7 +163,7 @@ def _cuts_of(
     for path, module, held in places:
         kind = kind_of(module, held, dim)
         follow = list(kind.follow(module, ranks.size))
-        if kind.side:
+        if kind.side and not gathered:
             follow += _heads(sch, label, path, sizes, ranks, kind.side)
         layer = kind.layer(ranks, cut) if kind.layer is not None else None
         out.append((module, held, cut, follow, layer))
