@@ -179,17 +179,17 @@ class _RuleName:
 
     def __init__(self, knob: Knob) -> None:
         self._knob = knob
-        self._known = {*knob.values, *(knob.others or ())}
+        self.known = {*knob.values, *(knob.others or ())}
 
     def isin(self, names: Iterable[str]) -> Any:
-        found = [name for name in names if name in self._known]
+        found = [name for name in names if name in self.known]
         return self._knob.isin(found) if found else False
 
     def __eq__(self, name: object) -> Any:
-        return self._knob == name if name in self._known else False
+        return self._knob == name if name in self.known else False
 
     def __ne__(self, name: object) -> Any:
-        return self._knob != name if name in self._known else True
+        return self._knob != name if name in self.known else True
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -12,7 +12,7 @@ from ..knobs.meaning import pipeline_schedule_of
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
-from ..models.families import StandardSchedule, generic_schedule, indices_of
+from ..models.families import StandardSchedule, generic_schedule
 from ..models.flops import flops_of
 from ..models.skeleton import experts_of
 from ..models.workload import Batch, Workload
@@ -314,14 +314,8 @@ class Training:
             sch.shard_experts(self.strategy.ep)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
-        if self.world.replicas > 1 and "shard_data" not in done:
-            share_out(sch, self.strategy, self._gathered())
-
-    def _gathered(self) -> list[str]:
-        """Paths of the blocks that `gathered_blocks` names."""
-        blocks = self.outline.blocks
-        named = indices_of(self.strategy.gathered_blocks or "none", len(blocks))
-        return [blocks[index] for index in named]
+        if (self.world.replicas > 1 or sch.tree.shared) and "shard_data" not in done:
+            share_out(sch, self.strategy, self.outline.blocks)
 
     def _make_data(self) -> list[list[Batch]]:
         """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""

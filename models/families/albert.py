@@ -41,4 +41,5 @@ schedule = StandardSchedule(
     Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
     no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
+    no_runs="it uses one layer several times",
 )

@@ -6,7 +6,8 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import ScheduleError
+from ...base.errors import ScheduleError, UsageError
+from ...knobs.layers import BlockStrategy, of_blocks
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement
 from ..skeleton import shorten
@@ -68,7 +69,7 @@ class StandardSchedule:
     | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
     | `virtual_stages` | so many stages on each of its ranks |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `checkpoint_blocks` | in its place: the blocks of these indices, such as `0-3,7`, are recomputed |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; its blocks with `ckpt` are recomputed |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
@@ -88,23 +89,30 @@ class StandardSchedule:
     """Why the sequence cannot be cut in this family."""
     late: tuple[str, ...] = ()
     """Paths of modules behind the blocks that the model registers before them."""
+    no_runs: str = ""
+    """Why blocks cannot be cut unlike each other (`tp` of runs of a `strategy`)."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         blocks = self.blocks(sch)
+        layers = strategies_of(config, len(blocks))
+        ranks = config.get("pp", 1)
+        ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
         if config.get("tp", 1) > 1:
-            self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
+            degrees = [layer.tp for layer in layers or ()]
+            self._share_samples(sch, _between(blocks, ends), degrees, config["tp"])
+            whole = [block for block, tp in zip(blocks, degrees) if tp == 1]
+            cut = [block for block in blocks if all(block.path != each.path for each in whole)]
+            self._cut(sch, cut, bool(config.get("sequence_parallel", False)))
         if config.get("ep", 1) > 1:
             sch.shard_experts(config["ep"])
         if config.get("sp", 1) * config.get("cp", 1) > 1:
             sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
-        ranks = config.get("pp", 1)
-        ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
         for each in ends:
             each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
-        chosen = config.get("checkpoint_blocks")
-        for index in indices_of(chosen, len(blocks)) if chosen is not None else ():
-            blocks[index].checkpoint()
-        for stage in _between(blocks, ends) if chosen is None else ():
+        for block, layer in zip(blocks, layers or ()):
+            if layer.ckpt:
+                block.checkpoint()
+        for stage in _between(blocks, ends) if layers is None else ():
             for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
         if config.get("fusion", False):
@@ -149,6 +157,26 @@ class StandardSchedule:
             raise ScheduleError(f"sequence_parallel: {self.no_sequence_parallel}")
         _check_heads(sch)
         self.tensor_parallel(sch, blocks, sequence_parallel)
+
+    def _share_samples(
+        self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[int], tp: int
+    ) -> None:
+        """Has ranks share the samples of blocks that are cut over fewer than `tp` of them; between neighbours of the same
+        degree, within a stage, samples stay where they are."""
+        if all(degree == tp for degree in degrees):
+            return
+        from .tp_plans import draws
+
+        lists = {block.path.rpartition(".")[0] for stage in stages for block in stage}
+        if why := self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else ""):
+            raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {why}")
+        drawing, at = draws(sch), 0
+        for stage in stages:
+            mine = [*degrees[at : at + len(stage)]]
+            at += len(stage)
+            for block, degree, before, after in zip(stage, mine, [None, *mine], [*mine[1:], None]):
+                if degree < tp:
+                    block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
     def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
         from ...schedule.parallel.balance import pipeline_obstacle
@@ -354,23 +382,16 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
     return sch[paths[head]]
 
 
-def indices_of(text: str, count: int) -> list[int]:
-    """Indices of blocks from text, ranges with both ends; empty for `none`.
-
-    >>> indices_of("0-2,5", 6)
-    [0, 1, 2, 5]
+def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy] | None:
+    """What the strategy of a configuration does with each of so many blocks; None without one.
 
     Raises:
-        ScheduleError: it is no such text, or there are not as many blocks.
+        ScheduleError: it is for another number of blocks.
     """
-    if text == "none":
-        return []
-    out: set[int] = set()
-    for piece in str(text).split(","):
-        low, _, high = piece.strip().partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
-            raise ScheduleError(f"blocks must be indices such as 0-3,7 or none, but got {text!r}")
-        out |= set(range(int(low), int(high or low) + 1))
-    if max(out, default=0) >= count:
-        raise ScheduleError(f"blocks {text!r}: the model has {count} blocks, so the last is {count - 1}")
-    return sorted(out)
+    text = config.get("strategy")
+    if text is None:
+        return None
+    try:
+        return of_blocks(text, blocks, tp=config.get("tp", 1), zero=config.get("zero", 0))
+    except UsageError as error:
+        raise ScheduleError(str(error)) from error

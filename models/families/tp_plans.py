@@ -79,9 +79,11 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     strange = sorted(set(plan.values()) - set(STYLES))
     if strange:
         raise ScheduleError(f"tp: transformers' plan of this model has the style {', '.join(strange)}, not known here")
-    places = {place: style for path, style in plan.items() for place in _places(sch, path)}
+    places = {
+        place: style for path, style in plan.items() for place in _places(sch, path) if not _whole_here(sch, place)
+    }
     _cut_vocabulary(sch, places)
-    drops = _drops(sch)
+    drops = draws(sch)
     done: set[str] = set()
     for place in places:
         around = _region(sch, places, place)
@@ -109,6 +111,15 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     if len(lists) != 1:
         raise ScheduleError(f"pp: {NO_PIPELINE}")
     return even_ends(list(sch[lists[0]]), stages)
+
+
+def _whole_here(sch: "Schedule", place: str) -> bool:
+    """Whether ranks share the samples of the block around a place, and nothing of its layers."""
+    from ...schedule.primitives.tensor_parallel import sharing_around
+
+    holder = place if place in sch else place.rpartition(".")[0]
+    sharing = sharing_around(sch[holder])
+    return sharing is not None and sharing.tp is None
 
 
 def _places(sch: "Schedule", path: str) -> list[str]:
@@ -142,9 +153,11 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
     return ""
 
 
-def _drops(sch: "Schedule") -> bool:
+def draws(sch: "Schedule") -> bool:
     """Whether the configuration has dropout or noise anywhere. Llama and most after it have none: to set random
     streams there costs a break in every compiled block, for nothing."""
+    if not hasattr(sch.module, "config"):
+        return True
     config = sch.module.config.get_text_config().to_dict()
     numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
     return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
@@ -223,9 +236,9 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
     elif style == "mla_kv_a_proj":
         # Keys' positions go to every rank's heads straight from here; the rest has its sum behind the next projection.
         width = sch.module.config.get_text_config().qk_rope_head_dim
-        module.sync("bwd_pre", partial(_last_summed, features=width, axis=tensor_parallel(sch, "shard")))
+        module.sync("bwd_pre", partial(_last_summed, features=width, axis=tensor_parallel(module, "shard")))
     elif style == "moe_identity_expert":
-        module.sync("fwd_pre", partial(_share, ranks=tensor_parallel(sch, "shard").size))
+        module.sync("fwd_pre", partial(_share, ranks=tensor_parallel(module, "shard").size))
     elif style == "all_reduce":
         module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     else:

@@ -1,8 +1,6 @@
 """Primitives of tensor parallelism: weights cut over the `tp` axis, what ranks exchange around them, random streams."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +19,8 @@ from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
+from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
+from ..parallel.streams import ForkedRandom
 from ..parallel.vocabulary import SplitLogits
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -106,12 +106,60 @@ def shard(
         module.__dict__["_followed"] = {*module.__dict__.get("_followed", ()), attribute}
 
 
+@primitive
+def share_samples(
+    sch: ScheduledModule, tp: int = 1, enters: bool = True, leaves: bool = True, draws: bool = True
+) -> None:
+    """Cuts what is done next to this module over `tp` neighbours of the mesh's `tp` axis alone; groups of so many ranks
+    compute a part each of the samples of a micro-batch.
+
+    Call it before `shard` and `sync` of what lies within; with `tp=1` nothing in it can be cut. The module's first
+    floating-point input has a sample for each entry of its first dimension. `shard_data` must follow on the root, as the
+    gradients of its weights are each of a part of the samples.
+
+    Args:
+        tp: ranks that share the module's layers; it divides those of the axis, and is smaller.
+        enters: all samples arrive; False where they come from another such module of the same degree.
+        leaves: all samples leave; False where they go to another one.
+        draws: the module may draw random numbers, which differ between the parts then.
+
+    Raises:
+        ScheduleError: the root; no `tp` axis; such a degree; called before, or after `shard` or `sync` within.
+
+    Source: Miao et al., Galvatron (arXiv:2211.13878).
+    """
+    label = f"share_samples on '{sch.name}'"
+    if not sch.path:
+        raise ScheduleError(f"{label}: samples are shared block by block; choose a smaller tp for the whole model")
+    ranks = tensor_parallel(sch, "share_samples").size
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or ranks % tp or tp == ranks:
+        raise ScheduleError(f"{label}: tp must divide the {ranks} ranks of the tp axis and be smaller, but is {tp!r}")
+    if sharing_around(sch) is not None:
+        raise ScheduleError(f"{label}: samples are shared once, and they already are")
+    if any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
+        raise ScheduleError(f"{label}: its weights are cut over all ranks already; call it before shard and sync")
+    check_called(sch, "share_samples")
+    known = {each.tp.size if each.tp is not None else 1: each for each in sch.tree.shared.values()}
+    sharing = known[tp] if tp in known else sharing_axes(sch.mesh, tp)
+    sch.tree.shared[sch.path] = sharing
+    add_layer(sch.module, SharedSamples(sharing, enters, leaves, draws))
+
+
+def sharing_around(sch: ScheduledModule) -> Sharing | None:
+    """How the samples of a module are shared, by itself or by one above it; None where all ranks have all."""
+    return next((sharing for path, sharing in sch.tree.shared.items() if f"{sch.path}.".startswith(f"{path}.")), None)
+
+
 def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
-    """The mesh's `tp` axis.
+    """The ranks that share this module's layers: the mesh's `tp` axis, or within `share_samples` a part of it.
 
     Raises:
         ScheduleError: there is none.
     """
+    if (sharing := sharing_around(sch)) is not None:
+        if sharing.tp is None:
+            raise ScheduleError(f"{primitive} on '{sch.name}': its ranks share samples, one by one, and no layers")
+        return sharing.tp
     found = axis_of(sch.mesh, "tp")
     if found is None:
         names = "no mesh" if sch.mesh is None else f"axes {', '.join(sch.mesh.mesh_dim_names)}"
@@ -472,72 +520,6 @@ def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
         raise ScheduleError(f"fork_rng on '{sch.name}': a module's random stream is set once, and it already is")
     check_called(sch, "fork_rng")
     sch.defer("random", _apply, axis=ranks, differ=differ)
-
-
-class ForkedRandom(Layer):
-    """Runs what lies within on a random stream of this rank, or on the stream that ranks share."""
-
-    order = 40
-
-    def __init__(self, axis: Axis, differ: bool) -> None:
-        self.axis = axis
-        self.differ = differ
-
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with _own(self.axis) if self.differ else _shared():
-            return inner(*args, **kwargs)
-
-
-class _Outer(threading.local):
-    """The shared stream's states, set aside while a rank's own is in use; one a nesting level."""
-
-    def __init__(self) -> None:
-        self.states: list[Any] = []
-
-
-_outer = _Outer()
-
-
-@contextmanager
-def _own(axis: Axis) -> Iterator[None]:
-    if _outer.states:
-        # Already on this rank's own stream.
-        yield
-        return
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    _outer.states.append(_get())
-    torch.manual_seed(seed + 1 + axis.rank)
-    try:
-        yield
-    finally:
-        _set(_outer.states.pop())
-
-
-@contextmanager
-def _shared() -> Iterator[None]:
-    if not _outer.states:
-        yield
-        return
-    own, shared = _get(), _outer.states.pop()
-    _set(shared)
-    try:
-        yield
-    finally:
-        _outer.states.append(_get())
-        _set(own)
-
-
-def _get() -> tuple[torch.Tensor, torch.Tensor | None]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
-
-
-def _set(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, axis: Axis, differ: bool) -> None:
