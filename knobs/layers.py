@@ -3,10 +3,10 @@
     strategy : run (' ' run)*
     run      : range ':' item (',' item)*
     range    : block | block '-' block                   both ends belong to it; blocks count from 0
-    item     : 'tp' number | 'zero' stage | 'ckpt' | '-'
+    item     : 'tp' number | 'ep' number | 'zero' stage | 'ckpt'               '-' for none
 
 Runs cover all blocks once, in order. An item that a run lacks has the value of the configuration's own knob; `ckpt`
-recomputes the blocks of the run, and without it they keep their activations. `-` is a run that asks for nothing. What lies
+recomputes the blocks of the run, and without it they keep their activations. What lies
 in no block (embeddings, head) follows the knobs.
 
 `tp` of a run divides the knob `tp`, which is that of the mesh: with `tp=4` the blocks of a `tp2` run are each cut over two
@@ -24,7 +24,7 @@ from ..base.errors import UsageError, unknown
 
 MOST_BLOCKS = 10_000
 """Blocks of the deepest model that a text can name."""
-ITEMS = ("tp", "zero", "ckpt")
+ITEMS = ("tp", "ep", "zero", "ckpt")
 """What a run can ask for, in the order in which it is printed."""
 _ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
@@ -47,6 +47,7 @@ class Run:
     first: int
     last: int
     tp: int | None = None
+    ep: int | None = None
     zero: int | None = None
     ckpt: bool = False
 
@@ -57,8 +58,8 @@ class Run:
 
     def __str__(self) -> str:
         blocks = f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
-        items = [f"tp{self.tp}"] if self.tp is not None else []
-        items += [f"zero{self.zero}"] if self.zero is not None else []
+        given = {"tp": self.tp, "ep": self.ep, "zero": self.zero}
+        items = [f"{name}{value}" for name, value in given.items() if value is not None]
         items += ["ckpt"] if self.ckpt else []
         return f"{blocks}:{','.join(items) or '-'}"
 
@@ -69,6 +70,8 @@ class BlockStrategy:
 
     tp: int
     """Ranks that share the block's weights."""
+    ep: int
+    """Ranks that share its experts."""
     zero: int
     """Stage of ZeRO of its weights."""
     ckpt: bool
@@ -118,13 +121,13 @@ def printed(runs: Iterable[Run]) -> str:
     return " ".join(map(str, joined))
 
 
-def of_blocks(text: str, blocks: int, *, tp: int = 1, zero: int = 0) -> list[BlockStrategy]:
+def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0) -> list[BlockStrategy]:
     """What is done with each of a model's blocks.
 
     Args:
         text: the strategy.
         blocks: repeated blocks of the model.
-        tp, zero: the configuration's own knobs.
+        tp, ep, zero: the configuration's own knobs.
 
     Raises:
         UsageError: the text is for another number of blocks, or not a strategy.
@@ -136,20 +139,32 @@ def of_blocks(text: str, blocks: int, *, tp: int = 1, zero: int = 0) -> list[Blo
             f"at block {blocks - 1}"
         )
     return [
-        BlockStrategy(tp if run.tp is None else run.tp, zero if run.zero is None else run.zero, run.ckpt)
+        BlockStrategy(
+            tp if run.tp is None else run.tp,
+            ep if run.ep is None else run.ep,
+            zero if run.zero is None else run.zero,
+            run.ckpt,
+        )
         for run in runs
         for _ in range(run.count)
     ]
 
 
-def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, zero: int = 0) -> str:
+def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, ep: int = 1, zero: int = 0) -> str:
     """The text of a strategy for each block, without what the configuration's own knobs say: the inverse of `of_blocks`.
 
-    >>> text_of([BlockStrategy(2, 0, True)] * 2 + [BlockStrategy(1, 3, False)], tp=2)
+    >>> text_of([BlockStrategy(2, 1, 0, True)] * 2 + [BlockStrategy(1, 1, 3, False)], tp=2)
     '0-1:ckpt 2:tp1,zero3'
     """
     return printed(
-        Run(at, at, None if each.tp == tp else each.tp, None if each.zero == zero else each.zero, each.ckpt)
+        Run(
+            at,
+            at,
+            tp=None if each.tp == tp else each.tp,
+            ep=None if each.ep == ep else each.ep,
+            zero=None if each.zero == zero else each.zero,
+            ckpt=each.ckpt,
+        )
         for at, each in enumerate(strategies)
     )
 
@@ -198,6 +213,6 @@ def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
     value = int(number)
     if name == "zero" and value > 3:
         raise LayersError(f"zero is a stage from 0 to 3, but here is {value}", text, place + len(name))
-    if name == "tp" and not 1 <= value <= 1 << 20:
-        raise LayersError(f"tp is a whole number of at least 1, but here is {value}", text, place + len(name))
+    if name in ("tp", "ep") and not 1 <= value <= 1 << 20:
+        raise LayersError(f"{name} is a whole number of at least 1, but here is {value}", text, place + len(name))
     return name, value

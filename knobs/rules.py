@@ -238,6 +238,23 @@ def _uneven_samples(k: Any, context: RuleContext) -> Any:
     return _where(k, lambda runs: _any((k.micro_batch * run.tp) % k.tp != 0 for run in runs if run.tp is not None))
 
 
+def _uneven_ep(k: Any, context: RuleContext) -> Any:
+    replicas, common = k.dp * k.sp * k.cp, gcd(*context.experts) if context.experts else 0
+
+    def uneven(runs: tuple[Run, ...]) -> Any:
+        degrees = {run.ep for run in runs if (run.ep or 1) > 1}
+        if degrees and (context.experts == () or any(common % ep for ep in degrees)):
+            return True
+        return _any(replicas % ep != 0 for ep in degrees)
+
+    return _where(k, uneven)
+
+
+def _ep_unlike(k: Any) -> Any:
+    """Some run spreads its experts over other ranks than the knob says."""
+    return _where(k, lambda runs: _any(run.ep != k.ep for run in runs if run.ep is not None))
+
+
 def _cut_unlike(k: Any) -> Any:
     """Some run is cut over fewer ranks than the mesh has."""
     return _where(k, lambda runs: _any(run.tp < k.tp for run in runs if run.tp is not None))
@@ -381,10 +398,16 @@ RULES: Sequence[Rule] = (
         "ranks that do not share a run's layers share its samples, so tp / (tp of the run) must divide micro_batch",
     ),
     _rule(
+        "experts of a run",
+        "strategy dp sp cp",
+        _uneven_ep,
+        "ep of each run of the strategy must divide the experts of a layer and the dp * sp * cp replicas",
+    ),
+    _rule(
         "sequences of a run",
-        "strategy tp sequence_parallel sp cp",
-        lambda k, context: (k.sequence_parallel | (k.sp * k.cp > 1)) & _cut_unlike(k),
-        "runs of unlike tp exchange whole sequences: sequence_parallel must be false, and sp and cp 1",
+        "strategy tp sequence_parallel",
+        lambda k, context: k.sequence_parallel & _cut_unlike(k),
+        "runs of unlike tp hand over whole sequences, so sequence_parallel must be false",
     ),
     _rule(
         "recomputed blocks",
@@ -394,9 +417,9 @@ RULES: Sequence[Rule] = (
     ),
     _rule(
         "groups of a run",
-        "strategy tp zero hsdp",
-        lambda k, context: (k.hsdp > 1) & (_zero_unlike(k) | _cut_unlike(k)),
-        "hsdp divides the replicas of all blocks alike: use hsdp=1 where runs differ in tp or zero",
+        "strategy tp ep zero hsdp",
+        lambda k, context: (k.hsdp > 1) & (_zero_unlike(k) | _cut_unlike(k) | _ep_unlike(k)),
+        "hsdp divides the replicas of all blocks alike: use hsdp=1 where runs differ in tp, ep or zero",
     ),
     _rule(
         "runs of a pipeline",

@@ -154,6 +154,12 @@ class Strategy:
         return self.dp * self.sp * self.cp
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether ranks share the experts of any block."""
+        runs = parse(self.strategy) if self.strategy is not None else ()
+        return self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
+
+    @property
     def formats(self) -> Formats:
         """Number formats of a step."""
         return formats_of({"precision": self.precision, "reduce_dtype": self.reduce_dtype})

@@ -310,7 +310,7 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
-        if self.strategy.ep > 1 and "shard_experts" not in done:
+        if self.strategy.ep > 1 and self.strategy.strategy is None and "shard_experts" not in done:
             sch.shard_experts(self.strategy.ep)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
@@ -361,7 +361,7 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         seq_len=workload.seq_len,
         tokens=workload.seq_len is not None,
         own_loss=workload.loss is not None,
-        experts=experts_of(workload) if strategy.ep > 1 else None,
+        experts=experts_of(workload) if strategy.spreads_experts else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
     if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):

@@ -103,8 +103,11 @@ class StandardSchedule:
             whole = [block for block, tp in zip(blocks, degrees) if tp == 1]
             cut = [block for block in blocks if all(block.path != each.path for each in whole)]
             self._cut(sch, cut, bool(config.get("sequence_parallel", False)))
-        if config.get("ep", 1) > 1:
-            sch.shard_experts(config["ep"])
+        if layers is None:
+            if config.get("ep", 1) > 1:
+                sch.shard_experts(config["ep"])
+        else:
+            self._spread_experts(sch, blocks, [layer.ep for layer in layers])
         if config.get("sp", 1) * config.get("cp", 1) > 1:
             sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         for each in ends:
@@ -157,6 +160,17 @@ class StandardSchedule:
             raise ScheduleError(f"sequence_parallel: {self.no_sequence_parallel}")
         _check_heads(sch)
         self.tensor_parallel(sch, blocks, sequence_parallel)
+
+    def _spread_experts(self, sch: "Schedule", blocks: "Sequence[Schedule]", degrees: Sequence[int]) -> None:
+        """Spreads the experts of blocks over as many ranks as each has; blocks without experts have none to spread."""
+        from ...schedule.parallel.experts import mixtures_of
+
+        for ep in sorted({degree for degree in degrees if degree > 1}):
+            inside = [
+                block.path for block, degree in zip(blocks, degrees) if degree == ep and mixtures_of(block.module)
+            ]
+            if inside:
+                sch.shard_experts(ep, blocks=inside)
 
     def _share_samples(
         self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[int], tp: int
@@ -392,6 +406,6 @@ def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy]
     if text is None:
         return None
     try:
-        return of_blocks(text, blocks, tp=config.get("tp", 1), zero=config.get("zero", 0))
+        return of_blocks(text, blocks, tp=config.get("tp", 1), ep=config.get("ep", 1), zero=config.get("zero", 0))
     except UsageError as error:
         raise ScheduleError(str(error)) from error
