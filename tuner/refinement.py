@@ -1,4 +1,4 @@
-"""Refinement of the winner: checkpointing chosen per block by the estimator, as a further trial."""
+"""Refinement of the winner: a strategy for each block, chosen by the estimator, as a further trial."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -24,14 +24,16 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
 
     if workload is None:
         raise UsageError(
-            "layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable or a command"
+            "layerwise belongs to a workload, whose blocks are treated unlike each other, not to a callable or a command"
         )
     if not followed(workload):
         raise UsageError(
-            "layerwise needs a schedule that follows checkpoint_blocks, but the workload has one of its own"
+            "layerwise needs a schedule that follows a strategy for each block, but the workload has one of its own"
         )
-    if "checkpoint_ratio" not in space.by_name:
-        raise UsageError("layerwise refines checkpoint_ratio, but the space has no such knob")
+    if not {"checkpoint_ratio", "zero", "tp"} & set(space.by_name):
+        raise UsageError(
+            "layerwise chooses tp, zero or checkpointing of each block, but the space has none of these knobs"
+        )
 
 
 def refiner(
@@ -39,7 +41,7 @@ def refiner(
 ) -> Callable[[Sequence[Trial]], Refinement | None]:
     """What makes of trials their winner refined block by block, for `Search.refine`.
 
-    The estimator learns from the trials first: which blocks have to be recomputed depends on how much memory is left.
+    The estimator learns from the trials first: what is done with each block depends on how much memory is left.
     Where there is none, or it cannot predict this model, nothing is refined, and `warn` is told why.
     """
 
@@ -67,7 +69,7 @@ def refiner(
         except UsageError as error:
             warn(f"the winner is not refined layer by layer: {error}")
             return None
-        known = found.amounts_to(facts.blocks)
+        known = found.amounts_to()
         if found.gain <= 0 or any(dict(trial.config) == known for trial in trials):
             return None
         return Refinement(
