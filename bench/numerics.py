@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty
 
@@ -64,10 +64,14 @@ def main() -> int:
                     options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
     spread = [each for each in combinations if "ep" in numerics.COMBINATIONS[each]]
+    unlike = [each for each in combinations if "strategy" in numerics.COMBINATIONS[each]]
     mixtures = [each for each in families if (each, next(iter(spread), "")) not in excluded]
-    text = table(found, families, [each for each in combinations if each not in spread], failed)
+    text = table(found, families, [each for each in combinations if each not in (*spread, *unlike)], failed)
     if spread and mixtures:
         text += f"\n{EXPERTS}\n{table(found, mixtures, spread, failed)}"
+    if unlike:
+        meant = "".join(f"\n- `{each}`: {in_words(numerics.COMBINATIONS[each])}" for each in unlike)
+        text += f"\n{RUNS}{meant}\n\n{table(found, families, unlike, failed)}"
     print("\n" + text)
     if options.write:
         options.write.write_text(page(text), encoding="utf-8")
@@ -150,6 +154,13 @@ def table(
     return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
 
 
+def in_words(config: "Mapping[str, object]") -> str:
+    """A configuration's knobs as a command names them."""
+    return ", ".join(
+        f'`{name}="{value}"`' if name == "strategy" else f"`{name}={value}`" for name, value in config.items()
+    )
+
+
 def page(text: str) -> str:
     """docs/numerics.md."""
     import torch
@@ -171,6 +182,10 @@ EXPERTS = """## Experts over ranks
 
 Families with experts, which `ep` ranks [share](parallel.md#experts-over-ranks), beside all else: `ep2·dp2` is four replicas, of
 which two share the experts. A family without experts refuses `ep`: the model has no experts, so that ep must be 1.
+"""
+RUNS = """## A strategy per layer
+
+Runs of blocks that are cut and shared out [unlike each other](parallel.md#a-strategy-per-layer), on two and four ranks:
 """
 PAGE = """# Equal numerics
 

@@ -38,6 +38,8 @@ class RuleContext:
     """The loss is not the model's own."""
     blocks: int | None = None
     """Repeated blocks of the model."""
+    no_runs: str = ""
+    """Why blocks of the model cannot be cut unlike each other."""
     experts: tuple[int, ...] | None = None
     """The numbers of experts of the model's mixtures, each once; empty for a model without any."""
 
@@ -231,7 +233,7 @@ def _other_depth(k: Any, context: RuleContext) -> Any:
 
 
 def _uneven_tp(k: Any, context: RuleContext) -> Any:
-    return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if run.tp is not None))
+    return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if (run.tp or 1) > 1))
 
 
 def _uneven_samples(k: Any, context: RuleContext) -> Any:
@@ -384,6 +386,12 @@ RULES: Sequence[Rule] = (
             if context.blocks
             else "the model has no repeated blocks that a strategy could name"
         ),
+    ),
+    _rule(
+        "runs of a model",
+        "strategy tp",
+        lambda k, context: bool(context.no_runs) and _cut_unlike(k),
+        lambda context: f"runs cannot differ in tp in this model: {context.no_runs}",
     ),
     _rule(
         "tp of a run",

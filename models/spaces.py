@@ -1,12 +1,12 @@
 """What may vary by default: the knobs that exist on the devices at hand and that the workload follows."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
-from ..base.errors import SpaceError, unknown
+from ..base.errors import SpaceError, UsageError, unknown
+from ..knobs.layers import canonical, of_blocks
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..knobs.rules import RULES, Rule, RuleContext
@@ -28,7 +28,6 @@ ALLOWABLE = ("lossy",)
 """What a default space holds only where it is asked for."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
-_NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def make_space(
@@ -132,6 +131,8 @@ def default_space(
             seq_len=workload.seq_len,
             tokens=workload.seq_len is not None,
             own_loss=own_loss,
+            blocks=facts.blocks,
+            no_runs=facts.no_runs,
             experts=facts.experts,
         ),
     )
@@ -140,6 +141,7 @@ def default_space(
 
 def require_rules(space: Space, context: RuleContext, rules: Sequence[Rule] = RULES) -> None:
     """Adds the opposite of each rule that configurations of a space can break."""
+    space.beyond = context
     knobs = _RuleKnobs(space)
     for rule in rules:
         obeyed = negation(rule.broken(knobs, context))
@@ -256,19 +258,34 @@ def _kernels(space: Space, device: Device) -> None:
 
 
 def fix_knob(space: Space, name: str, value: Any) -> None:
-    """Leaves a knob of a space one value. One that names blocks is added to it, with that value alone.
+    """Leaves a knob of a space one value; see `set_values`."""
+    set_values(space, name, [value], fixed=True)
+
+
+def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = False) -> None:
+    """Gives a knob of a space these values. One that names blocks is added to it, with the rules about it.
 
     Raises:
         SpaceError: unknown knob, a value of another kind, or no configuration is left.
     """
     if name not in BLOCK_KNOBS or name in space.by_name:
-        space.fix(name, value)
+        if fixed:
+            space.fix(name, values[0])
+        else:
+            space.override(name, values)
         return
-    if not _NAMED_BLOCKS.fullmatch(str(value)):
-        raise SpaceError(f"{name} must be indices such as 0-3,7 or none, but got {value!r}")
-    if name == "checkpoint_blocks" and "checkpoint_ratio" in space.by_name:
-        space.fix("checkpoint_ratio", 0.0)  # the blocks stand in its place
-    space.choice(name, [str(value)], help="blocks by their indices")
+    try:
+        texts = list(dict.fromkeys(canonical(str(each)) for each in values))
+    except UsageError as error:
+        raise SpaceError(str(error)) from error
+    if "checkpoint_ratio" in space.by_name:
+        space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
+    space.choice(name, texts, help="what is done with each run of blocks")
+    context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
+    if (blocks := context.blocks) is not None:
+        for text in texts:
+            of_blocks(text, blocks)
+    require_rules(space, context, [rule for rule in RULES if name in rule.knobs])
 
 
 def micro_batches(samples: int) -> list[int]:
@@ -333,6 +350,19 @@ def without_float8(workload: Workload, device: Device) -> str:
     return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
 
 
+def runs_of(workload: Workload) -> tuple[int, str]:
+    """Repeated blocks of a workload's model, and why they cannot be cut unlike each other."""
+    return workload.once(_find_runs)
+
+
+def _find_runs(workload: Workload) -> tuple[int, str]:
+    from ..schedule import create_schedule
+
+    schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
+    blocks = schedule.blocks(create_schedule(skeleton(workload)))
+    return len(blocks), schedule.runs_obstacle(blocks)
+
+
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
     """Of each knob of a workload's space that has some, the values that trade accuracy for speed."""
     found = {}
@@ -390,6 +420,8 @@ class _Facts:
     """Which parallel knobs it can follow."""
     experts: tuple[int, ...]
     """The numbers of experts of the model's mixtures, each once."""
+    no_runs: str
+    """Why blocks cannot be cut unlike each other."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:
@@ -401,7 +433,11 @@ def _schedule_facts(workload: Workload) -> _Facts:
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
         return _Facts(
-            followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch), experts=experts
+            followed=followed,
+            blocks=len(schedule.blocks(sch)),
+            parallel=schedule.support(sch),
+            experts=experts,
+            no_runs=schedule.runs_obstacle(schedule.blocks(sch)),
         )
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
@@ -425,4 +461,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
             offload="",
         ),
         experts=experts,
+        no_runs=ignored("strategy"),
     )

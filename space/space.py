@@ -45,6 +45,9 @@ class Space:
         self._knobs: dict[str, Knob] = {}  # as declared: each after those it depends on
         self._derived: list[str] = []  # in the order in which they are listed
         self._constraints: list[Constraint] = []
+        self.beyond: Any = None
+        """What the rules of a default space read beside knobs (`redline.knobs.rules.RuleContext`), for knobs that are added
+        later."""
         self._valid: ValidSet | None = None
         # Choices that were valid when last looked: they answer most checks.
         self._witness: Mapping[str, Any] = {}
@@ -193,7 +196,7 @@ class Space:
         out._knobs = {name: copy.copy(knob) for name, knob in self._knobs.items()}
         out._derived = list(self._derived)
         out._constraints = list(self._constraints)
-        out._witness = self._witness
+        out._witness, out.beyond = self._witness, self.beyond
         return out
 
     # -- knobs -----------------------------------------------------------------------------------------------

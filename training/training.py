@@ -15,6 +15,7 @@ from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to
 from ..models.families import StandardSchedule, generic_schedule
 from ..models.flops import flops_of
 from ..models.skeleton import experts_of
+from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
 from .applying import share_out
 from .passes import Accumulation, Pipelined, check_pipeline
@@ -356,14 +357,21 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
     except UsageError as error:
         raise WorkloadError(str(error)) from None
+    blocks, no_runs = runs_of(workload) if strategy.strategy is not None else (None, "")
     context = RuleContext(
         devices=ranks,
         seq_len=workload.seq_len,
         tokens=workload.seq_len is not None,
         own_loss=workload.loss is not None,
+        blocks=blocks,
+        no_runs=no_runs,
         experts=experts_of(workload) if strategy.spreads_experts else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
+    if own_schedule and strategy.strategy is not None:
+        raise WorkloadError(
+            "strategy: the workload has a schedule of its own, which does not follow a strategy for each run"
+        )
     if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
         raise WorkloadError(why)
     return strategy

@@ -161,6 +161,11 @@ class StandardSchedule:
         _check_heads(sch)
         self.tensor_parallel(sch, blocks, sequence_parallel)
 
+    def runs_obstacle(self, blocks: "Sequence[Schedule]") -> str:
+        """Why runs of a model's blocks cannot differ in `tp`; empty where they can."""
+        lists = {block.path.rpartition(".")[0] for block in blocks}
+        return self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else "")
+
     def _spread_experts(self, sch: "Schedule", blocks: "Sequence[Schedule]", degrees: Sequence[int]) -> None:
         """Spreads the experts of blocks over as many ranks as each has; blocks without experts have none to spread."""
         from ...schedule.parallel.experts import mixtures_of
@@ -181,8 +186,7 @@ class StandardSchedule:
             return
         from .tp_plans import draws
 
-        lists = {block.path.rpartition(".")[0] for stage in stages for block in stage}
-        if why := self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else ""):
+        if why := self.runs_obstacle([block for stage in stages for block in stage]):
             raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {why}")
         drawing, at = draws(sch), 0
         for stage in stages:
