@@ -14,6 +14,8 @@ from ..models.request import ModelRequest, SpaceRequest
 from .options import command_line, options_of, request_of, values_of
 
 if TYPE_CHECKING:
+    from rich.live import Live
+
     from ..results import Trial
 
 EXAMPLES = """\b
@@ -85,8 +87,6 @@ def estimate(
     Nothing is run: the model is traced without memory or arithmetic, and memory and time follow from what it does and
     from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
-    from rich.console import Console
-
     from ..estimator.document import estimate_document, plan_file, with_fewer_devices
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
@@ -105,8 +105,8 @@ def estimate(
     limit_mib = parse_memory(memory_limit)
     trials = None if trials_from is None else _trials_of(trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
-    # On standard error, and only where somebody looks; what is printed is the same elsewhere.
-    with Console(stderr=True).status("reading the model") as status:
+    with _Status() as status:
+        status.update("reading the model")
         request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, **given)
         document = estimate_document(
             request,
@@ -115,12 +115,11 @@ def estimate(
             trials=trials,
             layerwise=layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
-            say=lambda what: status.update(what),
+            say=status.update,
         )
         if not as_json:
-            status.stop()  # or what is printed begins behind it
+            status.clear()  # or the text starts behind it
             click.echo("\n".join(estimate_text.head(document, width)))
-            status.start()
         status.update("looking for plans on fewer devices")
         more = {**given, "global_batch": request.global_batch or given["global_batch"]}
         document = with_fewer_devices(
@@ -138,6 +137,40 @@ def estimate(
         then = () if asked is not None else _then(again, output, tunable=shape is None)
         click.echo("\n".join(estimate_text.body(document, explain=explain, width=width, then=then)))
     return 0 if document.ranked else NOTHING_FITS
+
+
+class _Status:
+    """A line on standard error about what is being done; nothing where that is not a terminal.
+
+    It has no thread that redraws it: variants are traced in forked processes, which no other thread may run beside.
+    """
+
+    def __enter__(self) -> "_Status":
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def update(self, doing: str) -> None:
+        """Shows another text."""
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(f"{doing} ...", refresh=True)
+
+    def clear(self) -> None:
+        """Takes the line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
 def _then(again: str, output: str | None, *, tunable: bool) -> list[str]:

@@ -76,7 +76,11 @@ def body(
 def _looked_at(survey: "Survey", explain: bool, width: int) -> list[str]:
     """How many configurations were predicted, and why the others were ruled out."""
     share = 100 * survey.fitting / max(1, survey.predicted)
-    drawn = f", drawn from {survey.valid:,} valid ones," if survey.predicted < survey.valid else ""
+    drawn = ""
+    if survey.valid is None:
+        drawn = ", drawn from more than can be counted,"
+    elif survey.predicted < survey.valid:
+        drawn = f", drawn from {survey.valid:,} valid ones,"
     lines = _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{drawn} are predicted to fit", "", width)
     if explain:
         lines += [f"  {count:>9,}  {reason}" for reason, count in survey.out.items()]

@@ -87,28 +87,28 @@ class LineListener(ProgressListener):
         self._stream = stream
         self._plan: SearchPlan | None = None
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self._plan = plan
         for line in headline(plan):
             self._print(line)
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._print(f"{what} ...")
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         self._print(trial_line(trial, self._plan).plain)
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done < total:
             about = f", about {words.duration(seconds)} left" if seconds else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
-    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
         self._print(
             f"measuring the leaders again, in short turns, about {words.duration(seconds)}: {_numbers(leaders)}"
         )
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
     def _print(self, line: str) -> None:
@@ -142,7 +142,7 @@ class TerminalListener(ProgressListener):
         self._plan = None
         self._live.stop()
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self._plan, self._what = plan, ""
         self._finished = list(plan.earlier)
         title, *rest = headline(plan)
@@ -151,30 +151,30 @@ class TerminalListener(ProgressListener):
             self._console.print(Text(fold(line), style="dim"))
         self._console.print()
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._what, self._who, self._since, self._expected = what, "", time.monotonic(), 0.0
 
-    def started(self, trial: Trial) -> None:
+    def on_trial_start(self, trial: Trial) -> None:
         self._running[trial.number] = trial, time.monotonic()
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
         line = shortened(trial_line(trial, self._plan, narrow=self._console.width < _NARROW), self._console.width)
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         turn = _turn(done, total)
         self._what = "" if done >= total else f"measuring the leaders again: {turn}"
         self._who = f" ({_numbers(leaders)})"
         self._since, self._expected = time.monotonic(), seconds
 
-    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
         self._what = "measuring the leaders again in short turns"
         self._who = f" ({_numbers(leaders)})"
         self._since, self._expected = time.monotonic(), seconds
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._console.print(Text(fold(f"note: {message}"), style="yellow"))
 
     def _view(self) -> Group:

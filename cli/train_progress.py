@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from ..results.columns import fold, speed
-from ..tuner.train.listener import Begun, TrainListener
+from ..tuner.train.listener import TrainingStart, TrainListener
 from . import words
 from .progress import Terminal
 
@@ -33,15 +33,15 @@ def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener
         listener.close()
 
 
-def headline(begun: Begun) -> list[str]:
+def headline(start: TrainingStart) -> list[str]:
     """What a training sets out to do."""
-    done = f", {begun.step} of them done" if begun.step else ""
+    done = f", {start.step} of them done" if start.step else ""
     lines = [
-        f"training {begun.name} on {begun.where}: {begun.steps} steps{done}, in {begun.folder}",
-        f"configuration: {begun.strategy.why}",
-        f"  {words.configuration(begun.strategy.config)}",
+        f"training {start.name} on {start.where}: {start.steps} steps{done}, in {start.folder}",
+        f"configuration: {start.strategy.why}",
+        f"  {words.configuration(start.strategy.config)}",
     ]
-    return [*lines, f"data: {_data_in_words(begun.data)}"]
+    return [*lines, f"data: {_data_in_words(start.data)}"]
 
 
 def _data_in_words(data: Mapping[str, Any]) -> str:
@@ -78,7 +78,7 @@ def told(line: Mapping[str, Any], unit: str) -> str:
     if kind == "progress":
         return read_in_words(line)
     if kind == "resumed":
-        return f"going on from {line['checkpoint']}"
+        return f"continuing from {line['checkpoint']}"
     return str(line.get("text", "")) if kind == "note" else ""
 
 
@@ -103,25 +103,25 @@ class _Lines(TrainListener):
         self._stream, self._unit = stream, "tokens/s"
         self._said_at = time.monotonic()
 
-    def began(self, training: Begun) -> None:
+    def on_start(self, training: TrainingStart) -> None:
         self._unit = training.unit or self._unit
         for line in headline(training):
             self._print(line)
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._print(f"{what} ...")
 
-    def reading(self, share: float) -> None:
+    def on_read(self, share: float) -> None:
         if time.monotonic() - self._said_at >= READING_S:
             self._print(_reading_in_words(share))
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "progress" and time.monotonic() - self._said_at < READING_S:
             return
         if text := told(line, self._unit):
             self._print(text)
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class _Live(TrainListener):
         self._task: Any = None
         self._status: Any = None
 
-    def began(self, training: Begun) -> None:
+    def on_start(self, training: TrainingStart) -> None:
         self._unit = training.unit or self._unit
         self._rest()
         for line in headline(training):
@@ -159,7 +159,7 @@ class _Live(TrainListener):
             self._progress.start()
         self._progress.update(self._task, completed=training.step)
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._rest()
         if self._task is None:
             self._status = self._console.status(f"{what} ...")
@@ -167,11 +167,11 @@ class _Live(TrainListener):
         else:
             self._progress.update(self._task, numbers=what)
 
-    def reading(self, share: float) -> None:
+    def on_read(self, share: float) -> None:
         if self._status is not None:
             self._status.update(_reading_in_words(share))
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "progress" and self._task is not None:
             self._progress.update(self._task, numbers=read_in_words(line))
         elif line.get("kind") == "step" and self._task is not None:
@@ -181,7 +181,7 @@ class _Live(TrainListener):
         elif text := told(line, self._unit):
             self._print(text, "bold red" if line.get("failure") else "")
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(f"note: {message}", "yellow")
 
     def close(self) -> None:

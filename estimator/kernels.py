@@ -120,8 +120,8 @@ HALF_LENGTH = 450.0
 _GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200"}
 
 
-def attention_share(hardware: Hardware, kernel: str, keys: float, head_dim: int) -> float:
-    """Share of the peak rate that a fused attention kernel reaches."""
+def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray", head_dim: int) -> Any:
+    """Share of the peak rate that a fused attention kernel reaches, by the keys of a call."""
     chip = device_name(hardware.name).chip
     generation = next((each for start, each in _GENERATIONS.items() if chip.startswith(start)), "a100")
     shares = ATTENTION_SHARES[kernel]

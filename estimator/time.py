@@ -98,6 +98,11 @@ CAST = {"mxfp8": 5.0, "nvfp4": 8.0}
 besides."""
 
 
+RING_MERGE = (18.0, 14.0)
+"""Bytes moved for a number of the output of attention when a rank's keys have come: in the forward pass it is scaled and the
+new part added, in float32; in the backward pass the gradient of the queries is added to."""
+
+
 def _bandwidth(hardware: Hardware, constants: Constants) -> float:
     return hardware.memory_gb_per_s * 1e9 * constants.bandwidth_efficiency
 
@@ -169,7 +174,8 @@ def _part_work(
         share = constants.eager_attention_efficiency
         if not eager:
             kernel = setup.attention_kernel
-            share = constants.attention_efficiency or attention_share(hardware, kernel, keys, kind.head_dim)
+            # In a ring, a kernel sees the keys of one rank at a time.
+            share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
             share = share * (1.0 if hardware.kind == "cpu" else products_of(hardware).sustained)
         attention = flops / (hardware.rate(half) * share)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
@@ -178,6 +184,9 @@ def _part_work(
         memory_back = 2 * memory
     else:
         memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+    if part.attention is not None:
+        merged = (cols.cp - 1) * tokens * part.attention.heads * part.attention.head_dim / tp / bandwidth
+        memory, memory_back = memory + RING_MERGE[0] * merged, memory_back + RING_MERGE[1] * merged
     if setup.products in NARROW and part.role == "block":
         cast = CAST.get(str(setup.products), 4.0) * tokens / bandwidth
         memory, memory_back = memory + cast * inputs, memory_back + cast * outputs

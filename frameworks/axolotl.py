@@ -1,4 +1,4 @@
-"""axolotl: `axolotl train config.yml`; its options stand behind `train`, what is behind ` -- ` is its own launcher's."""
+"""axolotl: `axolotl train config.yml`; its options follow `train`, and those after ` -- ` are its launcher's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,19 +54,19 @@ WORDS = Words(
     Word(knob="cp", keys=("context_parallel_size", "sequence_parallel_degree")),
     Word(knob="hsdp", keys=("dp_replicate_size",)),
 )
-"""How axolotl names the knobs."""
+"""axolotl's names of the knobs."""
 
 
 def _prepare(stated: Stated) -> None:
     if stated.whole("fsdp_version") == 2 and stated.has("fsdp_config.reshard_after_forward") is False:
         stated.set(_RESHARD, True)
-    if str(stated.settings.get("bf16", "")).lower() == "auto":  # which a device of compute capability 8 has
+    if str(stated.settings.get("bf16", "")).lower() == "auto":  # bf16 on devices of compute capability 8
         stated.override("bf16", True)
     prepare(stated)
 
 
 def read(stated: Stated) -> None:
-    """Reads FSDP as the Trainer has it, the adapters, and the formats of the weights."""
+    """Reads FSDP like the Trainer, the adapters, and the formats of the weights."""
     read_trainer(stated)
     if (shard := stated.whole("dp_shard_size")) is not None:
         stated.knobs["dp"] = shard * stated.knobs.get("hsdp", 1)
@@ -88,12 +88,12 @@ def read(stated: Stated) -> None:
 
 
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights that are loaded in the format of the products, without a copy in float32."""
+    """Weights are loaded in the format of the products, without a copy in float32."""
     return {"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the replicas where the file has them."""
+    """Writes the replicas, if the file has them."""
     return {"dp_shard_size": strategy.dp // strategy.hsdp} if stated.has("dp_shard_size") else {}
 
 

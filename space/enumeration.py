@@ -8,7 +8,7 @@ choose, and divisibility for products, tell whether it can hold at all. Everythi
 A table that outgrows `MAX_ROWS` is given up, or, to draw samples, thinned out after every join.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,16 +36,43 @@ class TooLarge(SpaceError):
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class Choices:
     """Chosen codes, one array of length `rows` a knob; callables' results as codes of `Interned` values."""
 
     rows: int
     codes: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def take(self, rows: np.ndarray | slice) -> "Table":
+    def take(self, rows: np.ndarray | slice) -> "Choices":
         """The rows at these indices."""
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        return Table(count, {name: column[rows] for name, column in self.codes.items()})
+        return Choices(count, {name: column[rows] for name, column in self.codes.items()})
+
+    def row(self, index: int) -> dict[str, int]:
+        """The codes of one row."""
+        return {name: int(column[index]) for name, column in self.codes.items()}
+
+    def followed_by(self, other: "Choices") -> "Choices":
+        """These rows, then those of another table of the same knobs."""
+        codes = {name: np.concatenate([column, other.codes[name]]) for name, column in self.codes.items()}
+        return Choices(self.rows + other.rows, codes)
+
+    def unique(self, without: "Choices | None" = None) -> "Choices":
+        """The rows without repetitions, and without those of another table of the same knobs."""
+        first = 0 if without is None else without.rows
+        both = self if without is None else without.followed_by(self)
+        codes = np.stack([column.astype(np.int32) for column in both.codes.values()], axis=1)
+        _, at = np.unique(codes, axis=0, return_index=True)
+        return self.take(np.sort(at[at >= first]) - first)
+
+    def changes(self, codes: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
+        """In how many of the knobs that have been joined each row differs from `codes`, shape (rows,). A knob that one of
+        the two lacks is not counted: what makes it absent is."""
+        out = np.zeros(self.rows, np.int64)
+        for name in names:
+            column = self.codes.get(name)
+            if column is not None and codes[name] != _ABSENT:
+                out += (column != codes[name]) & (column != _ABSENT)
+        return out
 
 
 class Interned:
@@ -93,7 +120,7 @@ class Component:
         self._joins = join_order(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)}
 
-    def enumerate(self) -> Table:
+    def enumerate(self) -> Choices:
         """Every valid choice, in the lexicographic order of the knobs' values.
 
         Raises:
@@ -101,10 +128,10 @@ class Component:
         """
         return self._sorted(self._join())
 
-    def draw(self, rng: np.random.Generator, keep: int) -> Table:
+    def draw(self, rng: np.random.Generator, keep: int) -> Choices:
         """Up to about `keep` distinct valid choices, drawn by joining random partial choices; not uniform."""
 
-        def thin(table: Table, most: int) -> np.ndarray:
+        def thin(table: Choices, most: int) -> np.ndarray:
             return rng.choice(table.rows, most, replace=False)
 
         for width in (keep, 8 * keep, 64 * keep):  # a dead end: look wider
@@ -113,11 +140,11 @@ class Component:
                 break
         return table
 
-    def closest(self, distance: Callable[[Table], np.ndarray], keep: int) -> Table:
+    def closest(self, distance: Callable[[Choices], np.ndarray], keep: int) -> Choices:
         """Valid choices near the least `distance` of a (partial) table's rows."""
         rng = np.random.default_rng(0)
 
-        def thin(table: Table, most: int) -> np.ndarray:
+        def thin(table: Choices, most: int) -> np.ndarray:
             # Half of them at random: the nearest partial choices may all be dead ends.
             order = np.argsort(distance(table), kind="stable")
             return np.concatenate([order[: most // 2], rng.choice(order[most // 2 :], most - most // 2, replace=False)])
@@ -125,12 +152,30 @@ class Component:
         table = self._join(thin, keep)
         return table if table.rows else self.draw(rng, keep)
 
+    def near(self, codes: Mapping[str, int], changes: int) -> Choices:
+        """Every valid choice that differs from `codes` in at most so many knobs, see `Choices.changes`.
+
+        Raises:
+            TooLarge: there are more than `MAX_ROWS`.
+        """
+
+        def near(table: Choices) -> Choices:
+            return table.take(np.flatnonzero(table.changes(codes, self.names) <= changes))
+
+        return self._join(drop=near)
+
     # -- joining ---------------------------------------------------------------------------------------------
 
-    def _join(self, thin: Callable[[Table, int], np.ndarray] | None = None, keep: int = 0) -> Table:
-        table, pairs = Table(1), 0
+    def _join(
+        self,
+        thin: Callable[[Choices, int], np.ndarray] | None = None,
+        keep: int = 0,
+        drop: Callable[[Choices], Choices] = lambda table: table,
+    ) -> Choices:
+        """The valid choices; with `thin` about `keep` of them, without those that `drop` takes away on the way."""
+        table, pairs = Choices(1), 0
         if any(not len(self._alive[name]) and self.structure.knobs[name].when is None for name in self.names):
-            return Table(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
+            return Choices(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
         with np.errstate(all="ignore"):
             for join in self._joins:
                 if thin is not None:
@@ -140,12 +185,12 @@ class Component:
                 pairs += table.rows * len(self._alive[join.name])
                 if pairs > MAX_PAIRS:
                     raise self._too_large()
-                table = self._extend(table, join, bounded=thin is None)
+                table = drop(self._extend(table, join, bounded=thin is None))
         if thin is not None and table.rows > keep:
             table = table.take(thin(table, keep))
         return table
 
-    def _extend(self, table: Table, join: Join, *, bounded: bool) -> Table:
+    def _extend(self, table: Choices, join: Join, *, bounded: bool) -> Choices:
         alive = self._alive[join.name]
         active = self._active(table, join.name)
         computed = [check.computes for check in join.opaque if check.computes]
@@ -170,10 +215,10 @@ class Component:
             return parts[0]
         names = [*table.codes, join.name, *computed]
         if not parts:
-            return Table(0, {name: np.zeros(0, np.int32) for name in names})
-        return Table(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
+            return Choices(0, {name: np.zeros(0, np.int32) for name in names})
+        return Choices(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
 
-    def _active(self, table: Table, name: str) -> np.ndarray | None:
+    def _active(self, table: Choices, name: str) -> np.ndarray | None:
         """Rows in which the knob exists; None for all of them."""
         when = self.structure.knobs[name].when
         if when is None:
@@ -184,7 +229,7 @@ class Component:
         out[rows] = self._true(table.take(rows), when)
         return out
 
-    def _pair(self, table: Table, join: Join) -> Table:
+    def _pair(self, table: Choices, join: Join) -> Choices:
         alive = self._alive[join.name]
         ok: np.ndarray | None = None
         if join.complete or join.partial:
@@ -209,7 +254,7 @@ class Component:
             out = self._apply(out, check)
         return out
 
-    def _grid(self, table: Table, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
+    def _grid(self, table: Choices, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
         """Columns shaped to broadcast: rows down, values of the joined knob across."""
 
         def load(each: str) -> np.ndarray | None:
@@ -221,7 +266,7 @@ class Component:
         return load
 
     def _narrow(
-        self, ok: np.ndarray | None, table: Table, join: Join, check: Check, mask: np.ndarray | None
+        self, ok: np.ndarray | None, table: Choices, join: Join, check: Check, mask: np.ndarray | None
     ) -> np.ndarray | None:
         if mask is None:
             return ok
@@ -230,7 +275,7 @@ class Component:
             mask = mask | ~present[:, None]
         return mask if ok is None else ok & mask
 
-    def _present(self, table: Table, conditionals: frozenset[str]) -> np.ndarray | None:
+    def _present(self, table: Choices, conditionals: frozenset[str]) -> np.ndarray | None:
         """Rows in which all these knobs exist; None for all rows."""
         out = None
         for name in conditionals:
@@ -267,7 +312,7 @@ class Component:
 
     # -- Python functions ------------------------------------------------------------------------------------
 
-    def _apply(self, table: Table, check: Check) -> Table:
+    def _apply(self, table: Choices, check: Check) -> Choices:
         """The rows of a full table in which a check holds that has a Python function in it."""
         label, rule = check.label, check.rule
         present = self._present(table, check.conditionals)
@@ -292,7 +337,7 @@ class Component:
                 keep[rows] = ~np.broadcast_to(undefined, rows.shape)
         return table if keep.all() else table.take(np.flatnonzero(keep))
 
-    def _true(self, table: Table, rule: Rule) -> np.ndarray:
+    def _true(self, table: Choices, rule: Rule) -> np.ndarray:
         """Rows in which a condition holds; all its knobs must be there."""
         if isinstance(rule, Predicate):
             if not table.rows:
@@ -302,7 +347,7 @@ class Component:
         holding = _holding(rule.columns(Lookup(self.structure, self._loader(table))))
         return np.broadcast_to(holding, (table.rows,))
 
-    def _called(self, table: Table, rule: Predicate) -> tuple[list[Any], np.ndarray]:
+    def _called(self, table: Choices, rule: Predicate) -> tuple[list[Any], np.ndarray]:
         """What a function returns, once for every combination of arguments that occurs, and for every row
         which of these results it has."""
         lookup = Lookup(self.structure, self._loader(table))
@@ -310,7 +355,7 @@ class Component:
         first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
         return rule.call_all([objects(values)[codes[first]].tolist() for codes, values in arguments]), inverse
 
-    def _argument(self, table: Table, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
+    def _argument(self, table: Choices, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
         """Codes of a knob's values in the rows, and the Python values they stand for."""
         codes = table.codes.get(name)
         if codes is not None:
@@ -334,7 +379,7 @@ class Component:
         owner = self.interned.get(name) or self.structure.knobs[name]
         return owner.column(codes)
 
-    def _loader(self, table: Table) -> Callable[[str], np.ndarray | None]:
+    def _loader(self, table: Choices) -> Callable[[str], np.ndarray | None]:
         def load(name: str) -> np.ndarray | None:
             codes = table.codes.get(name)
             return None if codes is None else self.values(name, codes)
@@ -355,7 +400,7 @@ class Component:
                     ok = ok if mask is None else ok & mask
         return codes[ok]
 
-    def _sorted(self, table: Table) -> Table:
+    def _sorted(self, table: Choices) -> Choices:
         key, span = np.zeros(table.rows, np.int64), 1
         for name in self.names:
             span *= len(self.structure.knobs[name].values) + 1

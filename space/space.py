@@ -14,6 +14,7 @@ import numpy as np
 from ..base.errors import SpaceError, unknown
 from .config import Config
 from .document import read_dict, read_yaml, write_dict, write_yaml
+from .enumeration import Choices
 from .explanation import Point, check_alone, describe, emptied_by, resolve
 from .knob import DerivedKnob, Knob, integer_values
 from .rules import Constraint, Rule, RuleError, holds, read_condition, read_rule
@@ -329,13 +330,27 @@ class Space:
             raise SpaceError(f"count >= 0 must hold, but got {count}")
         return self._set().sample(count, operator.index(seed))
 
-    def near(self, index: int, changes: int) -> np.ndarray:
-        """Indices of the configurations that differ from `space.at(index)` in at most so many knobs, itself too.
+    def choices(self, most: int, seed: int = 0) -> Choices:
+        """All configurations, or `most` of a larger space, drawn with a seed: see `sample`. As codes: for every knob that is
+        chosen the index of its value in `knob.values`, -1 where it is absent.
+
+        A space whose rules are too many to list its configurations may give fewer.
+        """
+        return self._set().choices(most, seed)
+
+    def near(self, codes: Mapping[str, int], changes: int) -> Choices:
+        """The configurations that differ from one, given by its codes, in at most so many knobs, itself too.
+
+        A knob that becomes present or absent by another's change is not counted, and has any value.
 
         Raises:
-            SpaceError: too many configurations to list.
+            SpaceError: more than 5 million.
         """
-        return self._set().near(index, changes)
+        return self._set().near(codes, changes)
+
+    def made(self, choices: Choices) -> list[Config]:
+        """The configurations of codes."""
+        return self._set().made(choices)
 
     def columns(self, indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """For every free knob the index of its value in `knob.values`: int32, one row a configuration, row i

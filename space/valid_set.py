@@ -5,7 +5,7 @@ So its size may be astronomic as long as each component can be listed.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -14,12 +14,17 @@ import numpy as np
 
 from ..base.errors import SpaceError
 from .config import Config, configs
-from .enumeration import MAX_ROWS, Component, Table, TooLarge, objects
+from .enumeration import MAX_ROWS, Choices, Component, TooLarge, objects
 from .structure import Lookup, Structure
 from .values import Value
 
 _BATCH = 4096
 _BEAM = 4096
+
+
+def _beside(tables: Sequence[Choices], rows: int) -> Choices:
+    """Tables of different knobs as one."""
+    return Choices(rows, {name: column for table in tables for name, column in table.codes.items()})
 
 
 class ValidSet:
@@ -31,9 +36,9 @@ class ValidSet:
         self._owners = {name: each for each in self.components for name in (*each.names, *each.interned)}
         knobs = structure.knobs.values()  # in a configuration, what is chosen comes first
         self._names = [knob.name for knob in sorted(knobs, key=lambda knob: knob.derived)]
-        self._tables: list[Table | TooLarge | None] = [None] * len(self.components)
+        self._tables: list[Choices | TooLarge | None] = [None] * len(self.components)
 
-    def table(self, at: int) -> Table:
+    def table(self, at: int) -> Choices:
         """The valid choices of a component.
 
         Raises:
@@ -91,9 +96,9 @@ class ValidSet:
                 return None
         return self.configs(tables, 1)[0] if doubt is None else doubt
 
-    def _inhabited(self, at: int) -> Table | TooLarge:
+    def _inhabited(self, at: int) -> Choices | TooLarge:
         listed = self._tables[at]
-        if not isinstance(listed, Table) and len(self.components[at].names) > 1:
+        if not isinstance(listed, Choices) and len(self.components[at].names) > 1:
             # A few random partial choices that can be completed answer it at once.
             drawn = self.components[at].draw(np.random.default_rng(0), 64)
             if drawn.rows:
@@ -140,20 +145,6 @@ class ValidSet:
             rest = rest // size
         return digits[::-1]
 
-    def near(self, index: int, changes: int) -> np.ndarray:
-        """Indices of the configurations that differ from that at `index` in at most so many knobs, itself too, ascending."""
-        found, changed = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        for at, (row,) in enumerate(self._digits([index])):
-            table = self.table(at)
-            differ = np.zeros(table.rows, np.int64)
-            for name in self.components[at].names:
-                differ += table.codes[name] != table.codes[name][row]
-            here = np.flatnonzero(differ <= changes)
-            total = changed[:, None] + differ[here]
-            kept = total <= changes
-            found, changed = (found[:, None] * table.rows + here)[kept], total[kept]
-        return found
-
     def columns(self, names: Sequence[str], indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Codes of the knobs for every configuration, or for those at some indices, int32; -1 where absent.
 
@@ -180,7 +171,7 @@ class ValidSet:
 
     # -- configurations --------------------------------------------------------------------------------------
 
-    def configs(self, tables: Sequence[Table], count: int) -> list[Config]:
+    def configs(self, tables: Sequence[Choices], count: int) -> list[Config]:
         """The configurations whose choices stand in the rows of the tables, `count` rows each."""
         codes = {name: column for table in tables for name, column in table.codes.items()}
         lacking = [name for name in self.structure.variables if (codes[name] < 0).any()]
@@ -219,6 +210,43 @@ class ValidSet:
                     columns.append(np.broadcast_to(lookup(name)[0], (count,)).tolist())
         return configs(names, zip(*columns) if columns else [()] * count)
 
+    # -- choices as codes ------------------------------------------------------------------------------------
+
+    def choices(self, most: int, seed: int) -> Choices:
+        """All that is valid, or `most` of it: drawn evenly where the set can be listed, otherwise as `sample` does."""
+        if self.enumerable:
+            indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
+            tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
+            return _beside(tables, len(indices))
+        tables = self._draw(np.random.default_rng(seed), most) or []
+        return _beside(tables, tables[0].rows if tables else 0).unique()
+
+    def _drawn_indices(self, count: int, seed: int) -> np.ndarray:
+        if self.size <= 2**62:
+            rng = np.random.default_rng(seed)
+            return np.sort(rng.choice(self.size, count, replace=False, shuffle=False))
+        uniform = random.Random(seed)
+        return np.array(sorted({uniform.randrange(self.size) for _ in range(count)}), object)
+
+    def near(self, codes: Mapping[str, int], changes: int) -> Choices:
+        """What differs from `codes` in at most so many knobs, itself too."""
+        rows, tables = np.zeros((0, 1), np.int64), []
+        changed = np.zeros(1, np.int64)
+        for at, component in enumerate(self.components):
+            known = self._tables[at]
+            table = known if isinstance(known, Choices) else component.near(codes, changes)
+            differ = table.changes(codes, component.names)
+            here = np.flatnonzero(differ <= changes)
+            total = changed[:, None] + differ[here]
+            first, second = np.nonzero(total <= changes)
+            rows, changed = np.vstack([rows[:, first], here[second]]), total[first, second]
+            tables.append(table)
+        return _beside([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
+
+    def made(self, choices: Choices) -> list[Config]:
+        """The configurations of rows of codes."""
+        return self.configs([choices], choices.rows)
+
     # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self, count: int, seed: int) -> list[Config]:
@@ -251,12 +279,12 @@ class ValidSet:
             )
         return list(found)[:count]
 
-    def _draw(self, rng: np.random.Generator, count: int) -> list[Table] | None:
+    def _draw(self, rng: np.random.Generator, count: int) -> list[Choices] | None:
         """`count` rows of every component; None where nothing was found for one of them."""
         tables = []
         for at, component in enumerate(self.components):
             listed = self._tables[at]
-            if isinstance(listed, Table):
+            if isinstance(listed, Choices):
                 tables.append(listed.take(rng.integers(0, listed.rows, count)))
                 continue
             drawn = component.draw(rng, max(_BEAM, 4 * count))
@@ -284,8 +312,8 @@ class ValidSet:
             rows.append(table.take(np.array([best])))
         return self.configs(rows, 1)[0]
 
-    def _distance(self, wanted: dict[str, int]) -> Callable[[Table], np.ndarray]:
-        def distance(table: Table) -> np.ndarray:
+    def _distance(self, wanted: dict[str, int]) -> Callable[[Choices], np.ndarray]:
+        def distance(table: Choices) -> np.ndarray:
             out = np.zeros(table.rows)
             for name, codes in table.codes.items():
                 if name in wanted:

@@ -1,7 +1,7 @@
-"""Tensor and pipeline parallelism as transformers plans it for an architecture.
+"""Tensor and pipeline parallelism by transformers' plans of an architecture.
 
-About a hundred architectures say in their configuration how each of their weights is cut (`base_model_tp_plan`)
-and what follows upon what (`base_model_pp_plan`). The plans are turned into shard, sync and fork_rng here.
+About a hundred architectures define in their configuration how each of their weights is cut (`base_model_tp_plan`) and
+the order of their modules (`base_model_pp_plan`). The plans are converted to shard, sync and fork_rng here.
 
 Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 """
@@ -26,23 +26,23 @@ COLUMNS = ("colwise", "packed_colwise")
 WITHIN = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
 """Styles of a region: whole input, cut features, partial sums."""
 NOTHING = ("local_params", "replicate")
-"""Styles that ask for nothing here: tensors are plain local ones anyway."""
+"""Styles without an effect here: tensors are plain local tensors anyway."""
 STYLES = (
     *(*WITHIN, *NOTHING, "packed_rowwise", "rowwise_split_input", "colwise_gather_output", "embedding_rowwise"),
     *("embedding_colwise", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce"),
 )
-"""Styles of transformers' plans that have a counterpart here."""
+"""Supported styles of transformers' plans."""
 
 
 def tensor_plan(sch: "Schedule") -> dict[str, str]:
-    """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty for none."""
+    """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty if there is none."""
     plan = _plan_of_transformers(sch.module, "tp")
     return {**_latent_attention(sch, plan), **plan} if plan else {}
 
 
 def _latent_attention(sch: "Schedule", plan: dict[str, str]) -> dict[str, str]:
-    """The plan of multi-head latent attention as transformers has it for DeepSeek-V2, where the plan of a model with it
-    leaves attention whole, as that of DeepSeek-V3 does."""
+    """Plan of multi-head latent attention, as transformers has it for DeepSeek-V2, for models whose plan leaves this
+    attention whole, such as DeepSeek-V3."""
     config = sch.module.config.get_text_config()
     found = {}
     for path, _ in sch.module.named_modules():
@@ -67,11 +67,10 @@ def _plan_of_transformers(model: "nn.Module", kind: str) -> dict[str, Any]:
 
 
 def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
-    """Cuts a model as transformers plans it.
+    """Cuts a model by transformers' plan.
 
     Raises:
-        ScheduleError: it has no plan, the plan has a style that has no counterpart, or the sequence cannot be
-            cut around it.
+        ScheduleError: it has no plan, the plan has an unsupported style, or the sequence cannot be cut around it.
     """
     plan = tensor_plan(sch)
     if not plan:
@@ -104,7 +103,7 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
-    """Blocks in even shares, where transformers' plan has one list of blocks."""
+    """Even shares of the blocks, if transformers' plan has one list of blocks."""
     lists = [
         path for path in _plan_of_transformers(sch.module, "pp") if path in sch and hasattr(sch[path].module, "append")
     ]
@@ -114,7 +113,7 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
 
 
 def _whole_here(sch: "Schedule", place: str) -> bool:
-    """Whether ranks share the samples of the block around a place, and nothing of its layers."""
+    """True if ranks share the samples of the block around a place, and none of its layers."""
     from ...schedule.primitives.tensor_parallel import sharing_around
 
     holder = place if place in sch else place.rpartition(".")[0]
@@ -123,7 +122,7 @@ def _whole_here(sch: "Schedule", place: str) -> bool:
 
 
 def _places(sch: "Schedule", path: str) -> list[str]:
-    """The modules or parameters that a path of a plan stands for; none where this model has none."""
+    """Modules or parameters that match a path of a plan; none if this model has none."""
     from fnmatch import fnmatchcase
 
     parts = path.split(".")
@@ -138,7 +137,7 @@ def _places(sch: "Schedule", path: str) -> list[str]:
 
 
 def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
-    """The module around a place that computes nothing but what is cut; empty where there is none."""
+    """Path of the module around a place that contains only cut modules; empty if there is none."""
     parent = place.rpartition(".")[0]
     if not parent or _is_parameter(sch, place) or places[place] not in WITHIN:
         return ""
@@ -154,8 +153,9 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
 
 
 def draws(sch: "Schedule") -> bool:
-    """Whether the configuration has dropout or noise anywhere. Llama and most after it have none: to set random
-    streams there costs a break in every compiled block, for nothing."""
+    """True if the configuration has dropout or noise anywhere. Llama and most later models have none: seeding random
+    streams there would needlessly break every compiled block.
+    """
     if not hasattr(sch.module, "config"):
         return True
     config = sch.module.config.get_text_config().to_dict()
@@ -164,7 +164,9 @@ def draws(sch: "Schedule") -> bool:
 
 
 def _layer(sch: "Schedule", holder: str) -> str:
-    """The layer that a module with weights belongs to: an adapted layer's are its original and its adapters."""
+    """Path of the layer that a module with weights belongs to: an adapted layer consists of its original and its
+    adapters.
+    """
     parts = holder.split(".")
     for depth in range(1, len(parts)):
         path = ".".join(parts[:depth])
@@ -187,7 +189,7 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
     behind = []
     if drops:
         region.fork_rng()
-        # Dropout behind the projection, within the region's own module.
+        # Dropout after the projection, within the region's own module.
         behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
     regions.around(region, last, dropout=behind)
 
@@ -198,7 +200,7 @@ def _is_behind(path: str) -> bool:
 
 
 def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool, drops: bool) -> None:
-    """One place of a plan, with exchanges of its own, as transformers does it."""
+    """Cuts one place of a plan, with its own communication, as transformers does."""
     from ...schedule.primitives.tensor_parallel import tensor_parallel
 
     if style in NOTHING:
@@ -216,7 +218,7 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
         if drops:
             module.fork_rng()
         if not sequence_parallel:
-            # Of the tokens and of the weights by which experts' outputs are added up.
+            # For the tokens and the weights of the experts' outputs.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     elif style in COLUMNS or style == "colwise_gather_output":
         whole = style == "colwise_gather_output"
@@ -246,7 +248,7 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
 
 
 def _last_summed(gradient: "torch.Tensor", features: int, axis: "Axis") -> "torch.Tensor":
-    """A gradient whose last features are summed over the ranks."""
+    """Sums the last features of a gradient over the ranks."""
     import torch
 
     from ...schedule.parallel.collectives import all_reduce
@@ -256,12 +258,12 @@ def _last_summed(gradient: "torch.Tensor", features: int, axis: "Axis") -> "torc
 
 
 def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
-    """A rank's part of what is added up over the ranks, and all of them have."""
+    """A rank's share of a tensor that every rank has and that is summed over them afterwards."""
     return tensor / ranks
 
 
 def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
-    """Embedding and head, where the plan cuts the head; they are taken out of `places`."""
+    """Cuts embedding and head, if the plan cuts the head; they are removed from `places`."""
     paths = {id(module): path for path, module in sch.module.named_modules()}
     head = paths.get(id(sch.module.get_output_embeddings()), "")
     embedding = paths[id(sch.module.get_input_embeddings())]
@@ -271,7 +273,7 @@ def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
 
 
 def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
-    """Modules of a router and its experts, and nothing else."""
+    """Paths of modules with only a router and its experts."""
     found = []
     for place in (path for path, style in places.items() if style == "moe_tp_experts"):
         parent = place.rpartition(".")[0]
@@ -282,8 +284,9 @@ def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
 
 
 def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str]) -> None:
-    """Between regions, and around mixtures of experts, whose router sees the whole sequence on every rank and
-    has a part of its gradient on each."""
+    """Cuts the sequence between regions, and around mixtures of experts, whose router sees the whole sequence on
+    every rank and has a part of its gradient on each.
+    """
     experts = [path for path, style in _experts(sch)]
     for path in experts:
         mixture = sch[path.rpartition(".")[0]]

@@ -26,7 +26,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def stored_tensors(path: Path) -> dict[str, LazyTensor]:
-    """What a folder of safetensors, or one file of them, holds by its names there.
+    """Tensors of a folder of safetensors, or of one such file, by their stored names.
 
     Raises:
         WorkloadError: there is none, a part of it is missing, or a file is damaged; pickles are refused.
@@ -58,10 +58,10 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of every tensor, by an index of shards.
+    """File of every tensor, from an index of shards.
 
     Raises:
-        WorkloadError: it is no such index, or names a file outside its folder.
+        WorkloadError: it is not such an index, or names a file outside its folder.
     """
     try:
         document = parse_json(read_named(path, at_most=_LARGEST_INDEX))
@@ -107,7 +107,7 @@ def _file_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def opened(path: Path) -> Any:
-    """A safetensors file, for a `with`.
+    """Opens a safetensors file, for a `with`.
 
     Raises:
         WorkloadError: it cannot be read, or is damaged.
@@ -134,7 +134,7 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
             return out
         row = dtype.itemsize * max(1, torch.Size(shape[1:]).numel())
         step = max(1, BLOCK_BYTES // row)
-        # The file is mapped: what was read of it counts as this process's memory until it is closed.
+        # The file is mapped: pages that were read count as this process's memory until it is closed.
         for first in range(box[0].start, box[0].stop, step):
             last = min(box[0].stop, first + step)
             with opened(path) as file:
@@ -145,6 +145,6 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
 
 
 def index_document(files: dict[str, str], total_bytes: int) -> bytes:
-    """An index of shards, as transformers writes it."""
+    """An index of shards in transformers' format."""
     document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(document, indent=2) + "\n").encode()

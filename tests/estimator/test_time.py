@@ -7,10 +7,10 @@ from redline.estimator.collectives import group
 from redline.estimator.constants import CPU, Constants
 from redline.estimator.facts.model_facts import Matmul
 from redline.estimator.hardware import find_hardware
-from redline.estimator.kernels import products_of
+from redline.estimator.kernels import attention_share, products_of
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.stages import stages
-from redline.estimator.time import TIME_TERMS, matmul_seconds, stall_chance, step_time
+from redline.estimator.time import RING_MERGE, TIME_TERMS, matmul_seconds, stall_chance, step_time
 
 LLAMA2_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
 A100 = find_hardware("a100-80gb")
@@ -330,9 +330,19 @@ def test_ranks_of_a_sequence_divide_its_work(axis):
     whole = terms(setup, micro_batch=1, zero=3, grad_accum=1)
     cut = terms(setup.replace(global_batch=8), micro_batch=8, zero=3, grad_accum=1, **{axis: 8})
     # A rank has as many tokens either way, and as much of their attention.
-    for name in ("matmul", "attention", "memory-bound", "data parallel", "parameter gathers", "optimizer"):
+    for name in ("matmul", "data parallel", "parameter gathers", "optimizer"):
         assert cut[name] == pytest.approx(whole[name])
     assert whole["sequence exchange"] == 0
+    if axis == "sp":
+        assert cut["attention"] == pytest.approx(whole["attention"])
+        assert cut["memory-bound"] == pytest.approx(whole["memory-bound"])
+    else:  # in 8 calls with an eighth of the keys each, whose outputs are merged
+        shares = [attention_share(A100, "flash2", keys, 128) for keys in (2048, 256)]
+        assert cut["attention"] == pytest.approx(whole["attention"] * shares[0] / shares[1])
+        merged = (
+            7 * 2048 * 4096 * 32 * sum(RING_MERGE) / (A100.memory_gb_per_s * 1e9 * Constants().bandwidth_efficiency)
+        )
+        assert cut["memory-bound"] - whole["memory-bound"] == pytest.approx(merged)
 
 
 def test_slices_make_transfers_between_stages_shorter():

@@ -306,7 +306,7 @@ def test_a_file_that_no_tool_wrote_is_refused_and_those_known_are_named(tmp_path
         UsageError, match="not a known format. FlagScale's auto-tuner has .*Write other spaces for --space"
     ):
         find_source(written(tmp_path, "odd.yaml", {"a": 1}))
-    with pytest.raises(UsageError, match="a space of redline's own: give it with --space"):
+    with pytest.raises(UsageError, match="a space of redline: give it with --space"):
         find_source(written(tmp_path, "own.yaml", {"knobs": []}))
     with pytest.raises(UsageError, match="none.yaml cannot be read: No such file"):
         find_source(tmp_path / "none.yaml")

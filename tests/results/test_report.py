@@ -149,7 +149,7 @@ def test_the_space_and_the_environment_are_told_in_words(run):
 def test_failures_stand_by_reason_with_the_end_of_their_log(run):
     oom, crash = sorted(document(Source.read(run))["failures"], key=lambda each: each["trials"])
     assert (oom["status"], oom["trials"]) == ("oom", [2])
-    assert oom["log_why"] == "no log is named in the table"
+    assert oom["log_why"] == "the table names no log"
     assert (crash["status"], crash["trials"], crash["log_trial"]) == ("crash", [3], 3)
     assert crash["log"].splitlines() == ["step"] * 11 + ["ValueError: no such kernel"]
 

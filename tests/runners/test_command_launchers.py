@@ -95,7 +95,7 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
     assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
     assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
     for name in ("litgpt", "nemo", "megatron-bridge"):
-        with pytest.raises(UsageError, match="say how many by --global-batch"):
+        with pytest.raises(UsageError, match="set it with --global-batch"):
             samples(name, "sh t.sh")
 
 
@@ -143,7 +143,7 @@ def test_a_file_is_told_at_its_paths(tmp_path):
 
 
 def test_a_knob_that_a_launcher_does_not_know_needs_a_place():
-    with pytest.raises(UsageError, match="the knob 'unheard' is used nowhere"):
+    with pytest.raises(UsageError, match="the knob 'unheard' is not used"):
         words("trainer", "sh train.sh", unheard=[1, 2])
     assert "--deep 1" in " ".join(words("trainer", "sh train.sh --deep {unheard}", unheard=[1, 2]))
 
@@ -281,7 +281,7 @@ def test_a_global_batch_is_said_to_those_who_derive_the_accumulation_themselves(
     command = Command(command="sh train.sh", launcher="megatron")
     work = Commands(command, space, devices=4, global_batch=64)
     assert "--global-batch-size 64" in work.rendered(space.config(micro_batch=2), 0, Path())
-    with pytest.raises(UsageError, match="say it with --global-batch"):
+    with pytest.raises(UsageError, match="set it with --global-batch"):
         Commands(command, space, devices=4)
 
 

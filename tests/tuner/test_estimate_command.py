@@ -2,17 +2,23 @@
 
 import json
 import re
+import threading
 
 import pytest
 from redline.base.errors import UsageError
 from redline.cli import main
-from redline.estimator import Shape
+from redline.estimator import Shape, document
 from redline.estimator.document import estimate_document
 from redline.estimator.plans import choose, plan_of
 from redline.estimator.request import estimate_request
 from redline.estimator.survey import survey
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
 
 
 def run(capsys, *arguments):
@@ -103,6 +109,48 @@ def test_fewer_devices_are_a_plan_where_they_keep_half_the_speed(question):
     assert fewer.role == "4 devices" and fewer.devices == 4
     assert fewer.ranked.estimate.throughput >= 0.5 * found.ranked[0].estimate.throughput
     assert fewer.ranked.config["tp"] * fewer.ranked.config["pp"] * fewer.ranked.config["dp"] <= 4
+
+
+def test_fewer_devices_are_not_looked_for_where_computing_alone_takes_too_long(question):
+    from dataclasses import replace
+
+    from redline.estimator.plans import fewer_devices
+
+    ranked = estimate_document(question).ranked[0]
+    asked = []
+
+    def find(share):
+        def best(devices):
+            asked.append(devices)
+            breakdown = {
+                **dict.fromkeys(ranked.estimate.breakdown, 0.0),
+                "time.matmul": share,
+                "time.data parallel": 1 - share,
+            }
+            estimate = replace(ranked.estimate, throughput=60.0, step_ms=1.0, breakdown=breakdown)
+            return replace(ranked, estimate=estimate)
+
+        return best
+
+    assert fewer_devices(50.0, 8, find(0.8))[0] == 4 and asked == [4]
+    asked.clear()
+    assert fewer_devices(50.0, 8, find(0.4))[0] == 1 and asked == [4, 2, 1], "without links, 2 may be as fast"
+
+
+def test_no_other_thread_runs_while_variants_are_traced_in_forked_processes(capsys, monkeypatch, tmp_path):
+    before, during, called = set(threading.enumerate()), [], []
+
+    def trace(source, variants, progress):
+        progress(1, 2)
+        called.append(True)
+        during.extend(set(threading.enumerate()) - before)
+
+    monkeypatch.setattr(document, "trace_concurrently", trace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, _, _ = run(
+        capsys, "estimate", "gpt2-tiny", "--hardware", "a100-40gb", "--seq-len", 64, "--fix", "fusion=false"
+    )
+    assert code == 0 and called and during == []
 
 
 def test_a_sampled_space_leads_to_its_best_plan(question, monkeypatch):

@@ -252,7 +252,7 @@ def test_the_dashboards_exports_of_such_a_trial_name_its_end(simulated):
 
 def test_a_folder_without_a_run_is_named(capsys, tmp_path):
     code, _, err = export(capsys, tmp_path, "--to", "yaml")
-    assert code == 2 and f"'{tmp_path}' holds no run" in err
+    assert code == 2 and f"'{tmp_path}' contains no run" in err
 
 
 def test_the_targets_can_be_listed(capsys):

@@ -263,7 +263,7 @@ def test_without_time_nothing_is_soaked_and_it_is_said():
     watch = Stopwatch(1e-9)
     folder, runner, said = soaked([5.0], holding=(), seconds=1.0, watch=watch)
     assert runner.requests == [] and folder.trials()[0].ok
-    assert said == ["the time was up before trial 0, which leads, was soaked"]
+    assert said == ["the time was up before the leader, trial 0, was soaked"]
 
 
 def test_trials_end_in_time_for_the_soak():

@@ -112,7 +112,7 @@ def test_a_command_in_a_file_is_tuned_alike_and_dry_starts_nothing(checkout, cap
 def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     Path("train.py").write_text("import sys\nraise SystemExit(f'no such file: {sys.argv[1]}')\n")
     code, out, _ = run(capsys, "tune", "--command", checkout, "--space", "knobs.yaml", "--trials", 6, "--out", "run")
-    assert code == 3 and "the first two trials crashed alike, so that the command is to blame" in out
+    assert code == 3 and "the first two trials crashed in the same way, so the command is to blame" in out
     assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
 
 
@@ -125,17 +125,20 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
         ),
         (["gpt2-tiny", "--model", "x"], "--model belongs to a command"),
         (["--command", "true {micro_batch} {mode}", "--model", "gpt3-tiny"], "did you mean 'gpt2-tiny'"),
-        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise belongs to"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise needs a workload"),
         (
             ["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--data", "x"],
-            "data belongs to a workload",
+            "data is for a workload",
         ),
-        (["--command", "true {micro_batch} {mode} {global_batch}"], "say it with --global-batch"),
-        (["--command", "true {micro_batch} {mode}", "--global-batch", "8"], "does not hear of the global batch, 8"),
-        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware belongs to a workload"),
+        (["--command", "true {micro_batch} {mode} {global_batch}"], "set it with --global-batch"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--global-batch", "8"],
+            "has no placeholder for the global batch, 8",
+        ),
+        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware is for a workload"),
         (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
-        (["--command", "true {micro_batch}"], "the knob 'mode' is used nowhere"),
-        (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "belong to a workload, not to a command"),
+        (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
+        (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
         (
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
             "needs to know what a command trains: --model",
@@ -311,5 +314,5 @@ def test_python_tunes_commands_too(checkout):
         fix={"mode": "fast"},
     )
     assert result.best.config == {"micro_batch": 4, "mode": "fast"} and set(result.trials["unit"]) == {"samples/s"}
-    with pytest.raises(UsageError, match="isolate=False belongs to a callable"):
+    with pytest.raises(UsageError, match="isolate=False is for a callable"):
         rl.tune(rl.Command(command="true"), rl.Space(), isolate=False)

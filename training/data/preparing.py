@@ -1,4 +1,4 @@
-"""From what is asked of the data to samples: read, tokenised and checked once, then mapped into memory."""
+"""Prepares samples from a request: reads, tokenises and checks the data once, then maps it into memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from .samples import Samples
 from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
 
 FORMAT = 1
-"""Of what is kept in the cache; another where tokens of the same files would be others."""
+"""Version of the cache, which changes if the same files give other tokens."""
 HEARD_S = 0.5
-"""How often it is told how far reading is, s."""
+"""Interval between progress reports, s."""
 Heard = Callable[[float], None]
-"""Told which share of the data is read, from 0 to 1."""
+"""Receives the share of the data that is read, from 0 to 1."""
 
 
 def prepare(
@@ -36,25 +36,25 @@ def prepare(
     pad_id: int | None = None,
     heard: Heard = lambda share: None,
 ) -> Samples:
-    """The samples of a plan.
+    """Returns the samples of a plan.
 
-    Texts are tokenised a few MiB at a time into a folder of the cache, once: other processes that ask for the same at the
-    same time wait for the first, and later ones find it. Files of tokens stay where they are and are looked through once.
+    Texts are tokenised a few MiB at a time into a folder of the cache, once: other processes with the same request
+    wait for the first, and later ones find the result. Files of tokens stay in place and are checked once.
 
     Args:
-        plan: what is asked.
-        seq_len: tokens of a sample; sequence to sequence, of its input and of its output each.
-        task: what the model is trained to do.
-        vocab_size: of the model.
+        plan: the request.
+        seq_len: tokens of a sample; for sequence to sequence, of its input and of its output each.
+        task: task of the model.
+        vocab_size: vocabulary size of the model.
         cache: a folder, on a disk that all ranks share or on one of each host.
-        pad_id: of the model; None for the tokenizer's.
-        heard: told now and then how far that is.
+        pad_id: padding token of the model; None for the tokenizer's.
+        heard: called now and then with the progress.
 
     Raises:
-        WorkloadError: the data cannot be read, is empty, shorter than a sample, not UTF-8, of another vocabulary, or the
-            plan does not suit it or the task.
+        WorkloadError: the data cannot be read, is empty, shorter than a sample, not UTF-8, of another vocabulary, or
+            the plan does not suit it or the task.
         StudyError: the cache cannot be written.
-        MissingDependency: what reads such files is not installed.
+        MissingDependency: the package that reads such files is not installed.
     """
     _check_task(plan, task)
     if task != "causal":
@@ -139,7 +139,7 @@ def _check_size(plan: DataPlan, layout: Layout, usable: Usable) -> None:
 
 
 def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, heard: Heard) -> Path:
-    """The folder of the tokens, made where it is not there."""
+    """Returns the folder of the tokens, and creates it if necessary."""
     stamps = [each.stamps() for each in sources]
     wanted = {
         "format": FORMAT,
@@ -148,9 +148,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     }
     if sources[0].kind in OF_TOKENS:
         if plan.train_on == "assistant":
-            raise WorkloadError(
-                f"{plan.paths[0]} holds tokens, in which nobody speaks; train_on=assistant needs conversations"
-            )
+            raise WorkloadError(f"{plan.paths[0]} contains tokens; train_on=assistant needs conversations")
         wanted["wide"] = vocab_size > 1 << 16
     else:
         wanted |= {"field": plan.field, "train_on": plan.train_on}
@@ -167,7 +165,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
 
 
 def _now_and_then(heard: Heard) -> Heard:
-    """The same, told every `HEARD_S` at most."""
+    """Limits calls of `heard` to one per `HEARD_S`."""
     last = time.monotonic()
 
     def hear(share: float) -> None:
@@ -180,7 +178,7 @@ def _now_and_then(heard: Heard) -> Heard:
 
 
 def _pieces(sources: list[Source], field: str, bad: BadRows, heard: Heard) -> Iterator[Piece]:
-    """The documents of all sources, and how far reading them is."""
+    """Yields the documents of all sources, and reports the progress."""
     sizes = [sum(size for _, size, _ in each.stamps()) for each in sources]
     total = max(1, sum(sizes))
     for number, source in enumerate(sources):
@@ -199,7 +197,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
         raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files that hold something to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
-        raise WorkloadError(f"{first.where} holds text, in which nobody speaks; train_on=assistant needs conversations")
+        raise WorkloadError(f"{first.where} contains text; train_on=assistant needs conversations")
     encoder = encoder_of(plan.tokenizer)
     train_on = plan.train_on or ("assistant" if conversations else "all")
     made = write_texts(

@@ -35,8 +35,8 @@ def zipped(data):
         ("a.txt", "é".encode() * 50 + b"\xe2\x82", r"a\.txt is not UTF-8 text: byte 0xe2 at position 100"),
         ("a.txt", b"y" * (3 << 20) + b"\xff", r"byte 0xff at position 3145728"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"a\.jsonl, line 2 is not UTF-8 text: byte 0xe9 at position 10"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON: .*each line must be a record"),
-        ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON: .*each line must be a record"),
+        ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is not JSON"),
         ("a.json", b'[{"text": "a"}]', r"line 1 must be a JSON object with the field 'text', but is list"),
         ("a.jsonl", b'{"txt": "a", "id": 1}', r"unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*by --field"),
         ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must hold a text or a conversation .*, but holds int"),
@@ -161,11 +161,11 @@ BAD = [
 
 def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(samples, write):
     path = write("a.jsonl", GOOD.join([b"", *BAD, b""]))
-    with pytest.raises(WorkloadError, match=r"line 2 is no JSON"):
+    with pytest.raises(WorkloadError, match=r"line 2 is not JSON"):
         samples(path)
     made, good = samples(path, skip_bad_rows=True), samples(write("b.jsonl", GOOD * 7))
     about = made.describe()
-    assert about["skipped_rows"] == 6 and "a.jsonl, line 2 is no JSON" in about["first_skipped_row"]
+    assert about["skipped_rows"] == 6 and "a.jsonl, line 2 is not JSON" in about["first_skipped_row"]
     assert about["documents"] == 7 and about["tokens_digest"] == good.describe()["tokens_digest"]
     assert good.describe()["skipped_rows"] == 0
     assert samples(path, skip_bad_rows=True).describe() == about, "from the cache"

@@ -152,7 +152,5 @@ def test_what_is_no_conversation_is_named(samples, write, tokenizer_folder, reco
 
 
 def test_who_speaks_in_a_text_is_not_asked(samples, write):
-    with pytest.raises(
-        WorkloadError, match=r"holds text, in which nobody speaks; train_on=assistant needs conversations"
-    ):
+    with pytest.raises(WorkloadError, match=r"contains text; train_on=assistant needs conversations"):
         samples(write("a.txt", "text" * 10), train_on="assistant")

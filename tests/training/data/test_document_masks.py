@@ -8,7 +8,7 @@ from redline.base.errors import WorkloadError
 from redline.testing.numerics import FAMILIES, tiny
 from redline.training.data import DataPlan, check_packing, num_predicted
 
-APART = ["gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3"]
+APART = ["deepseek_v3", "gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 PLAN = DataPlan(paths=("a.txt",), packing="documents")
 
 

@@ -199,8 +199,8 @@ def damaged(data, at, new):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        (lambda data: b"MMIDIDY" + data[7:], r"is no index of Megatron's: it does not begin with MMIDIDX"),
-        (lambda data: b"", r"is no index of Megatron's"),
+        (lambda data: b"MMIDIDY" + data[7:], r"is not an index of Megatron: it does not begin with MMIDIDX"),
+        (lambda data: b"", r"is not an index of Megatron"),
         (lambda data: damaged(data, 9, b"\x02"), r"has version 2 and type 8; known are version 1"),
         (lambda data: damaged(data, 17, b"\x06"), r"has version 1 and type 6; known are version 1"),
         (lambda data: data[:-40], r"is cut short: it has \d+ bytes for 4 sequences"),

@@ -62,10 +62,10 @@ def test_a_vocabulary_that_is_too_small(run, here, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--lr", "0.5"), ["has lr=the default, and cannot go on with 0.5", "start another one for that"]),
-        (("--data", "work.py"), ["corpus.txt'], and cannot go on with ['/", "/work.py']"]),
-        (("--global-batch", "16"), ["has global_batch=8, and cannot go on with 16"]),
-        (("--average", "0.5"), ["has average=0.9, and cannot go on with 0.5"]),
+        (("--lr", "0.5"), ["has lr=the default, and cannot continue with 0.5", "start another one for that"]),
+        (("--data", "work.py"), ["corpus.txt'], and cannot continue with ['/", "/work.py']"]),
+        (("--global-batch", "16"), ["has global_batch=8, and cannot continue with 16"]),
+        (("--average", "0.5"), ["has average=0.9, and cannot continue with 0.5"]),
         (("--log-every", "0"), ["log_every must be a whole number of at least 1, but got 0"]),
         (("--devices", "0"), ["devices must be a whole number of at least 1, but got 0"]),
     ],
@@ -76,12 +76,12 @@ def test_a_training_does_not_go_on_as_another(run, finished, more, said):
 
 
 def test_a_folder_that_is_taken(run, finished):
-    said = ["'finished' holds a training already; go on with it by --resume, or give another --out"]
+    said = ["'finished' contains a training already; continue it with --resume, or give another --out"]
     refused(run, said, *trained("train", "llama", finished))
 
 
 def test_a_folder_that_holds_none(run, here):
-    refused(run, ["'llama' holds no training: train.yaml cannot be read"], "train", "llama", "--resume")
+    refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
     refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
 
 
@@ -129,7 +129,7 @@ def test_data_that_has_changed(run, here, finished):
         (here / "corpus.txt").write_text(before[1:])
         refused(
             run,
-            ["the data is another than the training in 'finished' had so far"],
+            ["the data differs from that of the training in 'finished'"],
             "train",
             finished,
             "--resume",
@@ -157,7 +157,7 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
         "import sys; sys.path.insert(0, '.')\nimport torch\nfrom dataclasses import replace\nfrom work import net\n"
         "own = replace(net, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))\n"
     )
-    said = ["has an optimizer of its own, whose learning rate --lr does not set"]
+    said = ["has its own optimizer, whose learning rate --lr does not set"]
     refused(run, said, "train", "own.py:own", "--lr", "0.1", "--out", tmp_path / "out")
 
 
@@ -174,8 +174,8 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
             ["--dtype is for a Hugging Face checkpoint, and has no effect on megatron"],
         ),
         (("--step", 5), ["'finished' has no checkpoint of step 5; there are: 6"]),
-        (("--merge",), ["'finished' has no adapters; it was of all weights"]),
-        (("--to", "peft"), ["'finished' has no adapters; it was of all weights"]),
+        (("--merge",), ["'finished' has no adapters; it trains all weights"]),
+        (("--to", "peft"), ["'finished' has no adapters; it trains all weights"]),
         (
             ("--to", "peft", "--merge"),
             ["--merge makes plain weights, and peft's checkpoints are adapters; give --to hf"],
