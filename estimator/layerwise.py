@@ -82,9 +82,9 @@ class Layerwise:
 
     @property
     def clear(self) -> bool:
-        """Whether the gain is larger than what predictions of throughput are uncertain by."""
-        estimate = self.uniform.estimate
-        return self.throughput > estimate.throughput_high
+        """True if the gain exceeds the 80 % interval of the uniform winner's throughput."""
+        uniform = self.uniform.estimate
+        return 1 + self.gain > uniform.step_ms / uniform.step_ms_low
 
     def amounts_to(self) -> dict[str, Any] | None:
         """The uniform configuration that does the same; None where blocks are treated unlike each other, or unlike what is in
@@ -129,6 +129,7 @@ def refine(
     facts: ModelFacts,
     others: Iterable[Config] = (),
     margin: float = MARGIN,
+    context: RuleContext | None = None,
 ) -> Layerwise:
     """The fastest plan that is predicted to fit, made from a uniform winner and others like it; the winner itself where none is
     predicted to be faster.
@@ -140,7 +141,11 @@ def refine(
         others: further uniform configurations to start from, such as larger micro-batches that only fit with
             everything recomputed.
         margin: share of the memory limit that may be filled.
+        context: what rules read besides knobs; None for what the estimator knows.
     """
+    context = replace(
+        context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
+    )
     nothing = Layerwise(
         uniform=winner,
         config=dict(winner.config),
@@ -157,7 +162,7 @@ def refine(
         base = bases[number]
         for layers in _plans(estimator, base, bases, facts, limit):
             config = _named(base, layers)
-            if not _refused(estimator, config, facts):
+            if not _refused(config, context):
                 found[number, layers] = config
     if not found:
         return nothing
@@ -188,8 +193,8 @@ def relatives(space: Space, config: Config) -> list[Config]:
     orders: list[dict[str, Value]] = [{}]
     if config.get("pipeline_schedule") in SPLITTING and "pipeline_schedule" in free:
         orders.append({"pipeline_schedule": "1f1b", "virtual_stages": 1} if "virtual_stages" in free else {})
-    micro = config.get("micro_batch", 1)
-    sizes = {
+    micro = _number(config, "micro_batch")
+    sizes: dict[str, list[Any]] = {
         "micro_batch": [
             each for each in _values(space, "micro_batch") if micro <= NEAR * each and each <= NEAR * micro
         ],
@@ -210,6 +215,10 @@ def relatives(space: Space, config: Config) -> list[Config]:
                     found[space.config({name: value for name, value in changed.items() if name != left_out})] = None
                     break
     return list(found)
+
+
+def _number(config: Mapping[str, Any], name: str, neutral: int = 1) -> int:
+    return int(config.get(name, neutral))
 
 
 def _values(space: Space, name: str) -> list[Any]:
@@ -246,7 +255,7 @@ def _plans(
     all options, and with those alone that leave samples where they are."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and gradients of weights are apart
         return []
-    tp = int(base.get("tp", 1))
+    tp = _number(base, "tp")
     options = _options(base, bases)
     setup = estimator.training
     whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
@@ -284,13 +293,13 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
 
 def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
     """What a block can do beside a uniform configuration: the degrees and stages that its relatives have."""
-    tp, ep, zero = int(base.get("tp", 1)), int(base.get("ep", 1)), int(base.get("zero", 0))
-    micro, pp = int(base.get("micro_batch", 1)), int(base.get("pp", 1))
-    degrees = {int(each.get("tp", 1)) for each in bases}
-    stages_of_zero = {int(each.get("zero", 0)) for each in bases}
+    tp, ep, zero = _number(base, "tp"), _number(base, "ep"), _number(base, "zero", 0)
+    micro, pp = _number(base, "micro_batch"), _number(base, "pp")
+    degrees = {_number(each, "tp") for each in bases}
+    stages_of_zero = {_number(each, "zero", 0) for each in bases}
     # Blocks of ZeRO 3 may stay whole from forward to backward, which is what ZeRO 2 does.
     stages_of_zero |= {2} if zero == 3 else set[int]()
-    replicas = int(base.get("dp", 1)) * int(base.get("sp", 1)) * int(base.get("cp", 1))
+    replicas = _number(base, "dp") * _number(base, "sp") * _number(base, "cp")
     found = []
     for degree in sorted(each for each in degrees if tp % each == 0 and (micro * each) % tp == 0):
         if degree != tp and base.get("sequence_parallel"):
@@ -307,13 +316,12 @@ def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
 def _named(base: Config, layers: Sequence[BlockStrategy]) -> dict[str, Any]:
     """A uniform configuration with a strategy for each block."""
     knobs = {name: value for name, value in base.items() if name != "checkpoint_ratio"}
-    own = {name: int(base.get(name, neutral)) for name, neutral in (("tp", 1), ("ep", 1), ("zero", 0))}
+    own = {"tp": _number(base, "tp"), "ep": _number(base, "ep"), "zero": _number(base, "zero", 0)}
     return {**knobs, "strategy": text_of(layers, **own)}
 
 
-def _refused(estimator: Estimator, config: Mapping[str, Any], facts: ModelFacts) -> str:
-    """Why a plan breaks a rule; empty where it does not."""
-    context = RuleContext(seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts)
+def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
+    """Returns the rule that a plan breaks; empty if it breaks none."""
     try:
         return refusal(Strategy.of(config), context, [rule for rule in RULES if "strategy" in rule.knobs])
     except UsageError as error:

@@ -42,7 +42,7 @@ def peak_memory(
     best["parameters"][:] = np.inf
     for split, at in cols.splits():
         part = cols.take(at)
-        worst: dict[str, np.ndarray] | None = None
+        worst: Mapping[str, np.ndarray] | None = None
         found = staged(facts, split, setup.balance, part)
         for groups, _ in {"first": found[:1], "last": found[-1:]}.get(rank, found):
             terms = together(
@@ -88,19 +88,17 @@ def together(
     time."""
     if len(found) == 1:
         return found[0]
-    out = {name: sum(terms[name] for terms in found) for name in MEMORY_TERMS}
+    none = np.zeros_like(found[0]["context"])
+    out = {name: sum((terms[name] for terms in found), none) for name in MEMORY_TERMS}
     passing = [terms["recomputation"] + terms["logits and loss"] for terms in found]
     most = np.argmax(np.stack(passing), axis=0)
     for name in ("recomputation", "logits and loss"):
         out[name] = np.choose(most, [terms[name] for terms in found])
-    # Weights that stay whole do so in all groups; those of two blocks at a time are of the largest.
-    whole = [
-        terms["buffers"] if (not stage.blocks or cols.zero[0] == 2) else 0.0
-        for terms, (stage, cols) in zip(found, groups)
-    ]
-    few = [terms["buffers"] if (stage.blocks and cols.zero[0] != 2) else 0.0 * terms["buffers"]
-           for terms, (stage, cols) in zip(found, groups)]  # fmt: skip
-    out["buffers"] = sum(whole) + np.max(np.stack(few), axis=0)
+    # Weights that stay whole do so in all groups; those of two blocks at a time are those of the largest.
+    lasts = [not stage.blocks or int(cols.zero[0]) == 2 for stage, cols in groups]
+    few = [none if whole else terms["buffers"] for terms, whole in zip(found, lasts, strict=True)]
+    whole = sum((terms["buffers"] for terms, each in zip(found, lasts, strict=True) if each), none)
+    out["buffers"] = whole + np.max(np.stack(few), axis=0)
     out["context"] = found[0]["context"]
     out["slack"] = _slack(out, constants)
     out["build"] = np.max(np.stack([terms["build"] for terms in found]), axis=0)

@@ -366,13 +366,14 @@ def _layered_time(
         [partial(_parameter_gathers, rank) for rank in ranks], slot.forward, slot.backward, whole.none
     )
     left = np.maximum(slot.backward - gathered, 0.0)
-    alone = [_late(rank) for rank in ranks]
-    exchanged, _ = _hidden_behind(
-        [lambda f, b, rank=rank, late=late: (_data_parallel(rank, f, b) - late, whole.none) for rank, late in zip(ranks, alone)],
-        slot.forward, left, whole.none,
-    )  # fmt: skip
+    late = _late(whole)
+
+    def exchange(rank: _Rank) -> Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        return lambda forward, backward: (_data_parallel(rank, forward, backward) - late, whole.none)
+
+    exchanged, _ = _hidden_behind([exchange(rank) for rank in ranks], slot.forward, left, whole.none)
     transfer, bubble = _pipeline(whole, slot)
-    terms = _terms(whole, slot, gathers, exchanged + alone[0], transfer, bubble)
+    terms = _terms(whole, slot, gathers, exchanged + late, transfer, bubble)
     terms["optimizer"] = sum((_update(rank) for rank in ranks), whole.none)
     terms["offload"] = sum((_offload(rank) for rank in ranks), whole.none)
     terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from ..base.errors import UsageError, unknown
 
@@ -191,7 +192,8 @@ def _run(text: str, run: str, start: int) -> Run:
         if name in seen:
             raise LayersError(f"{name} is given twice for the blocks {blocks}", text, place)
         seen.add(name)
-        made = replace(made, **{name: value})
+        given: dict[str, Any] = {name: value}
+        made = replace(made, **given)
         place += len(item) + 1
     return made
 

@@ -233,7 +233,7 @@ def _other_depth(k: Any, context: RuleContext) -> Any:
 
 
 def _uneven_tp(k: Any, context: RuleContext) -> Any:
-    return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if (run.tp or 1) > 1))
+    return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if run.tp is not None and run.tp > 1))
 
 
 def _uneven_samples(k: Any, context: RuleContext) -> Any:
@@ -244,7 +244,7 @@ def _uneven_ep(k: Any, context: RuleContext) -> Any:
     replicas, common = k.dp * k.sp * k.cp, gcd(*context.experts) if context.experts else 0
 
     def uneven(runs: tuple[Run, ...]) -> Any:
-        degrees = {run.ep for run in runs if (run.ep or 1) > 1}
+        degrees = {run.ep for run in runs if run.ep is not None and run.ep > 1}
         if degrees and (context.experts == () or any(common % ep for ep in degrees)):
             return True
         return _any(replicas % ep != 0 for ep in degrees)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
+from ..knobs.rules import RuleContext
 from ..models import Workload
 from ..results import Trial, summary
 from ..space import Config, Space
@@ -65,6 +66,7 @@ def refiner(
                 facts,
                 relatives(space, winner.config),
                 margin=min(MARGIN, 1.0 - headroom),
+                context=space.beyond if isinstance(space.beyond, RuleContext) else None,
             )
         except UsageError as error:
             warn(f"the winner is not refined layer by layer: {error}")

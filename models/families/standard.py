@@ -185,8 +185,6 @@ class StandardSchedule:
         degree, within a stage, samples stay where they are."""
         if all(degree == tp for degree in degrees):
             return
-        from .tp_plans import draws
-
         if why := self.runs_obstacle([block for stage in stages for block in stage]):
             raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {why}")
         drawing, at = draws(sch), 0
@@ -414,3 +412,14 @@ def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy]
         return of_blocks(text, blocks, tp=config.get("tp", 1), ep=config.get("ep", 1), zero=config.get("zero", 0))
     except UsageError as error:
         raise ScheduleError(str(error)) from error
+
+
+def draws(sch: "Schedule") -> bool:
+    """True if the configuration has dropout or noise anywhere. Llama and most later models have none: seeding random
+    streams there would needlessly break every compiled block.
+    """
+    if not hasattr(sch.module, "config"):
+        return True
+    config = sch.module.config.get_text_config().to_dict()
+    numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
+    return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)

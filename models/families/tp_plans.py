@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base._torch import children_of, parameters_of
 from ...base.errors import ScheduleError
-from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
+from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, draws, even_ends
 from .tensor_parallel import Regions, column_parallel, is_adapted, row_parallel, sequence, vocabulary
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _latent_attention(sch: "Schedule", plan: dict[str, str]) -> dict[str, str]:
     """Plan of multi-head latent attention, as transformers has it for DeepSeek-V2, for models whose plan leaves this
     attention whole, such as DeepSeek-V3."""
     config = sch.module.config.get_text_config()
-    found = {}
+    found: dict[str, str] = {}
     for path, _ in sch.module.named_modules():
         around, _, name = path.rpartition(".")
         if name != "kv_b_proj" or f"{around}.kv_a_proj_with_mqa" not in sch or not hasattr(config, "qk_rope_head_dim"):
@@ -150,17 +150,6 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
     if set(styles) <= set(WITHIN) and styles.count("rowwise") == 1 and set(styles) & set(COLUMNS):
         return parent
     return ""
-
-
-def draws(sch: "Schedule") -> bool:
-    """True if the configuration has dropout or noise anywhere. Llama and most later models have none: seeding random
-    streams there would needlessly break every compiled block.
-    """
-    if not hasattr(sch.module, "config"):
-        return True
-    config = sch.module.config.get_text_config().to_dict()
-    numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
-    return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
 
 
 def _layer(sch: "Schedule", holder: str) -> str:
