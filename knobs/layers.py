@@ -151,6 +151,18 @@ def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0
     ]
 
 
+def uniform(text: str, *, tp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
+    """What a strategy does with every block, if it treats all of them alike and cuts them as `tp` and `ep` say; else None.
+
+    >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
+    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True), None)
+    """
+    runs = parse(text)
+    found = set(of_blocks(text, runs[-1].last + 1, tp=tp, ep=ep, zero=zero))
+    first = next(iter(found))
+    return first if len(found) == 1 and (first.tp, first.ep) == (tp, ep) else None
+
+
 def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, ep: int = 1, zero: int = 0) -> str:
     """The text of a strategy for each block, without what the configuration's own knobs say: the inverse of `of_blocks`.
 

@@ -339,11 +339,15 @@ def _replicate(
 
 
 def _in_groups(make: Callable[..., Any], params: Iterable[nn.Parameter]) -> Any:
-    """The optimizer of parameters of which some are cut by FSDP: those are a group of their own, since fused and
+    """The optimizer of parameters of which some are cut by FSDP: those are in groups of their own, since fused and
     vectorised updates take no mixture."""
-    params = list(params)
-    groups = [[each for each in params if is_dtensor(each) == cut] for cut in (False, True)]
-    return make([{"params": group} for group in groups if group])
+    optimizer = make(params)
+    for group in list(optimizer.param_groups):
+        plain, cut = ([each for each in group["params"] if is_dtensor(each) == wanted] for wanted in (False, True))
+        if plain and cut:
+            group["params"] = plain
+            optimizer.param_groups.append({**group, "params": cut})
+    return optimizer
 
 
 def _owned(
