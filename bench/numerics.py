@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty
 
+from redline.models import Workload
 from redline.testing import numerics
 
 CELL_SECONDS = 300
@@ -43,8 +44,12 @@ def main() -> int:
     excluded: set[tuple[str, str]] = set()
     due: dict[int, list[tuple[str, str]]] = {}
     for family in families:
+        known: dict[bool, Workload] = {}
         for combination in combinations:
-            reason = numerics.obstacle(family, combination)
+            config = numerics.COMBINATIONS[combination]
+            deep = config.get("pp", 1) * config.get("virtual_stages", 1) > 2
+            workload = known[deep] = known.get(deep) or numerics.tiny(family, combination)
+            reason = numerics.refusal(workload, config)
             if reason:
                 found[family, combination] = reason
                 excluded.add((family, combination))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from ..base.errors import SpaceError, UsageError, unknown
-from ..knobs.layers import canonical, of_blocks
+from ..knobs.layers import ITEMS, Run, canonical, of_blocks, printed
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..knobs.rules import RULES, Rule, RuleContext
@@ -347,6 +347,23 @@ def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> 
 def without_float8(workload: Workload, device: Device) -> str:
     """Reason why a workload's default space lacks fp8; empty if it has it."""
     return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
+
+
+def without_strategy(workload: Workload, space: Space) -> str:
+    """How to get the knob `strategy`, which no default space has; empty if the model has no runs of blocks."""
+    if workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule):
+        return ""
+    blocks, no_runs = runs_of(workload)
+    items = [name for name in ITEMS if name == "ckpt" or name in space.by_name]
+    if blocks < 2:
+        return ""
+    middle = blocks // 2
+    example = printed([Run(0, middle - 1, ckpt=True), Run(middle, blocks - 1)])
+    unlike = f"; {no_runs}, so that runs cannot differ in tp" if no_runs and "tp" in items else ""
+    return (
+        f'its values are texts without end. --fix "strategy={example}" treats runs of the {blocks} blocks unlike each '
+        f"other ({', '.join(items)}), and tune --layerwise finds one{unlike}"
+    )
 
 
 def runs_of(workload: Workload) -> tuple[int, str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..models.data import Task
+    from ..models.families import Support
     from ..models.workload import Workload
     from ..schedule.compare import Comparison, Numbers
 
@@ -210,11 +211,11 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     from ..knobs.rules import RuleContext, refusal as broken_rule
     from ..knobs.strategy import Strategy
     from ..models.families.standard import StandardSchedule
-    from ..models.skeleton import experts_of, skeleton
-    from ..schedule import create_schedule
+    from ..models.skeleton import experts_of
+    from ..models.spaces import runs_of
 
     assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
-    support = workload.schedule.support(create_schedule(skeleton(workload)))
+    support = workload.once(_support)
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
     reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
@@ -225,14 +226,22 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     if config.get("zero"):
         reasons.append(support.zero)
     if config.get("strategy") is not None:
-        blocks = len(workload.schedule.blocks(create_schedule(skeleton(workload))))
-        no_runs = workload.schedule.runs_obstacle(workload.schedule.blocks(create_schedule(skeleton(workload))))
+        blocks, no_runs = runs_of(workload)
         reasons.append(broken_rule(Strategy.of(config), RuleContext(blocks=blocks, no_runs=no_runs)))
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):
         reasons.append(support.kernels)
     return next((reason for reason in reasons if reason), "")
+
+
+def _support(workload: "Workload") -> "Support":
+    from ..models.skeleton import skeleton
+    from ..schedule import create_schedule
+
+    schedule: Any = workload.schedule
+    found: Support = schedule.support(create_schedule(skeleton(workload)))
+    return found
 
 
 def compare_cell(family: str, combination: str, seed: int = 0) -> "Comparison":

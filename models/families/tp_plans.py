@@ -254,6 +254,10 @@ def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
 def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
     """Cuts embedding and head, if the plan cuts the head; they are removed from `places`."""
     paths = {id(module): path for path, module in sch.module.named_modules()}
+    try:
+        sch.module.get_input_embeddings()
+    except NotImplementedError:  # a model without tokens, such as a vision tower
+        return
     head = paths.get(id(sch.module.get_output_embeddings()), "")
     embedding = paths[id(sch.module.get_input_embeddings())]
     if places.pop(head, ""):
@@ -285,6 +289,8 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
             if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
                 each.sync("bwd_post", "all_reduce", on="parameters")
         mixture.sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    if not blocks:
+        raise ScheduleError("sequence_parallel: the model has no repeated blocks that are alike")
     norms = []
     for path, module in blocks[0].module.named_modules():
         full = f"{blocks[0].path}.{path}"
