@@ -80,12 +80,12 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·cp2": {"cp": 2, "ep": 2, "grad_accum": 2},
     "ep2·sp2": {"dp": 2, "sp": 2, "ep": 2, "zero": 3},
     "ep2+fusion": {"dp": 2, "ep": 2, "fusion": True},
-    "runs tp1|tp2": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,ckpt 1:-"},
-    "runs zero2|zero3": {"dp": 2, "zero": 2, "micro_batch": 2, "strategy": "0:- 1:zero3,ckpt"},
-    "runs zero1|zero3": {"dp": 2, "zero": 1, "micro_batch": 2, "strategy": "0:zero3 1:-"},
-    "runs tp1+zero3|tp2": {"tp": 2, "dp": 2, "micro_batch": 2, "strategy": "0:tp1,zero3 1:ckpt"},
-    "runs tp2|tp1 zero3": {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "strategy": "0:zero2 1:tp1"},
-    "runs tp2|tp1·sp2": {"tp": 2, "sp": 2, "zero": 1, "micro_batch": 4, "strategy": "0:- 1:tp1,zero0"},
+    "runs tp1/tp2": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,ckpt 1:-"},
+    "runs zero2/zero3": {"dp": 2, "zero": 2, "micro_batch": 2, "strategy": "0:- 1:zero3,ckpt"},
+    "runs zero1/zero3": {"dp": 2, "zero": 1, "micro_batch": 2, "strategy": "0:zero3 1:-"},
+    "runs tp1+zero3/tp2": {"tp": 2, "dp": 2, "micro_batch": 2, "strategy": "0:tp1,zero3 1:ckpt"},
+    "runs tp2/tp1 zero3": {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "strategy": "0:zero2 1:tp1"},
+    "runs tp2/tp1·sp2": {"tp": 2, "sp": 2, "zero": 1, "micro_batch": 4, "strategy": "0:- 1:tp1,zero0"},
     "kernels": {"kernels": True, "grad_accum": 2},
     "tp2+kernels": {"tp": 2, "kernels": True},
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
@@ -227,7 +227,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
         reasons.append(support.zero)
     if config.get("strategy") is not None:
         blocks, no_runs = runs_of(workload)
-        reasons.append(broken_rule(Strategy.of(config), RuleContext(blocks=blocks, no_runs=no_runs)))
+        said = broken_rule(Strategy.of(config), RuleContext(blocks=blocks, no_runs=no_runs))
+        reasons.append(said.partition(": ")[2])
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):

@@ -40,8 +40,8 @@ QUICK = [
     ("t5", "pp2+kernels"),
     ("mixtral", "ep2"),
     ("deepseek_v3", "ep2+zero3"),
-    ("llama", "runs tp1|tp2"),
-    ("gpt2", "runs zero1|zero3"),
+    ("llama", "runs tp1/tp2"),
+    ("gpt2", "runs zero1/zero3"),
 ]
 """Every way of spreading at least once, and of every family what is its own."""
 MORE = [
@@ -54,8 +54,8 @@ MORE = [
     *(("mixtral", cell) for cell in ("ep2+zero1", "ep2+zero2", "ep2+zero3", "ep2·cp2", "ep2+fusion")),
     *(("qwen3_moe", cell) for cell in ("ep2", "ep2+zero1")),
     *(("deepseek_v3", cell) for cell in ("ep2", "tp2", "pp2 1f1b")),
-    *((family, "runs tp1|tp2") for family in ("bert", "gpt2", "mixtral")),
-    *((family, "runs zero2|zero3") for family in ("llama", "mixtral")),
+    *((family, "runs tp1/tp2") for family in ("bert", "gpt2", "mixtral")),
+    *((family, "runs zero2/zero3") for family in ("llama", "mixtral")),
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
 ]
