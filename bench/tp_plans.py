@@ -1,4 +1,4 @@
-"""Which of the architectures that transformers has a tensor-parallel plan for can be cut over two ranks.
+"""Counts the architectures that can be cut over two ranks among those that transformers has a tensor-parallel plan for.
 
     python bench/tp_plans.py                 # all, some minutes
     python bench/tp_plans.py phi3 olmo2

@@ -34,7 +34,7 @@ class Split(NamedTuple):
     v_shaped: bool
     """Whether the second of them are in the opposite order of ranks."""
     layers: tuple[BlockStrategy, ...] | None
-    """What is done with each block, where the knob `strategy` says it."""
+    """Strategy of each block, if the knob `strategy` is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,7 +73,7 @@ class Layerwise:
     peak_memory_mib: float
     """Its predicted peak on the fullest rank, MiB."""
     layers: tuple[BlockStrategy, ...] = ()
-    """What it does with each block; none where the uniform winner stands."""
+    """Strategy of each block; empty if nothing is faster than the uniform winner."""
 
     @property
     def gain(self) -> float:
@@ -226,13 +226,13 @@ def _values(space: Space, name: str) -> list[Any]:
 
 
 def followed(workload: Workload) -> bool:
-    """Whether a workload's schedule looks at a strategy for each block; one of somebody's own need not."""
+    """True if a workload's schedule applies a strategy for each block; a schedule of the user's own need not."""
     return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What one block can do: seconds and MiB."""
+    """One option of a block, with its seconds and MiB."""
 
     seconds: float
     mib: float
@@ -251,7 +251,7 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
 def _plans(
     estimator: Estimator, base: Config, bases: Sequence[Config], facts: ModelFacts, limit: float
 ) -> list[tuple[BlockStrategy, ...]]:
-    """What may be done with each block, made from a uniform configuration: plans for a few shares of the memory limit, with
+    """Plans made from a uniform configuration, as the strategy of each block: for a few shares of the memory limit, with
     all options, and with those alone that leave samples where they are."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and gradients of weights are apart
         return []
@@ -282,7 +282,7 @@ def _plans(
 
 
 def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -> tuple[BlockStrategy, ...]:
-    """What is done with each of a model's blocks, from that of the blocks of each stage: those of a degree follow upon each
+    """The strategy of each of a model's blocks, from those of the blocks of each stage: those of a degree follow upon each
     other, and what the last ones keep is needed first and freed first."""
     placed: dict[int, BlockStrategy] = {}
     for stage, mine in zip(cut, layers, strict=True):
@@ -292,7 +292,7 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
 
 
 def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
-    """What a block can do beside a uniform configuration: the degrees and stages that its relatives have."""
+    """Options of a block beside a uniform configuration: the degrees and ZeRO stages that its relatives have."""
     tp, ep, zero = _number(base, "tp"), _number(base, "ep"), _number(base, "zero", 0)
     micro, pp = _number(base, "micro_batch"), _number(base, "pp")
     degrees = {_number(each, "tp") for each in bases}
@@ -329,7 +329,7 @@ def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
 
 
 def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
-    """What a step of a stage's blocks takes in each column, s."""
+    """Seconds that a step of a stage's blocks takes in each column."""
     (found,) = stage_times(
         [_blocks_of(stage)], pp, facts, columns, estimator.training, estimator.hardware, estimator.constants
     )
@@ -347,7 +347,7 @@ def _priced(
     options: Sequence[BlockStrategy],
     seconds: np.ndarray,
 ) -> tuple[float, list[_Choice]]:
-    """What a stage takes beside its blocks, MiB, and what each option costs one of them; all of them take so many seconds."""
+    """MiB that a stage takes beside its blocks, and the cost of each option for one block, given the seconds of all."""
     setup, constants = estimator.training, estimator.constants
 
     def memory(of: Stage, cols: KnobArrays) -> dict[str, np.ndarray]:

@@ -113,7 +113,7 @@ Group = tuple[Stage, KnobArrays]
 
 
 def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> list[tuple[list[Group], Stage]]:
-    """What the ranks of a pipeline hold, in groups, and the stage as a whole.
+    """Returns what the ranks of a pipeline hold, in groups, and the stage as a whole.
 
     Where blocks have strategies of their own all ranks are there, since each may hold others; else the distinct ones, each a
     single group.

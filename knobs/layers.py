@@ -26,7 +26,7 @@ from ..base.errors import UsageError, unknown
 MOST_BLOCKS = 10_000
 """Blocks of the deepest model that a text can name."""
 ITEMS = ("tp", "ep", "zero", "ckpt")
-"""What a run can ask for, in the order in which it is printed."""
+"""Items of a run, in the order in which they are printed."""
 _ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
 
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class BlockStrategy:
-    """What is done with one block."""
+    """The strategy of one block."""
 
     tp: int
     """Ranks that share the block's weights."""
@@ -123,7 +123,7 @@ def printed(runs: Iterable[Run]) -> str:
 
 
 def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0) -> list[BlockStrategy]:
-    """What is done with each of a model's blocks.
+    """Returns the strategy of each of a model's blocks.
 
     Args:
         text: the strategy.
@@ -152,7 +152,7 @@ def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0
 
 
 def uniform(text: str, *, tp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
-    """What a strategy does with every block, if it treats all of them alike and cuts them as `tp` and `ep` say; else None.
+    """Returns the strategy of every block, if all have the same, with the `tp` and `ep` of the knobs; else None.
 
     >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
     (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True), None)

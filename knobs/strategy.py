@@ -100,7 +100,7 @@ class Strategy:
     offload: str = _knob("none", _among(*OFFLOADS))
     reduce_dtype: str = _knob("fp32", _among(*REDUCED))
     strategy: str | None = _knob(None, _LAYERS)
-    """What is done with each run of blocks (`redline.knobs.layers`); None for the same with all."""
+    """Strategies of runs of blocks (`redline.knobs.layers`); None if all blocks are treated alike."""
 
     @classmethod
     def of(
@@ -155,7 +155,7 @@ class Strategy:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether ranks share the experts of any block."""
+        """True if ranks share the experts of any block."""
         runs = parse(self.strategy) if self.strategy is not None else ()
         return self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
 

@@ -96,7 +96,7 @@ class Replicas:
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         others: Sequence[nn.Parameter] = (),
     ) -> torch.optim.Optimizer:
-        """What `make` returns for the parameters that this rank owns, and others that are not averaged here; after each of
+        """The optimizer that `make` returns for the parameters that this rank owns, and others that are not averaged here; after each of
         its steps all ranks have all parameters."""
         # A rank that owns nothing has an optimizer too, since all take part in what follows a step.
         device = next(iter(self._of)).device
@@ -125,7 +125,7 @@ class Replicas:
         return grad
 
     def has_owner(self, param: nn.Parameter) -> bool:
-        """Whether a step leaves the parameter's gradient with its owner alone."""
+        """True if a step leaves the parameter's gradient with its owner alone."""
         return param in self._of and self._of[param].owner is not None
 
     def holders(self, param: nn.Parameter) -> int:

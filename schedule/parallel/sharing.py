@@ -52,9 +52,9 @@ class SharedSamples(Layer):
     def __init__(self, sharing: Sharing, enters: bool, leaves: bool, draws: bool) -> None:
         self.sharing = sharing
         self.enters, self.leaves = enters, leaves
-        """Whether all samples arrive, and are to leave, or this rank's part as from and to a neighbouring block."""
+        """True if all samples arrive, and leave; False if they come from, and go to, a neighbouring block in parts."""
         self.draws = draws
-        """Whether it draws random numbers, which differ between parts."""
+        """True if the block draws random numbers, which differ between parts."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,8 +95,8 @@ class SharedSamples(Layer):
 
 
 def _of_samples(leaf: Any, samples: int) -> bool:
-    """Whether an argument has an entry for each sample: masks, positions, features of each. A table of so many rows, of two
-    dimensions and no integers, is one for all samples."""
+    """True if an argument has an entry for each sample, such as a mask, positions or features. A two-dimensional table of
+    floating-point numbers is shared by all samples."""
     if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[0] != samples or samples == 1:
         return False
     return leaf.dim() > 2 or not leaf.is_floating_point()

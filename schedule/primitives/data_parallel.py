@@ -147,7 +147,7 @@ class Cutting:
     own: dict[int, str]
     """That of parts that have a stage of their own, by their identities."""
     root: bool
-    """What remains is cut too, with the root."""
+    """True if the root is cut too, with what remains."""
     shard: Callable[..., Any]
     """`fully_shard` with mesh and formats."""
     experts: Callable[..., Any]
