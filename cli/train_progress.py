@@ -1,4 +1,4 @@
-"""What a person sees while a training runs: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a training: a live line in a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ from . import words
 from .progress import Terminal
 
 READING_S = 30.0
-"""How often a log is told how far reading the data or a checkpoint is, s."""
+"""Interval at which a log reports the progress of reading data or a checkpoint, s."""
 
 
 @contextlib.contextmanager
 def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener]:
-    """The listener that suits the stream."""
+    """Yields the listener for a stream."""
     if silent:
         yield TrainListener()
         return
@@ -34,7 +34,7 @@ def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener
 
 
 def headline(start: TrainingStart) -> list[str]:
-    """What a training sets out to do."""
+    """Returns the steps, the devices, the configuration and the data of a training."""
     done = f", {start.step} of them done" if start.step else ""
     lines = [
         f"training {start.name} on {start.where}: {start.steps} steps{done}, in {start.folder}",
@@ -45,9 +45,9 @@ def headline(start: TrainingStart) -> list[str]:
 
 
 def _data_in_words(data: Mapping[str, Any]) -> str:
-    """What samples are made of, in a line."""
+    """Returns a description of the data in one line."""
     if not data.get("paths"):
-        return "made-up tokens" if data.get("made_up") else f"what {data.get('name', 'the workload')} makes by itself"
+        return "made-up tokens" if data.get("made_up") else f"the batches of {data.get('name', 'the workload')}"
     counts = [f"{data[name]:,} {name}" for name in ("documents", "tokens", "samples") if data.get(name) is not None]
     held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
     tokenizer = f"tokenizer {data.get('tokenizer')}"
@@ -59,13 +59,13 @@ def _reading_in_words(share: float) -> str:
 
 
 def read_in_words(line: Mapping[str, Any]) -> str:
-    """How far the first rank is with a checkpoint, as `checking step-00000400: 1.2 of 3.4 GiB`."""
+    """Returns the progress of the first rank with a checkpoint, as `checking step-00000400: 1.2 of 3.4 GiB`."""
     done, of = line["bytes"] / 2**20, line["of"] / 2**20
     return f"{line['what']}: {words.memory(done)} of {words.memory(of)}"
 
 
-def told(line: Mapping[str, Any], unit: str) -> str:
-    """A line of the log for people; empty for what is told otherwise."""
+def line_text(line: Mapping[str, Any], unit: str) -> str:
+    """Returns a line of the log as text; empty if it is shown in another way."""
     kind, step = line.get("kind"), line.get("step")
     if kind == "step":
         return f"step {step}  " + "  ".join(numbers(line, unit))
@@ -74,7 +74,7 @@ def told(line: Mapping[str, Any], unit: str) -> str:
     if kind == "checkpoint":
         if line.get("failure"):
             return f"THE CHECKPOINT OF STEP {step} WAS NOT SAVED: {line['failure']}"
-        return f"step {step}  checkpoint saved in {line['seconds']:.1f} s, of which training stood still {line['stalled']:.2f} s"
+        return f"step {step}  checkpoint saved in {line['seconds']:.1f} s, with training paused for {line['stalled']:.2f} s"
     if kind == "progress":
         return read_in_words(line)
     if kind == "resumed":
@@ -83,7 +83,7 @@ def told(line: Mapping[str, Any], unit: str) -> str:
 
 
 def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
-    """The numbers of a step, as they are shown."""
+    """Returns the numbers of a step as shown."""
     out = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}"]
     if line.get("grad_norm") is not None:
         out.append(f"norm {line['grad_norm']:.3g}")
@@ -97,11 +97,11 @@ def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
 
 
 class _Lines(TrainListener):
-    """One plain line an event, for logs and pipes."""
+    """Prints one plain line for each event, for logs and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._unit = stream, "tokens/s"
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def on_start(self, training: TrainingStart) -> None:
         self._unit = training.unit or self._unit
@@ -112,28 +112,28 @@ class _Lines(TrainListener):
         self._print(f"{what} ...")
 
     def on_read(self, share: float) -> None:
-        if time.monotonic() - self._said_at >= READING_S:
+        if time.monotonic() - self._printed_at >= READING_S:
             self._print(_reading_in_words(share))
 
     def on_line(self, line: Mapping[str, Any]) -> None:
-        if line.get("kind") == "progress" and time.monotonic() - self._said_at < READING_S:
+        if line.get("kind") == "progress" and time.monotonic() - self._printed_at < READING_S:
             return
-        if text := told(line, self._unit):
+        if text := line_text(line, self._unit):
             self._print(text)
 
     def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Does nothing: there is nothing to close."""
 
     def _print(self, line: str) -> None:
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         print(fold(line), file=self._stream, flush=True)
 
 
 class _Live(TrainListener):
-    """What happened, and below it how far the training is."""
+    """Prints events, with the progress of the training below."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
@@ -178,14 +178,14 @@ class _Live(TrainListener):
             left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
             shown = "  ".join([*numbers(line, self._unit), *left])
             self._progress.update(self._task, completed=line["step"], numbers=shown)
-        elif text := told(line, self._unit):
+        elif text := line_text(line, self._unit):
             self._print(text, "bold red" if line.get("failure") else "")
 
     def on_message(self, message: str) -> None:
         self._print(f"note: {message}", "yellow")
 
     def close(self) -> None:
-        """Leaves the last state of the line."""
+        """Leaves the last state of the status line."""
         self._rest()
         if self._task is not None:
             self._progress.stop()

@@ -6,7 +6,7 @@ arXiv:2205.05198.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -74,7 +74,7 @@ def matmul_seconds(
         peak=peak,
         bandwidth=hardware.memory_gb_per_s * 1e9,
         like=like,
-        share=constants.matmul_efficiency * like.sustained * (like.eight_bit if narrow else 1.0),
+        share=constants.matmul_efficiency * (constants.eight_bit_efficiency if narrow else 1.0),
     )
     if item.experts > 1:
         group = item.experts / shared
@@ -131,6 +131,11 @@ class _Work:
     def backward(self) -> np.ndarray:
         return self.matmul_back + self.attention_back + self.memory_back
 
+    def at_clocks(self, share: np.ndarray) -> "_Work":
+        """The same with products and attention at a share of their rate."""
+        limited = ("matmul", "attention", "matmul_back", "attention_back", "experts", "experts_back")
+        return replace(self, **{name: getattr(self, name) / share for name in limited})
+
 
 def _part_work(
     part: Part,
@@ -176,7 +181,6 @@ def _part_work(
             kernel = setup.attention_kernel
             # In a ring, a kernel sees the keys of one rank at a time.
             share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
-            share = share * (1.0 if hardware.kind == "cpu" else products_of(hardware).sustained)
         attention = flops / (hardware.rate(half) * share)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
     memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
@@ -304,6 +308,10 @@ def _stage_time(
     """Terms of one optimizer step, s, as a stage by itself would set them."""
     rank = _Rank(stage, pp, facts, cols, setup, hardware, constants)
     slot = _slot(rank, work)
+    limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
+    if limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, limited)
+        slot = _slot(rank, {key: value.at_clocks(share) for key, value in work.items()})
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))
@@ -349,14 +357,20 @@ def _layered_time(
     ranks and gathered again there is an all-gather each way (`schedule/parallel/sharing.py`).
     """
     ranks = [_Rank(group, pp, facts, own, setup, hardware, constants) for group, own in groups]
-    slots = []
+    works = []
     for rank in ranks:
         distinct = _distinct(rank.cols)
         held = [*(part for part, _ in rank.stage.blocks), *rank.stage.ends]
-        work = {id(part): _part_work(part, facts, rank.cols, setup, hardware, constants, distinct) for part in held}
-        slots.append(_slot(rank, work))
+        works.append(
+            {id(part): _part_work(part, facts, rank.cols, setup, hardware, constants, distinct) for part in held}
+        )
     whole = _Rank(stage, pp, facts, cols, setup, hardware, constants)
-    slot = _Slot(**{name: sum((getattr(each, name) for each in slots), whole.none) for name in _Slot.__slots__})
+    slot = _joined([_slot(rank, work) for rank, work in zip(ranks, works, strict=True)], whole.none)
+    limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
+    if limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, limited)
+        slowed = [{key: value.at_clocks(share) for key, value in work.items()} for work in works]
+        slot = _joined([_slot(rank, work) for rank, work in zip(ranks, slowed, strict=True)], whole.none)
     for degree, times in handovers(stage, layers, int(cols.tp[0])).items():
         among = group(cols.tp // degree, np.full(len(cols), degree), whole.devices, hardware, constants)
         moved = whole.tokens * _hidden(facts) * _residual(facts)
@@ -378,6 +392,11 @@ def _layered_time(
     terms["offload"] = sum((_offload(rank) for rank in ranks), whole.none)
     terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
     return terms
+
+
+def _joined(slots: "Sequence[_Slot]", none: np.ndarray) -> "_Slot":
+    """The sums of a micro-batch's seconds in groups of blocks."""
+    return _Slot(**{name: sum((getattr(each, name) for each in slots), none) for name in _Slot.__slots__})
 
 
 def _hidden_behind(
@@ -477,6 +496,8 @@ class _Slot:
     memory: np.ndarray
     again: np.ndarray
     """What is recomputed."""
+    products: np.ndarray
+    """Of all these products and attention, recomputed ones included."""
     launches: np.ndarray
     """For which device and links wait for the host."""
     tensor: np.ndarray
@@ -496,6 +517,20 @@ class _Slot:
     def whole(self) -> np.ndarray:
         links = self.tensor + self.exchange + self.rows + self.uneven
         return self.matmul + self.attention + self.memory + self.again + self.launches + links
+
+
+def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarray:
+    """Share of the rate of products that is left where power is limited: `limited` where a device does nothing else, all of
+    it where it does little of them.
+
+    Clocks follow the power of some ten milliseconds, so they fall in proportion to the share of time that products take at
+    the clocks that are found: f = 1 - (1 - limited) * (products / f) / (products / f + other).
+    """
+    gap = other - products
+    root = np.sqrt(gap**2 + 4 * other * products * limited)
+    idle, busy = np.maximum(2 * other, 1e-30), np.maximum(root - gap, 1e-30)
+    # Two forms of the same root of a quadratic, each where it does not cancel.
+    return np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
 
 
 def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
@@ -539,12 +574,15 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         there = exchange + around + rows + late * item.experts
         home = exchange + around_back + rows + late * item.experts_back
         back = ahead * (1 + anew / 2)
-        rebuilt = ratio * item.forward
+        rebuilt, of_products = ratio * item.forward, ratio * (item.matmul + item.attention)
         if block and rank.setup.keeps_products:
             rebuilt = rebuilt + (1 - ratio) * (item.matmul / 2 + item.memory)
+            of_products = of_products + (1 - ratio) * item.matmul / 2
         out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
         out.attention = out.attention + count * (item.attention + item.attention_back)
         out.memory = out.memory + count * (item.memory + item.memory_back)
+        computed = item.matmul + item.matmul_back + item.attention + item.attention_back
+        out.products = out.products + count * (computed + of_products)
         out.again = out.again + count * rebuilt
         out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
         out.exchange = out.exchange + count * ((1 + ratio) * (exchange + around) + exchange + around_back)
@@ -664,6 +702,10 @@ def _offload(rank: _Rank) -> np.ndarray:
     """The update in host memory, as `schedule/offloaded.py` makes it: gradients there and weights back by pinned copies, states
     at the rate of the rank's share of the cores."""
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
+    if rank.setup.offload_weights:
+        # Weights come for either pass of a micro-batch, and gradients go after each, behind products as other gathers are.
+        each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.constants.sharded_max_overlap)
+        moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
     there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 

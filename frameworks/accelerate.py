@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from . import deepspeed
 from .common import (
     no_fsdp_on_a_cpu,
     note_adamw,
@@ -18,6 +19,7 @@ from .common import (
 from .launcher import Launcher
 from .setup import PORT, Setup
 from .target import Target, hashed
+from .trainer import conventions
 from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("accelerate", "1.15")
@@ -141,8 +143,8 @@ def _rendezvous(setup: Setup) -> dict[str, Any]:
     if setup.hosts.count == 1:
         return {"machine_rank": 0}
     setup.note(
-        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST stands "
-        "for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
+        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST is a "
+        "placeholder for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
         "--main_process_port"
     )
     return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}
@@ -304,6 +306,13 @@ def read(stated: Stated) -> None:
         for knob in ("tp", "pp"):
             if (degree := stated.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
                 stated.knobs[knob] = degree
+    if stated.get("distributed_type") == "DEEPSPEED":
+        away = str(stated.get("deepspeed_config.offload_param_device") or "none") != "none"
+        own = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
+            "pieces": False,
+            "unsharded_gradients": False,
+        }
+        stated.conventions |= {**own, **deepspeed.conventions(stated.knobs), "offload_weights": away}
     processes = stated.whole("num_processes")
     if processes is not None:
         stated.facts["devices"] = processes
@@ -338,6 +347,7 @@ FRAMEWORK = Framework(
     defaults={"precision": "fp32", "grad_accum": 1},
     by_last=True,
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write,
 )

@@ -6,7 +6,7 @@ from typing import Any
 from ..knobs.strategy import Strategy
 from .launcher import MICRO_BATCHES, Launcher
 from .llamafactory import read_lora
-from .trainer import prepare, read as read_trainer
+from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 from .words import Framework, Stated, Word, Words
 
 _LIGER = "liger_fused_linear_cross_entropy"
@@ -75,11 +75,11 @@ def read(stated: Stated) -> None:
         read_lora(stated, stated.whole("lora_r") or 8, target, stated.whole("lora_alpha"))
         if adapter == "qlora" or stated.flag("load_in_4bit", "load_in_8bit"):
             stated.note(
-                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so asks for more memory"
+                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so needs more memory"
             )
     if stated.flag("sample_packing"):
         stated.note(
-            "sample_packing fills samples to sequence_len, of which the estimate is; without it they are padded or short"
+            "the estimate is for full samples of sequence_len, as sample_packing makes; without it they are padded or short"
         )
     elif stated.flag("pad_to_sequence_len") is not True:
         stated.note(
@@ -88,8 +88,8 @@ def read(stated: Stated) -> None:
 
 
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights are loaded in the format of the products, without a copy in float32."""
-    return {"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}
+    """Weights are loaded in the format of the products, without a copy in float32; gradients as the Trainer has them."""
+    return {**({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}), **trainer_conventions(config)}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

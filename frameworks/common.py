@@ -52,8 +52,8 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
 
 
 def note_kernels(setup: Setup) -> None:
-    """Adds a note that the loss holds all logits; Liger's modules run on GPUs only."""
-    instead = f"the loss holds all logits here, which takes more memory than {setup.found}"
+    """Adds a note that the loss keeps all logits in memory; Liger's modules run on GPUs only."""
+    instead = f"the loss keeps all logits in memory here, which takes more memory than {setup.found}"
     if setup.device_type != "cpu":
         instead += "; Liger-Kernel has modules and losses to replace the model's by"
     setup.note_unless_neutral("kernels", instead)

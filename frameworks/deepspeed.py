@@ -111,7 +111,10 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.pp > 1 and stage > 1:
         setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
         stage = 1
-    note_hsdp(setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these")
+    note_hsdp(
+        setup,
+        "MiCS is no longer in DeepSpeed, and its hpZ keeps a copy of the weights, and of them alone, within a host",
+    )
     out: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.replicas > 1:
@@ -127,7 +130,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside "
+            "precision=bf16 was autocast over fp32 weights; DeepSpeed keeps the weights in bfloat16 and "
             "an fp32 master copy"
         )
     if precision == "tf32":
@@ -173,7 +176,7 @@ def _note_the_rest(setup: Setup) -> None:
             "deepspeed.checkpointing.checkpoint in your own blocks"
         )
     if setup.knob("fusion"):
-        setup.note("fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model")
+        setup.note("fusion=true: call engine.compile() after deepspeed.initialize; it compiles the whole model")
     if setup.device_type == "cpu" and setup.processes > 1:
         setup.note(
             "on CPUs DeepSpeed compiles its exchange over shared memory at the first start (some minutes) "
@@ -187,8 +190,8 @@ def _note_the_rest(setup: Setup) -> None:
 
 def _json(setup: Setup, comment: str) -> str:
     # JSON has no comments; DeepSpeed ignores unknown keys.
-    said = {"_comment": comment.splitlines()} if comment else {}
-    return json.dumps(said | config(setup), indent=2) + "\n"
+    head = {"_comment": comment.splitlines()} if comment else {}
+    return json.dumps(head | config(setup), indent=2) + "\n"
 
 
 def _start(setup: Setup, file: str) -> str:
@@ -227,9 +230,7 @@ def read(stated: Stated) -> None:
     if (total := stated.whole("train_batch_size")) is not None:
         stated.facts["global_batch"] = total
     if stated.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
-        stated.note(
-            "zero_optimization.offload_param keeps the parameters in host memory too, which the estimate leaves out"
-        )
+        stated.conventions["offload_weights"] = True
         stated.knobs["offload"] = "optimizer"
     zero, offload = stated.knobs.get("zero"), stated.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
@@ -248,7 +249,7 @@ def read(stated: Stated) -> None:
     read_optimizer(stated, stated.get("optimizer.type"))
 
 
-def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """16-bit weights and gradients beside fp32 master weights, unlike autocast."""
     half = config.get("precision") in ("bf16", "fp16")
     return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
@@ -275,7 +276,7 @@ FRAMEWORK = Framework(
         ),
     ),
     defaults={"zero": 0, "grad_accum": 1},
-    conventions=_conventions,
+    conventions=conventions,
     read=read,
     write=write,
     # deepspeed/utils/timer.py

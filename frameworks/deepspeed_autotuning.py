@@ -52,7 +52,7 @@ def _read(document: Any, draft: Draft) -> None:
     draft.leave_all((key for key in tuner if key != "metric"), _BESIDE, "autotuning.")
     if tuner.get("metric", "throughput") != "throughput":
         draft.leave("autotuning.metric", f"it is {tuner['metric']}, and throughput counts here; --metric for another")
-    told = {
+    options = {
         str(key).strip(): str(option).strip()
         for key, option in section(tuner.get("arg_mappings"), "arg_mappings").items()
     }
@@ -60,7 +60,7 @@ def _read(document: Any, draft: Draft) -> None:
     _zero(document, tuner, draft, paths)
     _batches(document, tuner, draft, paths)
     _lists(document, draft, paths)
-    _said(document, draft, paths, told)
+    _pass_to_command(document, draft, paths, options)
 
 
 def _zero(document: Mapping[str, Any], tuner: Mapping[str, Any], draft: Draft, paths: dict[str, str]) -> None:
@@ -155,12 +155,14 @@ def _choices(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator
             yield (*path, key), value
 
 
-def _said(document: Mapping[str, Any], draft: Draft, paths: Mapping[str, str], told: Mapping[str, str]) -> None:
+def _pass_to_command(
+    document: Mapping[str, Any], draft: Draft, paths: Mapping[str, str], options: Mapping[str, str]
+) -> None:
     """Passes the knobs to a command: in the file, and by the options that `arg_mappings` has for the script's own
     arguments.
     """
     places = {path.rpartition(".")[2]: name for name, path in paths.items()}
-    for key, option in told.items():
+    for key, option in options.items():
         if key in places:
             draft.options.append((option, f"{{{places[key]}}}"))
         else:
@@ -173,7 +175,7 @@ def _said(document: Mapping[str, Any], draft: Draft, paths: Mapping[str, str], t
     for name, path in paths.items():
         key = path.rpartition(".")[2]
         # The Trainer compares what is not `auto` there with its own arguments.
-        if key not in told or document.get(key) != "auto":
+        if key not in options or document.get(key) != "auto":
             rendered.append(f"{file}:{path}={{{name}}}")
     rendered += [f"{file}:{each}" for each in draft.render]
     if "autotuning" in document:

@@ -70,16 +70,16 @@ def render(
     setup = chosen.setup(trial, document)
     chosen.forms[form](setup, "")  # the first pass collects the notes, the second writes them
     notes, use = setup.finish(), _used(chosen, setup, file or chosen.file(form))
-    said = [*_head(chosen, setup), *use]
+    comments = [*_head(chosen, setup), *use]
     if notes:
-        said += [
+        comments += [
             "Not carried over, or to be known:",
             *(line for note in notes for line in _wrapped(note)),
         ]
     return Export(
         target=target,
         form=form,
-        text=chosen.forms[form](chosen.setup(trial, document), "\n".join(said) + "\n"),
+        text=chosen.forms[form](chosen.setup(trial, document), "\n".join(comments) + "\n"),
         notes=(*setup.marks(), *notes),
         use=use,
         devices=setup.devices,
@@ -97,7 +97,7 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
         raise UsageError(unknown("launch", name, LAUNCHES))
     if target.start is None:
         names = ", ".join(each.name for each in _TARGETS if each.start is not None)
-        raise UsageError(f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}")
+        raise UsageError(f"{target.name} has no launch, because it starts nothing; targets with one are {names}")
     launch = LAUNCHES[name]
     setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))
@@ -108,15 +108,15 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
         text=render(target.name, trial, document, file=launch.folder + beside).text,
     )
     use = (f"Use: {fold(launch.use(job, shlex.quote(file or f'launch{SUFFIXES[launch.form]}')))}",)
-    said = [*_head(target, setup), *use]
+    comments = [*_head(target, setup), *use]
     if not launch.folder:
-        said.append(f"Beside it: {beside}, written by redline export RUN --to {target.name} -o {beside}")
+        comments.append(f"Beside it: {beside}, written by redline export RUN --to {target.name} -o {beside}")
     if launch.needs:
-        said.append(f"Needs {launch.needs}")
+        comments.append(f"Needs {launch.needs}")
     return Export(
         target=target.name,
         form=launch.form,
-        text=launch.body(job, "\n".join(said) + "\n"),
+        text=launch.body(job, "\n".join(comments) + "\n"),
         notes=setup.marks(),
         use=use,
         devices=setup.devices,

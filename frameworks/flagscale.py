@@ -32,8 +32,8 @@ _DIMENSIONS = (
 )
 _BESIDE = {
     "space": "",
-    "control": "its limits are said otherwise: --trial-timeout for max_time_per_task, --time for max_time; steps are taken until "
-    "they are steady, not train_iters; the winner is not started for good, as run_best has it",
+    "control": "its limits have other names: --trial-timeout for max_time_per_task, --time for max_time; steps run until their "
+    "times are steady, not train_iters; the winner is not trained afterwards, as run_best has it",
     "memory_model": "what fits is measured; --memory-limit SIZE bounds it",
     "algo": "redline's own sampler proposes; --sampler grid tries all",
 }

@@ -91,13 +91,13 @@ class Launcher:
 
     def _stated(self, command: CommandLine, knob: str) -> str:
         """Option or path by which a command sets a knob itself; empty if it does not."""
-        theirs = {_name(word) for word in _words(_text(command))}
-        mine = [_name(each) for each in _options(self.words.get(knob, ""))]
+        given = {_name(word) for word in _words(_text(command))}
+        own = [_name(each) for each in _options(self.words.get(knob, ""))]
         paths = [each["path"] for render in command.render if (each := PLACED.fullmatch(render))]
         placed = self.paths.get(knob, "").partition("=")[0]
-        return next((name for name in mine if name in theirs), placed if placed in paths else "")
+        return next((name for name in own if name in given), placed if placed in paths else "")
 
-    def told(self, command: Given, knobs: Mapping[str, Any], *, short: bool = True) -> Given:
+    def with_knobs(self, command: Given, knobs: Mapping[str, Any], *, short: bool = True) -> Given:
         """Returns the command with options for these knobs, and for a short run if requested.
 
         Args:
@@ -134,14 +134,14 @@ class Launcher:
         """
         if stated := self._stated(command, knob):
             raise UsageError(
-                f"the command says {stated} itself, so that {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
+                f"the command has {stated} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
             )
         known = self.sayable.get(knob, SAYABLE.get(knob))
         if known is not None and (odd := [value for value in values if value not in known]):
             can = ", ".join(map(written, known))
             raise UsageError(
-                f"--launcher {self.name} can be told {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
-                "command for values of its own"
+                f"--launcher {self.name} accepts {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
+                "command for other values"
             )
 
     def _with(self, command: str, options: Sequence[str]) -> str:
@@ -152,7 +152,7 @@ class Launcher:
             return f"{command} {added}"
         before, found, behind = command.partition(f" {self.after} ")
         if not found:
-            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, behind which its options go")
+            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
         return f"{before}{found}{added} {behind}"
 
 
@@ -171,8 +171,8 @@ def _text(command: CommandLine) -> str:
 
 def _mentions(command: CommandLine, knob: str) -> bool:
     """True if a command has its own placeholder for a knob."""
-    said = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
-    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", said))
+    text = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
+    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", text))
 
 
 def _options(text: str) -> list[str]:

@@ -135,7 +135,7 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
         settings["fused"] = True
     if not settings:
         return {}
-    setup.note("the optimizer stands in this file: leave configure_optimizers() out of your module")
+    setup.note("this file has the optimizer: leave configure_optimizers() out of your module")
     return {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": settings}}
 
 

@@ -1,7 +1,7 @@
 """LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
 from .launcher import MICRO_BATCHES, Launcher
-from .trainer import WORDS as TRAINER, prepare, read as read_trainer, write as write_trainer
+from .trainer import WORDS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
 from .words import Framework, Stated, Word, Words
 
 WORDS = Words(
@@ -94,6 +94,7 @@ FRAMEWORK = Framework(
     seq_len=("cutoff_len",),
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 1, "fused_optimizer": True},
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write_trainer,
     option="{key}={value}",

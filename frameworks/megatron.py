@@ -160,7 +160,7 @@ def _precision(setup: Setup) -> list[str]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; Megatron holds bfloat16 weights and fp32 master "
+            "precision=bf16 was autocast over fp32 weights; Megatron keeps bfloat16 weights and fp32 master "
             "weights in the optimizer"
         )
     if precision == "tf32":
@@ -168,7 +168,7 @@ def _precision(setup: Setup) -> list[str]:
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":
-        setup.note(f"precision={precision}: Megatron has no scale a row, so that each tensor has one")
+        setup.note(f"precision={precision}: Megatron has no scales of rows; each tensor has one")
     out = _said("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.replicas > 1 else None
@@ -324,15 +324,21 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32, accumulated by the kernels
-    of the products; activations scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer
-    Engine; a loss by operators over parts of the vocabulary; no overlap of the replicas' communication with the
-    passes, unless requested.
+    of the products, in a buffer that is always allocated (core/distributed/param_and_grad_buffer.py); activations
+    scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by operators
+    over parts of the vocabulary; no overlap of the replicas' communication with the passes, unless requested.
     """
     eight = str(config.get("precision", "")).startswith("fp8")
     half = eight or config.get("precision") in ("bf16", "fp16")
     formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32"}
     kernels = {"attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False}
-    return {"scatter_transfers": True, **kernels, **(formats if half else {}), **({"products": "fp8"} if eight else {})}
+    return {
+        "scatter_transfers": True,
+        "gradients_stay": True,
+        **kernels,
+        **(formats if half else {}),
+        **({"products": "fp8"} if eight else {}),
+    }
 
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}

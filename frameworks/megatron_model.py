@@ -45,9 +45,8 @@ def model_flags(setup: Setup) -> list[str]:
 def _note_uneven_stages(setup: Setup) -> None:
     if setup.shape["layers"] % setup.pp:
         setup.note(
-            f"pp={setup.pp}: {setup.shape['layers']} layers are no multiple of the stages, which Megatron "
-            "refuses unless --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make "
-            "them one"
+            f"pp={setup.pp}: {setup.shape['layers']} layers are not a multiple of the stages, which Megatron "
+            "refuses without --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
         )
 
 
@@ -116,7 +115,7 @@ def _positions(setup: Setup) -> list[str]:
         if rope["factor"] != _MEGATRON_FACTOR:
             setup.note(
                 f"rotary positions stretched by a factor of {rope['factor']:g}: Megatron parses "
-                f"--rope-scaling-factor, but its GPT is built with {_MEGATRON_FACTOR} all the same; set "
+                f"--rope-scaling-factor, but builds its GPT with {_MEGATRON_FACTOR}; set "
                 "rope_scaling_factor of its GPTModelConfig yourself"
             )
     elif kind != "default":

@@ -31,7 +31,7 @@ _READ = (
     "metric_cfg",
 )
 _BESIDE = {
-    "refined_recompute": "how many layers of each operator are recomputed is no knob here; --set gives values of your own",
+    "refined_recompute": "there is no knob for the number of layers of each operator that are recomputed; --set gives it values",
     "max_time_per_task": "--trial-timeout TIME bounds a trial",
     "max_search_time": "--time TIME bounds the search",
     "task_limit": "--trials N bounds the search",

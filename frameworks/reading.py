@@ -79,7 +79,13 @@ class TrainerConfig:
     """Settings that have no knob, have no effect, or contradict each other."""
     conventions: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the estimator's `TrainingSetup` that differ from redline's own training."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """Those of them that are written there; the others are the framework's, of the knobs at hand."""
     sources: tuple[Source, ...] = ()
+
+    def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The conventions of another configuration of this training."""
+        return {**_conventions(self.sources, config), **self.said} if self.sources else dict(self.conventions)
 
     def on(self, devices: int | None = None) -> "TrainerConfig":
         """Returns this training on a number of devices, with `dp`, `grad_accum` and `global_batch`.
@@ -89,7 +95,7 @@ class TrainerConfig:
         """
         count = devices or self.devices
         if count is None:
-            raise UsageError(f"{self.framework}: the file does not state how many devices it is for: give --devices")
+            raise UsageError(f"{self.framework}: the file does not give the number of devices: give --devices")
         config: dict[str, Any] = dict(self.config)
         given = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
         split = prod(given.values())
@@ -280,7 +286,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         knobs["hsdp"] = facts["devices"] // host
     if "dp" in knobs and "devices" not in facts:
         facts["devices"] = prod(knobs.get(name, 1) for name in DEGREES)
-    conventions = {**_conventions(sources, knobs), **conventions}
+    said, conventions = conventions, {**_conventions(sources, knobs), **conventions}
     order = knobs.get("pipeline_schedule")
     if order is not None and not STANDARD["pipeline_schedule"].can_be(order):
         knobs.pop("pipeline_schedule")
@@ -290,6 +296,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         stated=frozenset(stated),
         notes=tuple(notes),
         conventions=conventions,
+        said=said,
         sources=tuple(made),
         **{each.name: facts[each.name] for each in fields(TrainerConfig) if each.name in facts},
     )
@@ -297,8 +304,10 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
 
 def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for source in sources:
-        out |= find_framework(source.framework).conventions(knobs)
+    names = [source.framework for source in sources]
+    # DeepSpeed's engine has its own formats and reductions, whoever drives it.
+    for name in ("deepspeed",) if "deepspeed" in names else names:
+        out |= find_framework(name).conventions(knobs)
     return out
 
 

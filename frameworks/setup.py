@@ -223,10 +223,10 @@ class Setup:
         for name in sorted(known):
             value = self._standard[name]
             exact = "fp32 or bf16" if name == "precision" else "without"
-            out.append(f"{name}={value} is another training than {exact}: {LOSSY[name][value]}")
+            out.append(f"{name}={value} trains differently from {exact}: {LOSSY[name][value]}")
         if others := [name for name in self.trial.lossy if name not in known]:
             what = lossy_values(self.config, others)
-            out.append(f"{what} trades accuracy for speed: another training than without")
+            out.append(f"{what} trades accuracy for speed: it trains differently from a run without")
         return tuple(out)
 
     def knob(self, name: str) -> Any:

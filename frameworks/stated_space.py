@@ -208,7 +208,7 @@ def read_document(path: Path) -> Any:
     except OSError as error:
         raise UsageError(f"the space's file {path} cannot be read: {error.strerror or error}") from error
     except Malformed as error:
-        raise UsageError(f"the space's file {path} is no {kind}: {error}") from error
+        raise UsageError(f"the space's file {path} is not {kind}: {error}") from error
 
 
 def section(given: Any, shown: str) -> Mapping[str, Any]:
@@ -244,7 +244,7 @@ def whole_numbers(values: Sequence[Any], shown: str) -> list[int]:
         UsageError: one is not a whole number of at least 1, or there are none.
     """
     if strange := [each for each in values if type(each) is not int or each < 1]:
-        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but holds {strange[0]!r}")
+        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but contains {strange[0]!r}")
     if not values:
         raise UsageError(f"{shown} must have values, but is empty")
     return list(values)
@@ -288,7 +288,8 @@ def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None,
     auto = isinstance(given, str) and given.lower() == "auto"
     if auto and total is None:
         draft.leave(
-            shown, "its range ends at the global batch, which nobody says: --global-batch B, or --set micro_batch=1,2,4"
+            shown,
+            "its range ends at the global batch, which is not given: --global-batch B, or --set micro_batch=1,2,4",
         )
         return False
     values = whole_numbers(listed(given, divisors(total) if total else ()), shown)

@@ -120,7 +120,7 @@ def flags(setup: Setup) -> list[str]:
             )
         if setup.dp % groups:
             setup.note(
-                f"hsdp={groups} is left out: torchtitan's groups are of whole rings, of which there are {setup.dp}"
+                f"hsdp={groups} is left out: torchtitan's groups consist of whole rings, and there are {setup.dp}"
             )
             groups = 1
     give(_REPLICATE, groups)
@@ -372,13 +372,18 @@ def _read_float8(stated: Stated) -> None:
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """torchtitan's formats: FSDP2 keeps shards of weights, gradients and states in fp32 and gathers weights in bf16,
     the format of the residual stream; 8-bit products are only in linear layers; the loss upcasts logits by
-    operators.
+    operators; shards are offloaded too. Pipeline stages reduce gradients with their last micro-batch, and keep them
+    whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
     """
     eight = str(config.get("precision", "")).startswith("fp8")
-    if config.get("precision") != "bf16" and not eight:
-        return {"loss": "plain"}
-    shards = {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-    return {**shards, "loss": "plain", **({"products": "fp8"} if eight else {})}
+    said: dict[str, Any] = {"loss": "plain"}
+    if config.get("offload") == "optimizer":
+        said["offload_weights"] = True
+    if config.get("pp", 1) > 1:
+        said["unsharded_gradients"] = True
+    if config.get("precision") == "bf16" or eight:
+        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return said | ({"products": "fp8"} if eight else {})
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.meaning import recomputed
@@ -182,7 +183,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
         tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
         setup.note(
             f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
-            f"dp_shard_size={setup.dp // groups}{tp}); it cannot stand in a file, and without it pieces are cut "
+            f"dp_shard_size={setup.dp // groups}{tp}); a file cannot contain it, and without it pieces are cut "
             f"over all {setup.dp} replicas: less memory than {setup.found}"
         )
     out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
@@ -208,7 +209,7 @@ def _note_the_rest(setup: Setup) -> None:
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
-            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); it cannot stand in a file"
+            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); a file cannot contain it"
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
@@ -284,7 +285,8 @@ def read(stated: Stated) -> None:
     every = stated.whole(_EVERY)
     if every and stated.knobs.get("checkpoint_ratio"):
         stated.knobs["checkpoint_ratio"] = 1 / every
-    if str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16"):
+    narrow = str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
+    if narrow and not (stated.knobs.get("precision") == "bf16" and stated.knobs.get("zero", 0) >= 2):
         stated.conventions["precision"] = "bf16_pure"
     read_optimizer(stated, stated.get("optim", "optimizer"))
 
@@ -299,6 +301,17 @@ def read_optimizer(stated: Stated, name: object) -> None:
         stated.note(
             f"{stated.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
         )
+
+
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """accelerate's `no_sync` while it accumulates: replicas reduce nothing, so that FSDP keeps gradients whole. Its FSDP widens
+    pieces of 16 bits to fp32 where mixed precision is on, and gathers them in 16; what it offloads are pieces too."""
+    said: dict[str, Any] = {"unsharded_gradients": True}
+    if config.get("offload") == "optimizer":
+        said["offload_weights"] = True
+    if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
+        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return said
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
@@ -349,10 +362,11 @@ FRAMEWORK = Framework(
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
-    # of steps only where that says so: others are of files that are loaded, or of data.
+    # of steps only if its name says so: others are of files that are loaded, or of data.
     prints=(
         r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
         r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"

@@ -87,7 +87,7 @@ class Architecture:
                     # Published configurations contain it; T5's convention.
                     made.decoder_start_token_id = made.pad_token_id
             except refusals() as error:
-                raise WorkloadError(f"the configuration is no valid {self.model_type}: {one_line(error)}") from error
+                raise WorkloadError(f"the configuration is not a valid {self.model_type}: {one_line(error)}") from error
         return made
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":

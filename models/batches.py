@@ -27,7 +27,7 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     if not isinstance(batch, Mapping | tuple):
         raise WorkloadError(f"{where} must be a dict or a tuple of tensors, but is {type(batch).__name__}")
     if not batch:
-        raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must hold tensors")
+        raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must contain tensors")
     for key, value in entries(batch).items():
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
@@ -114,7 +114,7 @@ class ForwardPass:
                 raise WorkloadError(
                     f"{self._workload.name}: the model's forward takes "
                     f"{', '.join(sorted(self._names or ()))}, but "
-                    f"the batch holds {', '.join(map(str, batch))}"
+                    f"the batch has {', '.join(map(str, batch))}"
                 )
             return (), taken
         return (batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch), {}
@@ -148,7 +148,7 @@ class ForwardPass:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise WorkloadError(
-                f"{self._workload.name}: without a loss of its own the workload needs a model that returns "
+                f"{self._workload.name}: without its own loss the workload needs a model that returns "
                 f"one, but it returned {type(output).__name__} without a loss; give Workload(loss=...)"
             )
         return loss

@@ -202,7 +202,7 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
         if len(ids) and int(ids.max()) >= vocab_size:
             raise WorkloadError(
                 f"{path}: the tokenizer in {folder} yields token {int(ids.max())}, but the model's "
-                f"vocabulary has {vocab_size}; they do not belong together"
+                f"vocabulary has {vocab_size}; they do not match"
             )
     if len(ids) < seq_len:
         raise WorkloadError(

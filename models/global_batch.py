@@ -44,12 +44,12 @@ def shared(workload: Workload, devices: int, *, target: object, asked: int | Non
     if chosen == total:
         return workload, ()
     each = chosen // devices
-    said = (
+    note = (
         f"global batch: {chosen:,}, {each} sample{'s'[: each > 1]} a device, since none was given and "
         f"{workload.name}'s usual {total} {'is less than' if total < devices else 'cannot be shared by'} the "
         f"{devices:,} devices"
     )
-    return replace(workload, global_batch=chosen), (said,)
+    return replace(workload, global_batch=chosen), (note,)
 
 
 def too_few(total: int, devices: int) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None
     """
     for what, value in (("seq_len", seq_len), ("data", data)):
         if value is not None:
-            raise WorkloadError(f"{name} takes images, so that {what} must not be given, but is {value!r}")
+            raise WorkloadError(f"{name} takes images, so {what} must not be given, but is {value!r}")
 
 
 def image_classifier(architecture: Architecture, *, name: str, spec: str, global_batch: int | None = None) -> Workload:

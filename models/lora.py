@@ -127,7 +127,7 @@ def with_lora(workload: Workload, lora: Lora) -> Workload:
     model = workload.model
     if not isinstance(model, Architecture):
         raise WorkloadError(
-            f"lora adapts Hugging Face models; '{workload.name}' is built by code of its own, which can add "
+            f"lora adapts Hugging Face models; '{workload.name}' is built by your own code, which can add "
             "adapters itself"
         )
     own = {each.name: getattr(model, each.name) for each in fields(model)}

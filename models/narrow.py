@@ -56,5 +56,5 @@ def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> It
             continue
         kept[knob.name] = value
     if kept:
-        told = ", ".join(f"{name}={value}" for name, value in kept.items())
-        yield f"as {foreign.called} does not say, {told}; --set gives them values"
+        defaults = ", ".join(f"{name}={value}" for name, value in kept.items())
+        yield f"{foreign.called} has no values for some knobs, so {defaults}; --set gives them values"

@@ -199,7 +199,7 @@ def no_hsdp(devices: int, device: Device) -> str:
     if per_host == devices:
         return f"the {devices} devices are on one host"
     if per_host == 1:
-        return f"each of the {devices} devices is on a host of its own"
+        return f"each of the {devices} devices is on its own host"
     return f"no replicas are both on several hosts and several on each host of {per_host}"
 
 
@@ -219,15 +219,15 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         sorted({1, *groups}),
         when=(dp > 1) & (space["zero"] >= 2),
         others=(),
-        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no groups",
+        help="HSDP: groups of replicas, one per host, that have all shards and sum their gradients; 1: no groups",
         monotone_memory=1,
     )
     space.require(
         (knob == 1) | (tp * replicas(space) == each * knob),
-        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
+        f"pieces are cut within a host, of {each} devices here, so there is a group for each host of replicas",
     )
     if any(tp == each for tp, _ in ways):
-        space.require((knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it")
+        space.require((knob == 1) | (tp < each), "a host has one replica, so there is nothing to shard within it")
 
 
 def compose(space: Space, device: Device, devices: int, support: Support) -> None:

@@ -77,7 +77,7 @@ def _decoder(
     rope_theta: float = 10000.0,
     **more: Any,
 ) -> dict[str, Any]:
-    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and those of their form. No dropout.
+    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and similar models. No dropout.
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -143,7 +143,7 @@ def _gemma3(
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, of which a token passes 4.
+    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, and each token uses 4 of them.
     return {
         "num_hidden_layers": layers,
         "hidden_size": 2880,
@@ -292,7 +292,7 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
                  rms_norm_eps=1e-5, sliding_window=None),
     ),
     (
-        # Abdin et al. 2024; of Phi-3's form, with the products of queries, keys and values in one.
+        # Abdin et al. 2024; Phi-3's architecture, with a fused projection of queries, keys and values.
         "phi-4", "phi3", "causal", 14_659_507_200, 8192, 16,
         _decoder(40, 5120, 40, 100352, kv_heads=10, intermediate=17920, positions=16384, rope_theta=2.5e5,
                  rms_norm_eps=1e-5, original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265,

@@ -257,18 +257,25 @@ def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
     notes: tuple[str, ...] = ()
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
-    told: list[str] = []
+    foreign_notes: list[str] = []
 
     def default(allow: tuple[str, ...]) -> Space:
         space = make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
         if request.source is not None:
-            told.extend(narrow(space, request.source.read(devices, workload.global_batch), request.asked_knobs))
+            foreign_notes.extend(
+                narrow(space, request.source.read(devices, workload.global_batch), request.asked_knobs)
+            )
         return space
 
-    space, said = request.space_or(default)
+    space, space_notes = request.space_or(default)
     if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
         _check_attention(space, workload.model.attentions(device))
-    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=(*notes, *told, *said))
+    return Resolved(
+        workload=workload,
+        space=space,
+        free_batch=accumulation is not None,
+        notes=(*notes, *foreign_notes, *space_notes),
+    )
 
 
 def _check_attention(space: Space, known: Sequence[str]) -> None:

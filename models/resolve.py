@@ -82,7 +82,7 @@ def workload(
         raise _no_python_file(named["path"])
     if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
-            f"there is no file or folder {text}; give a folder or config.json, or a name out of {', '.join(PRESETS)}"
+            f"there is no file or folder {text}; give a folder or config.json, or one of {', '.join(PRESETS)}"
         )
     if _HUB_ID.fullmatch(text):
         return _hub(text, given)
@@ -144,7 +144,7 @@ def _preset(name: str, given: _Given) -> Workload:
 def _local(path: Path, text: str, given: _Given) -> Workload:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise WorkloadError(f"{text} holds no config.json; a Hugging Face model's folder does")
+        raise WorkloadError(f"{text} contains no config.json, as a Hugging Face model's folder does")
     content = _content(file)
     resolved = file.resolve()
     name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
@@ -211,7 +211,7 @@ def _of_contents(
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
         except refusals() as error:
-            raise WorkloadError(f"{where} is no valid {model_type} configuration: {_one_line(error)}") from error
+            raise WorkloadError(f"{where} is not a valid {model_type} configuration: {_one_line(error)}") from error
     return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
 
 
@@ -250,10 +250,10 @@ def _reach_hub(text: str) -> None:
 
     from huggingface_hub import constants
 
-    without = f"'{text}' is no preset, no file or folder here, not in the local Hugging Face cache, and "
+    without = f"'{text}' is not a preset, a file or folder here, or in the local Hugging Face cache, and "
     instead = "give a folder or config.json of the model instead"
     if constants.HF_HUB_OFFLINE:
-        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids to ask the hub; {instead}")
+        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids asking the hub; {instead}")
     where = urlsplit(constants.ENDPOINT)
     if where.scheme in getproxies():
         return

@@ -55,11 +55,11 @@ class ServerModel:
             WorkloadError: they are not a mapping, or load another model by its name.
         """
         if not isinstance(contents, Mapping):
-            raise WorkloadError("a model's configuration must be a mapping, such as a Hugging Face config.json holds")
+            raise WorkloadError("a model's configuration must be a mapping, such as that of a Hugging Face config.json")
         for name, value in _entries(contents):
             if (name in _LOADED_BY_NAME and value) or (name == "model_type" and value in _LOADERS):
                 raise WorkloadError(
-                    f"the configuration has {name}={str(value)[:80]!r}, by which transformers loads a model from elsewhere; a "
+                    f"the configuration has {name}={str(value)[:80]!r}, with which transformers loads a model from elsewhere; a "
                     "server takes architectures that transformers builds itself"
                 )
         return cls(name=str(contents.get("model_type", "model"))[:100], contents=contents, kept=kept)

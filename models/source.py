@@ -113,10 +113,10 @@ class FileSource:
         try:
             code = compile(self.text, self.path, "exec")
         except (SyntaxError, ValueError) as error:  # the latter for null bytes, before Python 3.12
-            line, said = "", str(error)
+            line, problem = "", str(error)
             if isinstance(error, SyntaxError):
-                line, said = f":{error.lineno}" if error.lineno else "", error.msg
-            raise WorkloadError(f"{self.path}{line} is not valid Python: {said}") from error
+                line, problem = f":{error.lineno}" if error.lineno else "", error.msg
+            raise WorkloadError(f"{self.path}{line} is not valid Python: {problem}") from error
         sys.modules[name] = module
         try:
             exec(code, module.__dict__)

@@ -117,7 +117,7 @@ def default_space(
         space.choice(
             "reduce_dtype",
             REDUCED,
-            # Gradients of bf16 weights are in it anyway.
+            # Gradients of bf16 weights are in bf16 anyway.
             when=(parallel.replicas(space) > 1) & (space["precision"] != "bf16_pure"),
             others=(),
             help="what gradients travel in between replicas; bf16 is lossy",
@@ -321,8 +321,8 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
             raise SpaceError(unknown("allowance", name, ALLOWABLE))
     if names and own_space:
         raise SpaceError(
-            f"allow={','.join(names)} would have no effect: it adds values to a default space, and a space "
-            "of one's own names its values itself"
+            f"allow={','.join(names)} would have no effect: it adds values to a default space, and your own "
+            "space names its values itself"
         )
     return names
 
@@ -393,7 +393,7 @@ def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
     """Note about a space to which the allowed extension added nothing."""
     if "lossy" not in allow or lossy_of_space(space):
         return ()
-    beyond = "".join(f"; --set {each} tries it all the same" for each in lossy_beyond(space))
+    beyond = "".join(f"; --set {each} tries it anyway" for each in lossy_beyond(space))
     return (f"no lossy value pays on these devices, whose bf16 is emulated{beyond}",)
 
 

@@ -204,7 +204,7 @@ class Workload:
             return False
         except TypeError:
             return True
-        # A function whose parameters all have defaults gets the configuration only if a parameter's name says so.
+        # A function whose parameters all have defaults gets the configuration only if its first parameter is named config.
         first = next(iter(signature.parameters), "")
         return first == "config"
 

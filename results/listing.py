@@ -18,7 +18,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Which trials are shown, in which order, with which columns."""
+    """The trials that are shown, their order and their columns."""
 
     top: int | None = None
     """Largest number of trials; None for all."""

@@ -1,6 +1,6 @@
 """A process that runs a search's dry runs as another Unix user, since they run code that a user submitted.
 
-python -m redline.service.code_process FD FOLDER
+    python -m redline.service.code_process FD FOLDER
 
 `CodeRunners` starts it (see `HelperProcess`) and sends it assignments. It has neither the worker's token nor its
 connection to the server, and only the files it is given. It answers in JSON, never in pickles, since the worker does

@@ -1,6 +1,6 @@
 """A search request as JSON, and its conversion to the arguments of `redline.tune` where it runs.
 
-{"target": "gpt2-tiny", "devices": 2, "trials": 16, "fix": {"precision": "fp32"}}
+    {"target": "gpt2-tiny", "devices": 2, "trials": 16, "fix": {"precision": "fp32"}}
 
 The names are those of `tuner/request.py`. A file of the client is sent as its contents. Instead of `target`, a request
 may have `model` (a Hugging Face config.json), `workload` (a Python file as text, its digest, and a name in it) or

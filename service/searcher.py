@@ -84,7 +84,7 @@ class Telling(SearchListener):
     def on_trial_end(self, trial: Trial) -> None:
         self.done += 1
         measured = trial.measured
-        told = {
+        event = {
             "trial": trial.number,
             "config": trial.config.to_dict(),
             "status": str(measured.status),
@@ -93,7 +93,7 @@ class Telling(SearchListener):
             "unit": measured.unit,
             "peak_memory_mib": _finite(measured.peak_memory_mib),
         }
-        self._store.tell_trial(self._search, self.done, told)
+        self._store.tell_trial(self._search, self.done, event)
         self.finished_one(trial)
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:

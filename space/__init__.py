@@ -1,4 +1,4 @@
-"""What may vary: knobs, expressions, constraints, and the set of valid configurations."""
+"""Spaces: knobs, expressions, constraints, and the set of valid configurations."""
 
 from .config import Config
 from .enumeration import Choices

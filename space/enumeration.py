@@ -1,9 +1,9 @@
-"""The valid choices of one component, by joining knob after knob and dropping what cannot become valid.
+"""Enumerates the valid choices of one component: joins knob after knob and drops what cannot become valid.
 
-Partial choices are rows of a table, one column of codes (indices into a knob's values; -1 where the knob is
-absent) a knob. Joining a knob pairs every row with every value, and keeps a pair where every rule may still
-hold: a rule whose knobs are all chosen is evaluated; of another, interval arithmetic over what is left to
-choose, and divisibility for products, tell whether it can hold at all. Everything is vectorised.
+Partial choices are rows of a table, one column of codes (indices into a knob's values; -1 if the knob is absent) per
+knob. Joining a knob pairs every row with every value, and keeps a pair if every rule may still hold: a rule whose
+knobs are all chosen is evaluated; for others, interval arithmetic over the remaining choices, and divisibility for
+products, determine whether they can hold at all. Everything is vectorised.
 
 A table that outgrows `MAX_ROWS` is given up, or, to draw samples, thinned out after every join.
 """
@@ -23,10 +23,10 @@ from .structure import Check, Join, Lookup, Ranges, Structure, join_order
 from .values import Value
 
 MAX_ROWS = 5_000_000
-"""Most rows of a table, while it is built and at the end."""
+"""Largest number of rows of a table, while it is built and at the end."""
 MAX_PAIRS = 300_000_000
-"""Most pairs of row and value looked at for one component."""
-_CHUNK = 1 << 19  # pairs looked at in one go: bounds the memory
+"""Largest number of pairs of row and value that are examined for one component."""
+_CHUNK = 1 << 19  # pairs examined at once: bounds the memory
 _DENSE = 1 << 22  # below this many combinations, mark which occur instead of sorting them
 _ABSENT = -1
 
@@ -37,27 +37,27 @@ class TooLarge(SpaceError):
 
 @dataclass(eq=False, slots=True)
 class Choices:
-    """Chosen codes, one array of length `rows` a knob; callables' results as codes of `Interned` values."""
+    """Chosen codes, one array of length `rows` per knob; callables' results as codes of `Interned` values."""
 
     rows: int
     codes: dict[str, np.ndarray] = field(default_factory=dict)
 
     def take(self, rows: np.ndarray | slice) -> "Choices":
-        """The rows at these indices."""
+        """Rows at these indices."""
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         return Choices(count, {name: column[rows] for name, column in self.codes.items()})
 
     def row(self, index: int) -> dict[str, int]:
-        """The codes of one row."""
+        """Codes of one row."""
         return {name: int(column[index]) for name, column in self.codes.items()}
 
     def followed_by(self, other: "Choices") -> "Choices":
-        """These rows, then those of another table of the same knobs."""
+        """Concatenates the rows of another table of the same knobs."""
         codes = {name: np.concatenate([column, other.codes[name]]) for name, column in self.codes.items()}
         return Choices(self.rows + other.rows, codes)
 
     def unique(self, without: "Choices | None" = None) -> "Choices":
-        """The rows without repetitions, and without those of another table of the same knobs."""
+        """Distinct rows, without those of another table of the same knobs."""
         first = 0 if without is None else without.rows
         both = self if without is None else without.followed_by(self)
         codes = np.stack([column.astype(np.int32) for column in both.codes.values()], axis=1)
@@ -65,8 +65,9 @@ class Choices:
         return self.take(np.sort(at[at >= first]) - first)
 
     def changes(self, codes: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
-        """In how many of the knobs that have been joined each row differs from `codes`, shape (rows,). A knob that one of
-        the two lacks is not counted: what makes it absent is."""
+        """Number of joined knobs in which each row differs from `codes`, shape (rows,). A knob that one of the two
+        lacks is not counted, because the knob that makes it absent is.
+        """
         out = np.zeros(self.rows, np.int64)
         for name in names:
             column = self.codes.get(name)
@@ -76,7 +77,7 @@ class Choices:
 
 
 class Interned:
-    """The distinct values a callable returned, in the order they came; rows hold their codes."""
+    """Distinct values that a callable returned, in order of occurrence; rows contain their codes."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
@@ -84,7 +85,7 @@ class Interned:
         self._array = np.array([], object)
 
     def code(self, value: Value) -> int:
-        """The code of a value; a new one for a value not seen before."""
+        """Code of a value; a new one for a new value."""
         key = (type(value), value)
         found = self._codes.get(key)
         if found is None:
@@ -93,12 +94,12 @@ class Interned:
         return found
 
     def column(self, codes: np.ndarray) -> np.ndarray:
-        """The values at `codes`: bool, int64 or float64 where all are, else objects."""
+        """Values at `codes`: bool, int64 or float64 if all are, otherwise objects."""
         if len(self._array) != len(self.values):
             kinds = {type(value) for value in self.values}
             dtype = {frozenset({bool}): bool, frozenset({int}): np.int64}.get(frozenset(kinds), object)
             self._array = np.array(self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype)
-        # No values, or a row where it is absent: any value will do, the rules that ask do not apply there.
+        # No values, or a row without the knob: the value is arbitrary, because rules on it do not apply there.
         return self._array[codes] if self.values else np.zeros(codes.shape)
 
 
@@ -134,14 +135,14 @@ class Component:
         def thin(table: Choices, most: int) -> np.ndarray:
             return rng.choice(table.rows, most, replace=False)
 
-        for width in (keep, 8 * keep, 64 * keep):  # a dead end: look wider
+        for width in (keep, 8 * keep, 64 * keep):  # a dead end: search wider
             table = self._join(thin, width)
             if table.rows:
                 break
         return table
 
     def closest(self, distance: Callable[[Choices], np.ndarray], keep: int) -> Choices:
-        """Valid choices near the least `distance` of a (partial) table's rows."""
+        """Valid choices close to the smallest `distance` of a (partial) table's rows."""
         rng = np.random.default_rng(0)
 
         def thin(table: Choices, most: int) -> np.ndarray:
@@ -153,7 +154,7 @@ class Component:
         return table if table.rows else self.draw(rng, keep)
 
     def near(self, codes: Mapping[str, int], changes: int) -> Choices:
-        """Every valid choice that differs from `codes` in at most so many knobs, see `Choices.changes`.
+        """Every valid choice that differs from `codes` in at most `changes` knobs, see `Choices.changes`.
 
         Raises:
             TooLarge: there are more than `MAX_ROWS`.
@@ -172,7 +173,7 @@ class Component:
         keep: int = 0,
         drop: Callable[[Choices], Choices] = lambda table: table,
     ) -> Choices:
-        """The valid choices; with `thin` about `keep` of them, without those that `drop` takes away on the way."""
+        """Valid choices; with `thin` about `keep` of them, without those that `drop` removes after each join."""
         table, pairs = Choices(1), 0
         if any(not len(self._alive[name]) and self.structure.knobs[name].when is None for name in self.names):
             return Choices(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
@@ -219,7 +220,7 @@ class Component:
         return Choices(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
 
     def _active(self, table: Choices, name: str) -> np.ndarray | None:
-        """Rows in which the knob exists; None for all of them."""
+        """Rows in which the knob exists; None for all rows."""
         when = self.structure.knobs[name].when
         if when is None:
             return None
@@ -255,7 +256,7 @@ class Component:
         return out
 
     def _grid(self, table: Choices, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
-        """Columns shaped to broadcast: rows down, values of the joined knob across."""
+        """Columns shaped for broadcasting: rows along the first axis, values of the joined knob along the second."""
 
         def load(each: str) -> np.ndarray | None:
             if each == name:
@@ -296,7 +297,7 @@ class Component:
     def _divides(
         self, factors: Sequence[Expression], total: Expression, join: Join, lookup: Lookup
     ) -> np.ndarray | None:
-        """Where the product of the factors chosen so far divides the total; None where that is not known."""
+        """Rows in which the product of the factors chosen so far divides the total; None if unknown."""
         chosen = [each for each in factors if each.names and join.open.isdisjoint(self.structure.bases_of(each.names))]
         if not chosen or not join.open.isdisjoint(self.structure.bases_of(total.names)):
             return None
@@ -313,7 +314,7 @@ class Component:
     # -- Python functions ------------------------------------------------------------------------------------
 
     def _apply(self, table: Choices, check: Check) -> Choices:
-        """The rows of a full table in which a check holds that has a Python function in it."""
+        """Rows of a full table in which a check with a Python function holds."""
         label, rule = check.label, check.rule
         present = self._present(table, check.conditionals)
         rows = np.arange(table.rows) if present is None else np.flatnonzero(present)
@@ -338,7 +339,7 @@ class Component:
         return table if keep.all() else table.take(np.flatnonzero(keep))
 
     def _true(self, table: Choices, rule: Rule) -> np.ndarray:
-        """Rows in which a condition holds; all its knobs must be there."""
+        """Rows in which a condition holds; all its knobs must be present."""
         if isinstance(rule, Predicate):
             if not table.rows:
                 return np.zeros(0, bool)
@@ -348,15 +349,16 @@ class Component:
         return np.broadcast_to(holding, (table.rows,))
 
     def _called(self, table: Choices, rule: Predicate) -> tuple[list[Any], np.ndarray]:
-        """What a function returns, once for every combination of arguments that occurs, and for every row
-        which of these results it has."""
+        """Results of a function, called once for every distinct combination of arguments, and the index of the result
+        for every row.
+        """
         lookup = Lookup(self.structure, self._loader(table))
         arguments = [self._argument(table, name, lookup) for name in rule.names]
         first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
         return rule.call_all([objects(values)[codes[first]].tolist() for codes, values in arguments]), inverse
 
     def _argument(self, table: Choices, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
-        """Codes of a knob's values in the rows, and the Python values they stand for."""
+        """Codes of a knob's values in the rows, and their Python values."""
         codes = table.codes.get(name)
         if codes is not None:
             return codes, self.python_values(name)
@@ -371,11 +373,11 @@ class Component:
     # -- small parts -----------------------------------------------------------------------------------------
 
     def python_values(self, name: str) -> Sequence[Value]:
-        """What the codes of a column stand for."""
+        """Python values of the codes of a column."""
         return self.interned[name].values if name in self.interned else self.structure.knobs[name].values
 
     def values(self, name: str, codes: np.ndarray) -> np.ndarray:
-        """The column of values at some codes; where a code says absent, any value."""
+        """Values of a column at some codes; arbitrary if absent."""
         owner = self.interned.get(name) or self.structure.knobs[name]
         return owner.column(codes)
 
@@ -421,7 +423,7 @@ class Component:
 
 
 def objects(values: Sequence[Value]) -> np.ndarray:
-    """The values as numpy objects, each what it was."""
+    """The values as numpy objects, unchanged."""
     out = np.empty(len(values), object)
     out[:] = values
     return out
@@ -434,7 +436,7 @@ def _holding(column: Column) -> np.ndarray:
 
 
 def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
-    """Where a check whose knobs are not all chosen can still hold; None for everywhere."""
+    """Mask of rows in which a check with open knobs can still hold; None for all rows."""
     if isinstance(check.label, DerivedKnob) or isinstance(check.rule, Predicate):
         return None
     _, high = check.rule.bounds(ranges)
@@ -442,7 +444,7 @@ def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
 
 
 def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices of the distinct combinations of code columns, and for every row which of them it has."""
+    """Row indices of the distinct combinations of code columns, and the index of the combination for every row."""
     key, span = columns[0].astype(np.int64), sizes[0]
     for codes, size in zip(columns[1:], sizes[1:]):
         if span * size >= 2**62:

@@ -1,7 +1,7 @@
 """The set of valid configurations: its size, its order, and samples of it.
 
-The set is the product of its components' tables, indexed in mixed radix: the last component turns fastest.
-So its size may be astronomic as long as each component can be listed.
+The set is the product of its components' tables, indexed in mixed radix: the last component varies fastest. Its size
+may be astronomic as long as each component can be listed.
 """
 
 import random
@@ -23,23 +23,23 @@ _BEAM = 4096
 
 
 def _beside(tables: Sequence[Choices], rows: int) -> Choices:
-    """Tables of different knobs as one."""
+    """Combines tables of different knobs to one."""
     return Choices(rows, {name: column for table in tables for name, column in table.codes.items()})
 
 
 class ValidSet:
-    """Everything the rules of a structure allow."""
+    """All configurations that the rules of a structure allow."""
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self.components = [Component(structure, names) for names in structure.components]
         self._owners = {name: each for each in self.components for name in (*each.names, *each.interned)}
-        knobs = structure.knobs.values()  # in a configuration, what is chosen comes first
+        knobs = structure.knobs.values()  # in a configuration, chosen knobs come first
         self._names = [knob.name for knob in sorted(knobs, key=lambda knob: knob.derived)]
         self._tables: list[Choices | TooLarge | None] = [None] * len(self.components)
 
     def table(self, at: int) -> Choices:
-        """The valid choices of a component.
+        """Valid choices of a component.
 
         Raises:
             TooLarge: there are too many to list.
@@ -57,7 +57,7 @@ class ValidSet:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many valid choices each component has.
+        """Number of valid choices of each component.
 
         Raises:
             TooLarge: one of them has too many to list.
@@ -66,7 +66,7 @@ class ValidSet:
 
     @cached_property
     def size(self) -> int:
-        """How many configurations there are.
+        """Number of configurations.
 
         Raises:
             TooLarge: a component has too many to list.
@@ -75,14 +75,14 @@ class ValidSet:
 
     @property
     def enumerable(self) -> bool:
-        """Whether every component can be listed."""
+        """True if every component can be listed."""
         try:
             return self.size >= 0
         except TooLarge:
             return False
 
     def witness(self) -> Config | TooLarge | None:
-        """Any configuration; None where there is none; the reason where that takes too long to find out."""
+        """Any configuration; None if there is none; the reason if finding one takes too long."""
         if self.structure.contradiction is not None:
             return None
         doubt, tables = None, []
@@ -99,7 +99,7 @@ class ValidSet:
     def _inhabited(self, at: int) -> Choices | TooLarge:
         listed = self._tables[at]
         if not isinstance(listed, Choices) and len(self.components[at].names) > 1:
-            # A few random partial choices that can be completed answer it at once.
+            # A few random partial choices that can be completed are found quickly.
             drawn = self.components[at].draw(np.random.default_rng(0), 64)
             if drawn.rows:
                 return drawn
@@ -111,19 +111,19 @@ class ValidSet:
     # -- order -----------------------------------------------------------------------------------------------
 
     def at(self, indices: Sequence[int]) -> list[Config]:
-        """The configurations at these indices."""
+        """Configurations at these indices."""
         tables = [self.table(at) for at in range(len(self.components))]
         rows = self._digits(indices)
         return self.configs([table.take(picked) for table, picked in zip(tables, rows)], len(indices))
 
     def iterate(self) -> Iterator[Config]:
-        """Every configuration, in order."""
+        """Yields every configuration, in order."""
         size = self.size
         for start in range(0, size, _BATCH):
             yield from self.at(range(start, min(start + _BATCH, size)))
 
     def index(self, codes: dict[str, int]) -> int:
-        """The index of the configuration with these codes, which must be valid; knobs left out are absent."""
+        """Index of the configuration with these codes, which must be valid; missing knobs are absent."""
         out = 0
         for at, component in enumerate(self.components):
             table = self.table(at)
@@ -136,7 +136,7 @@ class ValidSet:
         return out
 
     def _digits(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """For every component the row that each index picks."""
+        """Row of every component for each index."""
         sizes = self.sizes
         rest = np.asarray(indices, np.int64) if self.size < 2**62 else np.array([*indices], object)
         digits = []
@@ -146,7 +146,7 @@ class ValidSet:
         return digits[::-1]
 
     def columns(self, names: Sequence[str], indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Codes of the knobs for every configuration, or for those at some indices, int32; -1 where absent.
+        """Codes of the knobs for every configuration, or for those at some indices, int32; -1 if absent.
 
         Raises:
             TooLarge: more than `MAX_ROWS` configurations.
@@ -172,7 +172,7 @@ class ValidSet:
     # -- configurations --------------------------------------------------------------------------------------
 
     def configs(self, tables: Sequence[Choices], count: int) -> list[Config]:
-        """The configurations whose choices stand in the rows of the tables, `count` rows each."""
+        """Configurations with the choices in the rows of the tables, `count` rows each."""
         codes = {name: column for table in tables for name, column in table.codes.items()}
         lacking = [name for name in self.structure.variables if (codes[name] < 0).any()]
         if not lacking:
@@ -191,7 +191,7 @@ class ValidSet:
         return [made[at] for at in np.argsort(np.concatenate(order)).tolist()]
 
     def _made(self, codes: dict[str, np.ndarray], absent: frozenset[str], count: int) -> list[Config]:
-        """The configurations with these codes, which all lack the knobs `absent` and what depends on them."""
+        """Configurations with these codes, which all lack the knobs `absent` and those that depend on them."""
         structure = self.structure
 
         def load(name: str) -> np.ndarray | None:
@@ -213,7 +213,9 @@ class ValidSet:
     # -- choices as codes ------------------------------------------------------------------------------------
 
     def choices(self, most: int, seed: int) -> Choices:
-        """All that is valid, or `most` of it: drawn evenly where the set can be listed, otherwise as `sample` does."""
+        """Codes of all configurations, or of `most` of them: drawn uniformly if the set can be listed, otherwise like
+        `sample`.
+        """
         if self.enumerable:
             indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
             tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
@@ -229,7 +231,7 @@ class ValidSet:
         return np.array(sorted({uniform.randrange(self.size) for _ in range(count)}), object)
 
     def near(self, codes: Mapping[str, int], changes: int) -> Choices:
-        """What differs from `codes` in at most so many knobs, itself too."""
+        """Configurations that differ from `codes` in at most `changes` knobs, including itself."""
         rows, tables = np.zeros((0, 1), np.int64), []
         changed = np.zeros(1, np.int64)
         for at, component in enumerate(self.components):
@@ -244,15 +246,15 @@ class ValidSet:
         return _beside([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
 
     def made(self, choices: Choices) -> list[Config]:
-        """The configurations of rows of codes."""
+        """Configurations of rows of codes."""
         return self.configs([choices], choices.rows)
 
     # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self, count: int, seed: int) -> list[Config]:
-        """Up to `count` distinct configurations, fewer only where there are fewer (or no more are found).
+        """Returns up to `count` distinct configurations, fewer only if there are fewer (or no more are found).
 
-        Uniform where the set can be listed; otherwise by random joins, which favour some over others.
+        Uniform if the set can be listed; otherwise by random joins, which are not uniform.
         """
         if self.enumerable:
             uniform = random.Random(seed)
@@ -280,7 +282,7 @@ class ValidSet:
         return list(found)[:count]
 
     def _draw(self, rng: np.random.Generator, count: int) -> list[Choices] | None:
-        """`count` rows of every component; None where nothing was found for one of them."""
+        """`count` rows of every component; None if nothing was found for one of them."""
         tables = []
         for at, component in enumerate(self.components):
             listed = self._tables[at]
@@ -295,9 +297,9 @@ class ValidSet:
         return tables
 
     def nearest(self, wanted: dict[str, int]) -> Config:
-        """The configuration that changes the fewest knobs from the codes `wanted`, and those the least.
+        """Configuration that changes the fewest knobs from the codes `wanted`, by the smallest amounts.
 
-        Where the set cannot be listed it is searched with a bounded memory, and may miss the very nearest.
+        If the set cannot be listed it is searched with limited memory, and the result may not be the very nearest.
         """
         rows = []
         for at, component in enumerate(self.components):
@@ -319,7 +321,7 @@ class ValidSet:
                 if name in wanted:
                     knob = self.structure.knobs[name]
                     steps = np.abs(codes.astype(np.int64) - wanted[name]) / max(1, len(knob.values) - 1)
-                    # A changed knob counts 1, how far it is changed decides among as many changed ones.
+                    # A changed knob counts 1; the amount of change decides between equal numbers of changes.
                     far = steps if knob.ordered else 1.0
                     out += np.where((codes < 0) | (codes == wanted[name]), 0.0, 1.0 + far / 1000)
             return out

@@ -58,7 +58,7 @@ class LoopPlan:
 
     soak: Annotated[
         bool,
-        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save behind the first."),
+        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
     ] = True
     """True if a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save after its
     first step.
@@ -173,7 +173,7 @@ class Loop:
                 self._one(share)
                 if self.saver is not None and self.step == self._first:
                     State(self.training, self.average).tensors()  # fails now rather than at the first checkpoint
-                stopped, save = self._heard()
+                stopped, save = self._next_actions()
                 self.step += 1
                 last = self.step == self.until
                 if self.step % self.plan.log_every == 0 or last or stopped:
@@ -233,7 +233,7 @@ class Loop:
             factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)
             gradients.multiply(training, factor.float())
 
-    def _heard(self) -> tuple[bool, bool]:
+    def _next_actions(self) -> tuple[bool, bool]:
         """Returns whether to stop and whether to save, as agreed by all ranks."""
         if len(self._agreed) <= (LAG if self.training.world.size > 1 or self.training.device.type == "cuda" else 0):
             return False, False

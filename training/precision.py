@@ -80,7 +80,7 @@ class Precision:
         """
         import torch
 
-        # If a program has set `fp32_precision`, reading the older switch raises.
+        # If a program has set `fp32_precision`, reading the older switch raises; the newer one reflects both.
         if not self._tf32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
             yield
             return
@@ -122,7 +122,7 @@ class Precision:
             return torch.finfo(torch.float16).eps / 2
         if self._device.type == "cuda":
             # Products of float32 may use TensorFloat-32, which has as many bits as float16.
-            # `allow_tf32` raises where a program has set `fp32_precision`, which knows both ways of setting it.
+            # `allow_tf32` raises if a program has set `fp32_precision`, which reflects both settings.
             convolves = any(isinstance(each, ConvNd) for each in model.modules())
             products = [torch.backends.cuda.matmul, *([torch.backends.cudnn.conv] if convolves else [])]
             if any(each.fp32_precision == "tf32" for each in products):

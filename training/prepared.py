@@ -68,14 +68,14 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, told: Callable[[torch.Tensor], None]
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, multiply: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.told = told
+        ctx.multiply = multiply
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        ctx.told(gradient)
+        ctx.multiply(gradient)
         return None, None, None
 
 
@@ -244,7 +244,7 @@ class Steps:
         if self._computed:
             raise UsageError(
                 "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
-                "included, so that every call with gradients is followed by loss.backward() and optimizer.step()"
+                "included; loss.backward() and optimizer.step() must follow every call with gradients"
             )
         mine, given = training.micro_batch * training.grad_accum, _size(batch)
         if given != mine:
@@ -286,7 +286,7 @@ class Steps:
     def backward(self, factor: "torch.Tensor | float" = 1.0) -> None:
         """Multiplies the gradients by a factor."""
         if not self._computed:
-            raise UsageError("there is no loss to go back from: call the model first, with gradients switched on")
+            raise UsageError("there is no loss for backward: call the model first, with gradients switched on")
         if isinstance(factor, float) and factor == 1.0:
             return
         import torch
@@ -499,8 +499,8 @@ class Info:
         if not later:
             return ""
         return (
-            f"'{folder.path}' holds checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did not "
-            "go on from them; call info.load before the loop, or give another folder"
+            f"'{folder.path}' contains checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did "
+            "not continue from them; call info.load before the loop, or give another folder"
         )
 
     def load(self, path: str | Path) -> bool:

@@ -74,9 +74,9 @@ def agreed(training: "Training", found: Longest | None) -> Longest:
         return found
     import torch
 
-    told = torch.tensor([0, 0] if found is None else [found.step, found.looked_at], device=training.device)
-    torch.distributed.broadcast(told, src=0)
-    step, looked_at = told.tolist()
+    values = torch.tensor([0, 0] if found is None else [found.step, found.looked_at], device=training.device)
+    torch.distributed.broadcast(values, src=0)
+    step, looked_at = values.tolist()
     return Longest(step=step, looked_at=looked_at)
 
 

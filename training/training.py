@@ -249,8 +249,8 @@ class Training:
             with seeded(self._seed, self.device):
                 return self._build_within(deferred(self.device))
         except ScheduleError:
-            # Not every model can be made without its weights: its constructor may look at values. Such a model is
-            # made in place; what is really wrong shows again.
+            # Not every model can be made without its weights: its constructor may read values. Such a model is
+            # made in place; actual errors show again.
             pass
         with seeded(self._seed, self.device):
             return self._build_within(self.device)

@@ -63,11 +63,11 @@ class Soaking:
                 return
             found = self.measure(winner, self.plan)
             if found.ok:
-                self.say(f"trial {winner.number} held up: {found.reason}{_memory(found, winner)}")
+                self.say(f"trial {winner.number} succeeded: {found.reason}{_memory(found, winner)}")
                 return
             failed = replace(found, reason=f"in its soak: {found.reason or found.status}")
             self.run_folder.remeasure(winner.number, winner.remeasured, failed)
-            self.say(f"trial {winner.number} led, and did not hold up: {found.status} {failed.reason}")
+            self.say(f"trial {winner.number} led, but failed: {found.status} {failed.reason}")
 
 
 def _memory(found: Measurement, winner: Trial) -> str:
@@ -240,9 +240,7 @@ class Confirmation:
             taken[trial.number] = again
             return
         self.failed[trial.number] = again
-        self.listener.on_message(
-            f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})"
-        )
+        self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")
 
     def _round(self, active: Sequence[Trial]) -> None:
         taken: dict[int, Measurement] = {}

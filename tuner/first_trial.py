@@ -61,7 +61,7 @@ def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> First
     if needs[place] >= need:
         return plain
     taken = below[place]
-    less = (each for each, their in zip(below[place + 1 :], needs[place + 1 :]) if their < needs[place])
+    less = (each for each, needed in zip(below[place + 1 :], needs[place + 1 :]) if needed < needs[place])
     smaller = _smallest(space, taken)
     return FirstTrial(
         config=taken,

@@ -71,7 +71,7 @@ def plan_of(
 ) -> SearchPlan:
     """Returns the plan of the search for its listener. `default` is the first configuration of a new search."""
     count = f"{task.devices} x " if task.devices > 1 else ""
-    begun = summary.default(folder.trials())
+    before = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
         where=f"{count}{task.device.name}",
@@ -81,7 +81,7 @@ def plan_of(
         earlier=tuple(trial for trial in folder.trials() if not trial.pending),
         sampler=request.sampler,
         runner=runner.name,
-        default=default if begun is None else begun.config,
+        default=default if before is None else before.config,
         derived=frozenset(knob.name for knob in task.space.knobs if knob.derived),
         folder=folder.path if request.out is not None else None,
     )

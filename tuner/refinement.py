@@ -29,7 +29,7 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
         )
     if not followed(workload):
         raise UsageError(
-            "layerwise needs a schedule that follows a strategy for each block, but the workload has one of its own"
+            "layerwise needs a schedule that follows a strategy for each block, but the workload has its own"
         )
     if not {"checkpoint_ratio", "zero", "tp"} & set(space.by_name):
         raise UsageError(
@@ -79,7 +79,7 @@ def refiner(
             # Only the gain is predicted: the speed of the uniform configuration was measured.
             predicted_throughput=(1 + found.gain) * winner.throughput,
             predicted_memory_mib=found.peak_memory_mib,
-            said="\n".join(found.lines()),
+            summary="\n".join(found.lines()),
         )
 
     return refined

@@ -297,8 +297,8 @@ def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answ
                 raise
 
         begin, _, rest = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-        told = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)
-        called.__doc__ = f"{begin}\nArgs:\n{told}\n\n{rest.partition(chr(10) * 2)[2]}"
+        sections = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)
+        called.__doc__ = f"{begin}\nArgs:\n{sections}\n\n{rest.partition(chr(10) * 2)[2]}"
         types = get_type_hints(made)
         plain = [each.replace(annotation=types[each.name]) for each in signature(made).parameters.values()]
         answers = signature(function).return_annotation

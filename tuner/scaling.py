@@ -163,7 +163,7 @@ def _evaluated(text: str, count: int) -> int:
             f"the global batch '{text}' is not an expression of n, the number of devices: {error}"
         ) from None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"the global batch '{text}' comes to {value!r} for n = {count}; it must be a whole number")
+        raise UsageError(f"the global batch '{text}' is {value!r} for n = {count}; it must be a whole number")
     return value
 
 

@@ -50,7 +50,7 @@ class Refinement:
     """In the unit of the trials."""
     predicted_memory_mib: float | None = None
     """Peak on the fullest rank, MiB."""
-    said: str = ""
+    summary: str = ""
     """Description of its changes."""
 
 
@@ -179,7 +179,7 @@ class Search:
             return
         if any(trial.config == found.config for trial in trials):
             return
-        self.listener.on_message(found.said)
+        self.listener.on_message(found.summary)
         started = self.run_folder.start(
             found.config,
             sampler=REFINEMENT,

@@ -243,7 +243,7 @@ def _surrogate_prior(
     """Returns the prior of the surrogate, with the trials of earlier runs if there are any."""
     if transferred:
         for each in transferred:
-            warn(each.said)
+            warn(each.summary)
         own = calibrations(transferred, request.hardware, warn) if estimator is not None and prior is estimator else []
         prior = WarmStart(task.space, transferred, prior, warn, own)
     return SurrogatePrior(
@@ -286,13 +286,11 @@ def check_honoured(request: Request, task: Task) -> None:
         raise UsageError(f"concurrency must be at least 1, but got {at_once}")
     if "ray_address" in given and request.runs_on != "ray":
         raise UsageError(
-            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
+            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; request the runner "
             "'ray', or leave it out"
         )
     if request.soak and (task.own is None or task.simulated):
-        what = (
-            "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
-        )
+        what = "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
         raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}")
     if task.own is not None:
         return
@@ -319,7 +317,7 @@ def check_honoured(request: Request, task: Task) -> None:
 def memory_of_rank(
     request: Request,
     task: Task,
-    warn: Callable[[str], None] = lambda said: None,
+    warn: Callable[[str], None] = lambda message: None,
     *,
     earlier_mib: float | None = None,
 ) -> float | None:
@@ -368,7 +366,7 @@ def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | N
     if given is not None and given <= left:
         return given
     warn(
-        f"other processes hold {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
+        f"other processes use {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
         f"trials may take {left:,.0f} MiB of each GPU"
     )
     return left

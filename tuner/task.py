@@ -134,9 +134,9 @@ def resolve_task(
     if simulated is not None:
         raise UsageError("the runner 'simulate' needs a model or a workload, not a callable")
     foreign = request.source.read(count, request.global_batch) if request.source is not None else None
-    space, said = request.space_or(_no_default, foreign)
+    space, space_notes = request.space_or(_no_default, foreign)
     _check_effects(space, request.fix)
-    known["notes"] += said
+    known["notes"] += space_notes
     return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **known)
 
 
@@ -149,7 +149,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     says = Trained.by(target)
     if request.data is not None:
         raise UsageError("data is for a workload; a command has its own data")
-    workload, said = _trained(target, says, request)
+    workload, model_notes = _trained(target, says, request)
     if workload is None:
         _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
         if known["simulated"]:
@@ -166,10 +166,10 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     command = Commands(target, space, devices=count, global_batch=total, stated=stated)
     if command.unplaced:
         values = ", ".join(f"{name}={space[name].default}" for name in command.unplaced)
-        said += (
+        model_notes += (
             f"the file states {values}, for which the command has no placeholder: the command itself has to set them",
         )
-    known["notes"] += (*said, *allowed)
+    known["notes"] += (*model_notes, *allowed)
     return Task(
         name=target.name,
         command=command,

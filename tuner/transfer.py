@@ -255,7 +255,7 @@ class Transferred:
     """Their configurations in this search's space; only the free knobs are reliable."""
     weight: float
     """Similarity of the run to this search, 0 to 1."""
-    said: str
+    summary: str
     """Summary of the transfer, its weight, and the matching and differing knobs, in a line."""
 
 
@@ -304,8 +304,8 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     """
     encoding, default = Encoding(space), space.default()
     knobs = set(encoding.names)
-    theirs = {knob for trial in run.trials for knob in trial.config}
-    shared = sorted(knobs & theirs)
+    their_knobs = {knob for trial in run.trials for knob in trial.config}
+    shared = sorted(knobs & their_knobs)
     succeeded = [trial for trial in run.trials if trial.ok and (trial.measured.throughput or 0) > 0]
     trials, configs = [], []
     for trial in succeeded:
@@ -315,27 +315,27 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
             configs.append(here)
     like = task_similarity(run.asked, asked)
     why = (
-        _unlike(succeeded, shared, sorted(theirs), like)
+        _unlike(succeeded, shared, sorted(their_knobs), like)
         or _idle(trials, configs, shared)
         or _of_another_unit({trial.measured.unit for trial in trials}, unit)
     )
     if why:
         raise UsageError(f"warm start from {run.name}: nothing can be taken: {why}")
     parts = [_share(len(trials), len(run.trials), like), f"knobs in both: {', '.join(shared)}"]
-    if only_here := sorted(knobs - theirs):
+    if only_here := sorted(knobs - their_knobs):
         parts.append(f"only here: {', '.join(only_here)}")
-    if only_there := sorted(theirs - knobs - set(default)):
+    if only_there := sorted(their_knobs - knobs - set(default)):
         parts.append(f"only there: {', '.join(only_there)}")
     if foreign := len(succeeded) - len(trials):
         parts.append(f"{foreign} have values that no knob has here")
-    said = f"warm start from {run.name}: {'; '.join(parts)}"
+    summary = f"warm start from {run.name}: {'; '.join(parts)}"
     return Transferred(
         run=run,
         same_devices=same_devices(run.asked, asked),
         trials=tuple(trials),
         configs=tuple(configs),
         weight=like.weight,
-        said=said,
+        summary=summary,
     )
 
 
@@ -343,11 +343,11 @@ def _share(count: int, of: int, like: TaskSimilarity) -> str:
     return f"{count} of {of} trials count" + (f", {like}" if like.differences else "")
 
 
-def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], theirs: Sequence[str], like: TaskSimilarity) -> str:
+def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], their_knobs: Sequence[str], like: TaskSimilarity) -> str:
     if not succeeded:
         return "none of its trials succeeded"
     if not shared:
-        return f"its knobs ({', '.join(theirs)}) are none of this search's"
+        return f"its knobs ({', '.join(their_knobs)}) are none of this search's"
     if like.weight < LEAST_WEIGHT:
         return f"it is too unlike: {', '.join(like.differences)}"
     return ""

@@ -52,8 +52,8 @@ def run_search(request: Request) -> Result:
         setup = set_up(request, held, messages.warn)
         messages.listener = held.enter_context(logging_to(request.log_to, request.out, messages.listener))
         folder = held.enter_context(_open(setup, held.enter_context(_folder(request.out)), messages.warn))
-        begun = (setup.first.note,) if setup.first.note and not folder.resumed else ()
-        for note in (*folder.notes, *setup.task.notes, *setup.notes, *begun):
+        first_note = (setup.first.note,) if setup.first.note and not folder.resumed else ()
+        for note in (*folder.notes, *setup.task.notes, *setup.notes, *first_note):
             messages.warn(note)
         ended, lost = _search(setup, folder, watch, messages)
         return _conclude(setup, folder, ended, lost, messages, watch)

@@ -69,8 +69,8 @@ class WarmStart(Correction):
         self.beneath = base
         self.weight = max(each.weight for each in taken)
         known = [each for each in calibrated if each is not None]
-        told: Any = base
-        self._base = None if base is None else Prior(told.carrying(known) if known else base, warn=warn)
+        estimator: Any = base
+        self._base = None if base is None else Prior(estimator.carrying(known) if known else base, warn=warn)
         self._features = Features(Encoding(space))
         self._weights = np.array([each.weight for each in taken])
         points = np.concatenate([self._features.numeric(each.configs) for each in taken])
@@ -104,13 +104,13 @@ class WarmStart(Correction):
         effects = parts[:, unsure] * np.sqrt(1 - weights**2) / weights
         if self._base is None:
             unknown = np.full(len(configs), np.nan)
-            told = SimpleNamespace(
+            corrected = SimpleNamespace(
                 throughput=speed, peak_memory_mib=unknown, fullest_memory_mib=unknown, probability_fits=unknown
             )
             own = np.zeros((len(configs), 0))
         else:
             found = self._base.predict(configs)
-            told = SimpleNamespace(
+            corrected = SimpleNamespace(
                 throughput=np.exp(found.log_throughput) * speed,
                 peak_memory_mib=np.exp(found.log_memory) * memory,
                 fullest_memory_mib=np.exp(found.log_need) * memory,
@@ -120,8 +120,8 @@ class WarmStart(Correction):
             own = found.effects
         if effects.shape[1] and not own.shape[1]:
             own = np.full((len(configs), 1), LEVEL)
-        told.log_throughput_effects = np.column_stack([own, effects])
-        return told
+        corrected.log_throughput_effects = np.column_stack([own, effects])
+        return corrected
 
     def _residuals(self, taken: Transferred, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
         """Logs of measured over expected values: throughputs without the run's own mean, since the level is not
@@ -132,16 +132,16 @@ class WarmStart(Correction):
         memory = np.log([trial.measured.peak_memory_mib or math.nan for trial in trials])
         if self._base is None:
             return speed - speed.mean(), np.full(len(trials), np.nan)
-        told = np.log([trial.predicted_throughput or math.nan for trial in trials])
-        held = np.log([trial.predicted_memory_mib or math.nan for trial in trials])
+        expected_speed = np.log([trial.predicted_throughput or math.nan for trial in trials])
+        expected_memory = np.log([trial.predicted_memory_mib or math.nan for trial in trials])
         if own is not None:
             # The predictions recorded in the run include corrections by the runs before it.
             found = own.table([trial.config for trial in trials])
-            told, held = np.log(found.throughput), np.log(found.peak_memory_mib)
-        elif not np.isfinite(told).all():
-            told, held = self._predicted(self._base, taken.configs)
-        speed = speed - told
-        return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - held
+            expected_speed, expected_memory = np.log(found.throughput), np.log(found.peak_memory_mib)
+        elif not np.isfinite(expected_speed).all():
+            expected_speed, expected_memory = self._predicted(self._base, taken.configs)
+        speed = speed - expected_speed
+        return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - expected_memory
 
     def _predicted(self, base: Prior, configs: Sequence[Config]) -> tuple[np.ndarray, np.ndarray]:
         """Log throughput and log memory of the estimate beneath, `base`, for the free knobs of these configurations;

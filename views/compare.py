@@ -255,8 +255,8 @@ def _notes(sides: Sequence[Side]) -> list[str]:
         for key in _NOTED:
             if key == "workload" and asked.get("model") != first.get("model"):
                 notes.append(
-                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: their speeds "
-                    "do not compare their configurations"
+                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: the "
+                    "difference in speed is not due to the configuration alone"
                 )
                 continue
             notes += [

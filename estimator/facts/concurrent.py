@@ -23,6 +23,7 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup
     has."""
     known: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
+    known = {name: values for name, values in known.items() if name not in setup.fixed}
     precisions, attentions, fusions, kernels = (known.get(name, (getattr(setup, name),)) for name in _VARIANT)
     return list(product(precisions, attentions, fusions, kernels))
 

@@ -33,7 +33,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 def no_stages(sch: "Schedule", stages: int) -> NoReturn:
     """Raises, because the shared layer would have to be on every rank."""
     layers = sch.module.config.num_hidden_layers
-    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot lie in {stages} stages")
+    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot be in {stages} stages")
 
 
 schedule = StandardSchedule(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 SHARE_OF_LARGEST = 0.25
-"""Lists of blocks with at least this share of the largest list's parameters count too: the decoder of an encoder, the
+"""Lists of blocks with at least this share of the largest list's parameters count too: the decoder beside an encoder, the
 stages of a convolutional network.
 """
 

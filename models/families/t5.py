@@ -67,8 +67,7 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     encoder = sch.select("encoder.block.*")
     if len(encoder) < stages - 1:
         raise ScheduleError(
-            f"pp: the decoder needs a stage of its own, so that {len(encoder)} encoder blocks remain for "
-            f"{stages - 1} stages"
+            f"pp: the decoder needs its own stage, so {len(encoder)} encoder blocks remain for {stages - 1} stages"
         )
     return [*even_ends(encoder, stages - 1), encoder[-1]]
 

@@ -94,8 +94,8 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         if not any(place == each or place.startswith(each + ".") for each in done):
             if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
                 raise ScheduleError(
-                    f"sequence_parallel: '{place}' is not alone with what is cut, so that transformers' plan does "
-                    "not tell where the sequence is to be joined"
+                    f"sequence_parallel: no module around '{place}' contains only sharded modules, so transformers' "
+                    "plan does not show where to gather the sequence"
                 )
             _cut_alone(sch, place, style, sequence_parallel, drops)
     if sequence_parallel:
@@ -284,7 +284,7 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
     for path in experts:
         mixture = sch[path.rpartition(".")[0]]
         if mixture.path not in regions:
-            raise ScheduleError(f"sequence_parallel: '{mixture.name}' holds more than a router and experts")
+            raise ScheduleError(f"sequence_parallel: '{mixture.name}' contains more than a router and experts")
         for each in mixture:
             if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
                 each.sync("bwd_post", "all_reduce", on="parameters")

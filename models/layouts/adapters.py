@@ -37,7 +37,7 @@ def with_adapters(weights: LazyWeights, architecture: Architecture, adapters: Pa
     if not isinstance(architecture, AdaptedArchitecture):
         if adapters is not None:
             raise WorkloadError(
-                f"'{adapters}' holds adapters, and this {architecture.model_type} is trained without; give --lora r=..., "
+                f"'{adapters}' contains adapters, but this {architecture.model_type} is trained without; give --lora r=..., "
                 "or merge them first: redline convert --merge"
             )
         return weights
@@ -80,12 +80,12 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
     extra = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(key)]
     if kind != "LORA" or extra or settings.get("bias", "none") != "none":
         what = extra[0] if extra else f"bias={settings.get('bias')}" if kind == "LORA" else f"peft_type {kind}"
-        raise WorkloadError(f"'{folder}' holds adapters with {what}; redline trains plain LoRA, without biases")
+        raise WorkloadError(f"'{folder}' contains adapters with {what}; redline trains plain LoRA, without biases")
     lora = architecture.lora
     scale = settings.get("lora_alpha", 0) / max(1, settings.get("r", 0))
     if settings.get("r") != lora.r or scale != scaling(architecture):
         raise WorkloadError(
-            f"'{folder}' holds adapters of r={settings.get('r')}, alpha={settings.get('lora_alpha')}, and the model has "
+            f"'{folder}' contains adapters of r={settings.get('r')}, alpha={settings.get('lora_alpha')}, and the model has "
             f"r={lora.r}, alpha={_alpha(lora)}: give --lora "
             f"r={settings.get('r')},alpha={settings.get('lora_alpha')}"
         )
@@ -104,9 +104,9 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
     except (OSError, Malformed) as error:
-        raise WorkloadError(f"'{folder}' is no folder of adapters: {CONFIG}: {error}") from error
+        raise WorkloadError(f"'{folder}' is not a folder of adapters: {CONFIG}: {error}") from error
     if not isinstance(document, dict):
-        raise WorkloadError(f"'{folder / CONFIG}' should hold a mapping")
+        raise WorkloadError(f"'{folder / CONFIG}' must contain a mapping")
     return document
 
 
@@ -163,7 +163,7 @@ def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Ma
         if name in mine and tuple(each.shape) != mine[name]
     ]
     what = differences(missing, left, wrong)
-    return f"'{folder}' holds other adapters than the model has. {what} Give --lora target=... of these layers"
+    return f"'{folder}' contains other adapters than the model has. {what} Give --lora target=... of these layers"
 
 
 def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *, base: str | None = None) -> None:

@@ -47,8 +47,8 @@ class DcpWeights(LazyWeights):
         missing = [each for each in names.values() if each not in stored]
         if missing:
             raise WorkloadError(
-                f"'{folder}' lacks {len(missing)} of the {len(names)} tensors that it should hold: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it holds "
+                f"'{folder}' lacks {len(missing)} of the {len(names)} tensors that it should contain: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it contains "
                 f"{', '.join(sorted(stored)[:5])}{', ...' if len(stored) > 5 else ''}"
             )
         super().__init__({ours: stored[theirs] for ours, theirs in names.items()})
@@ -80,7 +80,7 @@ def read_metadata(folder: Path) -> "Metadata":
 
     path = folder / METADATA
     if not path.is_file():
-        raise WorkloadError(f"'{folder}' is no distributed checkpoint: it has no {METADATA}")
+        raise WorkloadError(f"'{folder}' is not a distributed checkpoint: it has no {METADATA}")
     try:
         found = _Careful(io.BytesIO(path.read_bytes())).load()
     except (
@@ -97,7 +97,7 @@ def read_metadata(folder: Path) -> "Metadata":
             f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
         ) from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise WorkloadError(f"'{path}' holds no metadata of torch.distributed.checkpoint")
+        raise WorkloadError(f"'{path}' contains no metadata of torch.distributed.checkpoint")
     return found
 
 
@@ -142,7 +142,7 @@ def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
         wanted = ChunkStorageMetadata(offsets=torch.Size([each.start for each in box]), sizes=size)
         items = create_read_items_for_chunk_list(name, about, [wanted])
         if sum(math.prod(each.lengths) for each in items) != out.numel():
-            raise WorkloadError(f"'{folder}' does not hold all of {name}: a rank's part was not saved")
+            raise WorkloadError(f"'{folder}' does not contain all of {name}: a rank's part was not saved")
         reader = FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         try:

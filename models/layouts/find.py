@@ -46,7 +46,7 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
         base = adapter_settings(folder).get("base_model_name_or_path")
         if not isinstance(base, str) or not Path(base).exists():
             raise WorkloadError(
-                f"'{folder}' holds adapters alone, of the model '{base}', which is not on this machine: give the folder "
+                f"'{folder}' contains only adapters, of the model '{base}', which is not on this machine: give the folder "
                 "of its weights, and this one as its adapters"
             )
         return find_weights(base, architecture, folder)

@@ -37,7 +37,7 @@ def hugging_face(path: Path | str, architecture: Architecture, *, adapters: Path
             found, left = as_loaded(model, stored)
         except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise WorkloadError(
-                f"'{path}' holds tensors that transformers converts while it loads this {architecture.model_type}, and "
+                f"'{path}' contains tensors that transformers converts while it loads this {architecture.model_type}, and "
                 f"redline cannot follow: {one_line(error)}; load it with transformers and save it with "
                 "save_pretrained(DIR, save_original_format=False)"
             ) from error
@@ -60,7 +60,7 @@ def _says(path: Path, architecture: Architecture) -> str:
     family = document.get("model_type") if isinstance(document, dict) else None
     if family in (None, architecture.model_type):
         return ""
-    return f"Its config.json says it is a {family}."
+    return f"Its config.json is that of a {family}."
 
 
 GENERATION = "generation_config.json"
@@ -86,7 +86,7 @@ def difference(given: Path, own: Path) -> str:
     """
     one, other = load_tokenizer(given), load_tokenizer(own)
     if one is None or other is None:
-        raise WorkloadError(f"'{given if one is None else own}' holds no tokenizer")
+        raise WorkloadError(f"'{given if one is None else own}' contains no tokenizer")
     mine, its = one.get_vocab(), other.get_vocab()
     if len(mine) != len(its):
         return f"it has {len(mine):,} tokens, and the checkpoint's {len(its):,}"

@@ -71,7 +71,7 @@ class LazyTensor(ABC):
     def ndim(self) -> int:
         return len(self.shape)
 
-    # -- what torch's tensors are asked for too ----------------------------------------------------------------
+    # -- interface of torch's tensors --------------------------------------------------------------------------
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

@@ -189,14 +189,14 @@ def iteration_folder(path: Path) -> Path:
     if not (path / TRACKER).is_file():
         return path
     try:
-        said = read_named(path / TRACKER, at_most=100).decode().strip()
+        tracker = read_named(path / TRACKER, at_most=100).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"cannot read '{path / TRACKER}': {error}") from error
-    if said != "release" and not said.isdecimal():
+    if tracker != "release" and not tracker.isdecimal():
         raise WorkloadError(
-            f"'{path / TRACKER}' should hold the number of an iteration, or release, but holds '{said}'"
+            f"'{path / TRACKER}' must contain the number of an iteration, or release, but contains '{tracker}'"
         )
-    return path / (said if said == "release" else f"iter_{int(said):07d}")
+    return path / (tracker if tracker == "release" else f"iter_{int(tracker):07d}")
 
 
 def stacked(stored: LazyTensors, layers: int, folder: Path) -> dict[str, LazyTensor]:
@@ -237,7 +237,7 @@ def _check_backend(folder: Path) -> None:
                 f"'{folder}' is a checkpoint of Megatron-LM's old format, which is a pickle; convert it there: "
                 "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
             )
-        raise WorkloadError(f"'{folder}' is no checkpoint of Megatron-LM: it has no {CONFIG}")
+        raise WorkloadError(f"'{folder}' is not a checkpoint of Megatron-LM: it has no {CONFIG}")
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
     except (OSError, Malformed) as error:

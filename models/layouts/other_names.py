@@ -31,8 +31,8 @@ class Layout(ABC):
 
     def __init__(self, architecture: Architecture) -> None:
         if architecture.model_type not in self.families or architecture.task != "causal":
-            said = unknown(f"model of {self.tool}", architecture.model_type, self.families)
-            raise WorkloadError(f"{said} Others go by --to hf")
+            problem = unknown(f"model of {self.tool}", architecture.model_type, self.families)
+            raise WorkloadError(f"{problem} Other models convert with --to hf")
         self.architecture = plain(architecture)
         self.model: Any = without_memory(self.architecture)
         self.settings: Any = self.model.config

@@ -128,7 +128,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         and not any(fnmatch(each.name, pattern) for pattern in _NOT_TOKENIZER)
     ]
     if not names:
-        raise UsageError(f"'{source}' holds no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
+        raise UsageError(f"'{source}' contains no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
     for each in names:
         shutil.copyfile(each, folder / each.name)
 

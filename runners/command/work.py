@@ -121,8 +121,8 @@ class Commands(Work):
         whole = command
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole = launcher.told(command, knobs, short=False)
-            command = replace(launcher.told(command, knobs), samples=self._samples_of(launcher, command))
+            whole = launcher.with_knobs(command, knobs, short=False)
+            command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
         self._line = read_command(command.command, knobs, shell=command.shell)
         self._whole = read_command(whole.command, knobs, shell=command.shell)
         """The command without the options that shorten its run."""

@@ -96,8 +96,8 @@ class Replicas:
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         others: Sequence[nn.Parameter] = (),
     ) -> torch.optim.Optimizer:
-        """The optimizer that `make` returns for the parameters that this rank owns, and others that are not averaged here; after each of
-        its steps all ranks have all parameters."""
+        """The optimizer that `make` returns for the parameters that this rank owns, and for others that are not averaged
+        here; after each of its steps all ranks have all parameters."""
         # A rank that owns nothing has an optimizer too, since all take part in what follows a step.
         device = next(iter(self._of)).device
         made = make([*self.owned, *others] or [nn.Parameter(torch.zeros(0, device=device))])

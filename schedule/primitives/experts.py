@@ -22,10 +22,10 @@ from .data_parallel import is_replicated
 def shard_experts(sch: ScheduledModule, ep: int, blocks: Sequence[str] | None = None) -> None:
     """Spreads the experts of every mixture over groups of `ep` neighbours along the `dp` axis of the mesh.
 
-    Each rank holds and updates `1 / ep` of the experts, whole or cut over the `tp` axis before; rows of tokens go to the
-    ranks of their experts and come back by two exchanges (all-to-all) in the forward pass and two in the backward pass.
-    No row is dropped. All else is replicated as before, and the gradients of experts are averaged over the `dp / ep` ranks
-    that hold the same ones, by a `shard_data` that follows. All ranks call it.
+    Each rank holds and updates `1 / ep` of the experts, whole or cut over the `tp` axis before. Rows of tokens are
+    sent to the ranks of their experts and back by two exchanges (all-to-all) in the forward pass and two in the
+    backward pass. No row is dropped. Everything else is replicated as before, and a `shard_data` that follows averages
+    the gradients of experts over the `dp / ep` ranks with the same ones. All ranks call it.
 
     Args:
         ep: ranks that share the experts; it divides the ranks of the axis and the experts of these mixtures.
@@ -86,7 +86,7 @@ def _obstacle(found: Mapping[str, nn.Module], ep: int) -> str:
 
 
 def _cut_stack(module: nn.Module, name: str, axis: Axis) -> None:
-    """Leaves a rank its part of a parameter that is stacked by expert, which may be cut over the `tp` axis already."""
+    """Keeps a rank's part of a parameter that is stacked by expert, which may be cut over the `tp` axis already."""
     tensor, before = parameters_of(module)[name], shards_of(module).get(name)
     assert tensor is not None, f"{name} is not a parameter"
     cut = Shard(0, (tensor.shape[0],), tuple(tensor.shape), axis, checksum(tensor) if before is None else NOTHING)

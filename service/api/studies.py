@@ -74,5 +74,5 @@ async def tell(study: StudyId, form: TellForm, user: Submitter, parts: PartsOf) 
             field="status", given=form.status, rule="a throughput belongs to the status ok",
         )  # fmt: skip
     outcome = form.model_dump(exclude={"trial"})
-    told: dict[str, Any] = await _called(parts, studies.tell, parts.url, study, form.trial, outcome)
-    return told
+    answer: dict[str, Any] = await _called(parts, studies.tell, parts.url, study, form.trial, outcome)
+    return answer

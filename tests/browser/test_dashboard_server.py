@@ -385,7 +385,7 @@ def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, ca
     (tmp_path / "empty").mkdir()
     disk.write_run(tmp_path / "runs" / "a", 1)
     for arguments, words in (
-        ([tmp_path / "empty"], "contains no run"),
+        ([tmp_path / "empty"], "contain no run"),
         ([tmp_path / "nowhere"], "there is no folder"),
         ([tmp_path / "runs" / "a" / "trials.csv"], "there is no folder"),
         ([tmp_path / "runs", "--token", "short"], "at least 12 characters"),
@@ -437,5 +437,5 @@ def test_it_ends_when_interrupted(tmp_path, disk):
 def test_a_folder_is_needed(tmp_path):
     with pytest.raises(StudyError, match="there is no folder"):
         Library(tmp_path / "x")
-    with pytest.raises(StudyError, match="contains no run"):
+    with pytest.raises(StudyError, match="contain no run"):
         serve(tmp_path)

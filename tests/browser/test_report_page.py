@@ -469,7 +469,7 @@ def test_few_trials_no_success_and_none_at_all_are_pages_too(tab, tmp_path, over
         "empty": [],
     }
     words = {
-        "one": "the default configuration: nothing else was tried",
+        "one": "the default configuration: no other configuration was tried",
         "none": "None of 3 trials succeeded",
         "empty": "No trials yet",
     }

@@ -294,7 +294,7 @@ def test_a_ledger_can_be_read_while_it_is_written(tmp_path, open_ledger, point, 
     assert seen.trials()[0].measurement.throughput == 3.0
     assert seen.trials()[0].config == point(0).to_dict()
     assert (sorted(each.name for each in tmp_path.iterdir()), path.read_bytes()) == before
-    with pytest.raises(StudyError, match="read only"):
+    with pytest.raises(StudyError, match="for reading only"):
         seen.start(point(1), sampler="tpe")
 
 

@@ -87,7 +87,7 @@ def test_what_is_shown_or_given_to_a_shell_is_quoted(space, name):
         ("train {1 if trial else 2}", "`trial` is not a condition"),
         ("train {micro_batch +}", r"\{micro_batch \+\}: .*line 1"),
         ("train {micro_batch", r"the brace '\{' has no counterpart in '\{micro_batch'"),
-        ("train }", r"the brace '\}' is alone"),
+        ("train }", r"the brace '\}' has no counterpart"),
         ('train {"a": 1}', "Write literal braces as"),
         ("train 'a", "cannot be split into words: no closing quotation"),
         ("", "the command is empty"),

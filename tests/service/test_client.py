@@ -258,13 +258,13 @@ def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
     made = command("new", "ann", "--role", "admin", "--for", "laptop").strip()
     brief = command("new", "bob", "--expires", "30d", "--running", "2").strip()
     listed = command("list")
-    assert "ann | admin" in listed and "laptop" in listed and "good until" in listed and made not in listed
+    assert "ann | admin" in listed and "laptop" in listed and "valid until" in listed and made not in listed
     with served(tmp_path, tokens={"ann": made, "bob": brief}) as service:
         assert service.client("ann").get("/v1/me").json()["role"] == "admin"
         assert service.client("bob").get("/v1/me").json()["running"] == 2
         command("revoke", made)
         assert service.client("ann").get("/v1/me").status_code == 401
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         command("new", "bob", "--role", "admin")
     with pytest.raises(UsageError, match="duration"):
         command("new", "eve", "--expires", "soon")
@@ -285,11 +285,11 @@ def test_what_a_command_measured_is_not_asked_for_again(service):
 
 
 def test_a_space_too_large_to_be_listed_is_told_of_too():
-    from redline.cli.submit import told
+    from redline.cli.submit import event_text
 
     plan = {"valid": None, "sampler": "bayes", "done": 0}
-    assert told("plan", plan) == "very many valid configurations, bayes, 0 trials done"
-    assert told("plan", {**plan, "valid": 1200}) == "1,200 valid configurations, bayes, 0 trials done"
+    assert event_text("plan", plan) == "very many valid configurations, bayes, 0 trials done"
+    assert event_text("plan", {**plan, "valid": 1200}) == "1,200 valid configurations, bayes, 0 trials done"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The soak of a training tries what comes hours later behind the first step, and leaves all as it would be without it."""
+"""The soak of a training tries what would come hours later, after the first step, and leaves all as it would be without it."""
 
 import json
 import random

@@ -94,7 +94,7 @@ class Stream(torch.utils.data.IterableDataset):
 REFUSED = {
     "an iterable": ({"dataset": Stream()}, "Stream cannot be read by number.*__len__ and __getitem__"),
     "a loader": ({"dataset": torch.utils.data.DataLoader(make_data())}, "a DataLoader decides on batches.*collate_fn"),
-    "an empty one": ({"dataset": [{}][:0]}, "list that is to be trained on is empty"),
+    "an empty one": ({"dataset": [{}][:0]}, "list to train on is empty"),
     "text": ({"dataset": [{"input_ids": "abc"}] * 8}, "part 'input_ids' of a sample is a str.*collate="),
     "lengths": (
         {"dataset": [{"input_ids": [1] * (2 + n), "labels": [1] * (2 + n)} for n in range(9)]},

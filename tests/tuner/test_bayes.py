@@ -151,7 +151,7 @@ def test_a_prior_that_raises_for_some_is_used_for_the_others():
     done = search(sampler, outcome, 10)
     assert max(t.measurement.throughput or 0 for t in done) > 0.95 * BEST
     assert len(said) == 1
-    assert "nothing of 70 of 210 configurations" in said[0] and "no kernel of that name" in said[0]
+    assert "nothing for 70 of 210 configurations" in said[0] and "no kernel of that name" in said[0]
 
 
 def test_a_table_of_the_wrong_length_is_asked_one_by_one():

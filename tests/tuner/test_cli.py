@@ -107,7 +107,7 @@ BAD = [
     (["estimate", "gpt2-tiny", "--layers", "3"], "either a model or shape numbers"),
     (["estimate", "--layers", "3", "--hidden", "64"], "need --heads, --vocabulary as well"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--trials-from", "no/such/run"], "no/such/run"),
-    (["doctor", "--ranks", "2"], "belongs to --measure"),
+    (["doctor", "--ranks", "2"], "--ranks needs --measure"),
     (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
     (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
@@ -115,7 +115,7 @@ BAD = [
     (["report", "no/such/run"], "'no/such/run' does not exist"),
     (["report", "."], "contains no run"),
     (["dashboard", "no/such/runs"], "there is no folder 'no/such/runs'"),
-    (["dashboard", "."], "contains no run"),
+    (["dashboard", "."], "contain no run"),
 ]
 
 
@@ -195,7 +195,7 @@ def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, _, err = run(capsys, "tune", "somebody/some-model", "--devices", "2")
     assert code == 2
-    assert "'somebody/some-model' is no preset" in err and "HF_HUB_OFFLINE forbids to ask the hub" in err
+    assert "'somebody/some-model' is not a preset" in err and "HF_HUB_OFFLINE forbids asking the hub" in err
     assert list(tmp_path.iterdir()) == []
 
 

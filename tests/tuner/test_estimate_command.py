@@ -259,6 +259,21 @@ def test_json_holds_what_the_text_says(capsys):
     assert [each["role"] for each in data["plans"]][:2] == ["fastest", "2nd"] and data["plans"][0]["devices"] == 8
 
 
+def test_plans_by_another_trainer_name_it_and_its_facts(capsys):
+    asked = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--framework", "megatron"]
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and " by megatron on 8 x a100-40gb" in out.splitlines()[0]
+    assert "assumed of megatron: weights are kept in bf16; master weights in fp32" in " ".join(out.split())
+    code, out, _ = run(capsys, *asked, "--memory-limit", "0.2GiB")
+    assert code == 3 and "assumed of megatron: weights are kept in bf16" in " ".join(out.split())
+    code, out, _ = run(capsys, *asked, "--json")
+    assert json.loads(out)["assumed_of"] == "megatron" and "gradients in fp32" in json.loads(out)["assumed"]
+    code, out, _ = run(capsys, *[each for each in asked if each not in ("--framework", "megatron")])
+    assert "assumed" not in out
+    code, _, err = run(capsys, *asked[:-1], "megatorn")
+    assert code == 2 and "did you mean 'megatron'" in err
+
+
 def test_one_configuration_is_explained_term_by_term(capsys):
     code, out, _ = run(
         capsys, "estimate", *SMALL, "--hardware", "h100", "--devices", 8, "--global-batch", 64,
@@ -301,7 +316,7 @@ def test_where_nothing_fits_the_smallest_is_named(capsys):
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
     assert code == 3
     assert "no configuration is predicted to fit" in out
-    assert "the least memory," in out
+    assert "with the least memory," in out
 
 
 UNTRACEABLE = """

@@ -164,7 +164,7 @@ def test_the_python_script_refuses_another_number_of_processes(tmp_path):
         (["--to", "yaml", "-o", "no/such/folder/x.yaml"], "there is no folder"),
         (
             ["--to", "yaml", "--launch", "slurm"],
-            "yaml starts nothing, so that it has no launch; targets that have one",
+            "yaml has no launch, because it starts nothing; targets with one",
         ),
         (["--to", "python", "--launch", "slrum"], "unknown launch 'slrum'; did you mean 'slurm'"),
         (["--to", "yaml", "--force"], "--force is for a single trial"),

@@ -143,4 +143,4 @@ def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(ca
 def test_utilisation_of_two_formats_is_not_set_side_by_side(capsys):
     ended(ok(1.0, mfu=0.4, tflops_per_device=8.0), ok(2.0, mfu=0.1, tflops_per_device=16.0))
     out = capsys.readouterr().out
-    assert "TFLOP/s a device" in out and "MFU" not in out
+    assert "TFLOP/s per device" in out and "MFU" not in out

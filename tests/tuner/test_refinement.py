@@ -88,7 +88,7 @@ def searched(throughputs, outcome, found="0-3:ckpt"):
     folder, heard = Memory(throughputs), Heard()
     runner = Measures(folder, outcome)
     search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=heard)
-    made = found and Refinement(config=Config(strategy=found), predicted_throughput=150.0, said="so many more")
+    made = found and Refinement(config=Config(strategy=found), predicted_throughput=150.0, summary="so many more")
     search.refine(lambda trials: made)
     search.confirm()
     return folder.trials(), runner.order, heard
@@ -181,7 +181,7 @@ def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
     with pytest.raises(UsageError, match="needs a workload"):
         rl.tune(lambda config: 1.0, space, layerwise=True)
     own = replace(rl.workload("gpt2-tiny"), schedule=lambda sch, config: None)
-    with pytest.raises(UsageError, match="one of its own"):
+    with pytest.raises(UsageError, match="has its own"):
         rl.tune(own, layerwise=True)
     with pytest.raises(UsageError, match="none of these knobs"):
         rl.tune(rl.workload("gpt2-tiny"), space, layerwise=True)

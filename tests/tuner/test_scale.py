@@ -154,7 +154,7 @@ def test_what_is_no_number_of_devices_is_refused(given):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"global_batch": "8*m"}, "no expression of n"),
+        ({"global_batch": "8*m"}, "is not an expression of n"),
         ({"global_batch": "n/2"}, "comes to 0.5 for n = 1"),
         ({"global_batch": "n-1"}, "comes to 0 for n = 1"),
         ({"global_batch": "8*n", "weak": True}, "leave it out, or give a number"),

@@ -213,8 +213,8 @@ class Recorder(TrainLogger):
     def log(self, step, metrics):
         self._call("log", step, metrics)
 
-    def told(self, step, text):
-        self._call("told", step, text)
+    def log_event(self, step, text):
+        self._call("log_event", step, text)
 
     def back(self, step):
         self._call("back", step)
@@ -223,7 +223,7 @@ class Recorder(TrainLogger):
         self._call("close")
 
 
-@pytest.mark.parametrize("failing", ["open", "configured", "log", "told", "back", "close"])
+@pytest.mark.parametrize("failing", ["open", "configured", "log", "log_event", "back", "close"])
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
     said = []
     tracker = Recorder(tmp_path, said.append, failing)
@@ -260,7 +260,7 @@ def test_a_change_of_configuration_is_logged_in_the_same_run(tmp_path):
     tracker.on_start(training_start(tmp_path))
     tracker.on_message("out of memory")
     tracker.on_start(training_start(tmp_path, step=0, zero=3))
-    assert tracker.calls == [("open", None), ("configured", 0), ("told", 0, "out of memory"), ("configured", 3)]
+    assert tracker.calls == [("open", None), ("configured", 0), ("log_event", 0, "out of memory"), ("configured", 3)]
 
 
 def test_numbers_without_a_value_are_left_out():

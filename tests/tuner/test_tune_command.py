@@ -121,9 +121,9 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     [
         (
             ["gpt2-tiny", "--command", "true {micro_batch} {mode}"],
-            "give one thing to tune, but got 'gpt2-tiny' beside it",
+            "give one target to tune, but got 'gpt2-tiny' as well",
         ),
-        (["gpt2-tiny", "--model", "x"], "--model belongs to a command"),
+        (["gpt2-tiny", "--model", "x"], "--model is an option of a command"),
         (["--command", "true {micro_batch} {mode}", "--model", "gpt3-tiny"], "did you mean 'gpt2-tiny'"),
         (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise needs a workload"),
         (
@@ -136,17 +136,17 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
             "has no placeholder for the global batch, 8",
         ),
         (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware is for a workload"),
-        (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
+        (["gpt2-tiny", "--metric", "x"], "--metric is an option of a command"),
         (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
         (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
         (
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
-            "needs to know what a command trains: --model",
+            "needs the model that a command trains: --model",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
         (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
-        (["--command-file", "odd.yaml", "--metric", "x"], "write what --metric says into it"),
+        (["--command-file", "odd.yaml", "--metric", "x"], "write the value of --metric into it"),
         (["gpt2-tiny", "--dry"], "--dry prints commands"),
     ],
 )
@@ -204,8 +204,8 @@ def test_what_a_bound_is_on_is_told_of_every_trial_and_of_the_winner(checkout, c
         "p99_ms = 180",
     )
     assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
-    (told,) = [line.split() for line in out.splitlines() if line.startswith("told ")]
-    assert told == ["told", "at", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
+    (told,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
+    assert told == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
     assert "redline report r" in out and "redline export" not in out
 
 

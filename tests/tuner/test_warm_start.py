@@ -274,7 +274,7 @@ def test_what_matched_and_what_did_not_is_said():
     space, there = make_space("fusion"), make_space("kernels")
     past = trials_of(there.sample(9, 0), speed)
     past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value this space has not
-    line = taken(space, past, H100).said
+    line = taken(space, past, H100).summary
     assert line.startswith(
         "warm start from runs/a: 9 of 10 trials count, at half weight: another device (NVIDIA H100 -> NVIDIA A100); "
     )
@@ -369,7 +369,7 @@ def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
     with pytest.raises(rl.UsageError, match=r"warm start: .*/a is given twice"):
         read_runs([tmp_path / "a", str(tmp_path / "b" / ".." / "a")])
     (tmp_path / "a" / "run.yaml").unlink()
-    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so what it measured is not known"):
+    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so the request of its run is unknown"):
         read_runs([tmp_path / "a"])
 
 

@@ -98,7 +98,7 @@ class Checkpoint:
         if not isinstance(document, dict) or document.get("format") != FORMAT or not _files_of(document):
             raise StudyError(
                 f"'{self.path}' is not a checkpoint of this version of redline, which reads format {FORMAT}: "
-                f"its {MANIFEST} says otherwise"
+                f"its {MANIFEST} has another format"
             )
         if document != _sealed(document) or document.get("step") != self.step:
             raise StudyError(f"'{self.path}' is damaged: its {MANIFEST} is not as it was when saved")
@@ -158,16 +158,16 @@ class Checkpoint:
         sizes = [self._size(name, number) for name, number in share]
         reading = Reading(f"checking {self.path.name}", sum(sizes), report)
         for (name, number), read in zip(share, sizes):
-            said = self.manifest["files"][name]
+            entry = self.manifest["files"][name]
             path = self.path / name
             try:
                 size = path.stat().st_size
-                if size != said["bytes"]:
-                    raise StudyError(f"'{path}' is damaged: it has {size} bytes, and had {said['bytes']} when saved")
+                if size != entry["bytes"]:
+                    raise StudyError(f"'{path}' is damaged: it has {size} bytes, and had {entry['bytes']} when saved")
                 if number is None:
-                    alike = checksum(path) == said["sha256"]
+                    alike = checksum(path) == entry["sha256"]
                 else:
-                    alike = _piece_checksum(path, number) == said["pieces"][number]
+                    alike = _piece_checksum(path, number) == entry["pieces"][number]
                 if not alike:
                     raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
             except OSError as error:
@@ -183,12 +183,14 @@ class Checkpoint:
         """Units that each rank reads to check all files: numbered pieces of large files, whole other files (None)."""
         units: list[tuple[str, int | None, int]] = []
         for name in self.files():
-            said = self.manifest["files"][name]
-            pieces = said.get("pieces")
+            entry = self.manifest["files"][name]
+            pieces = entry.get("pieces")
             numbers: Sequence[int | None] = [None] if pieces is None else range(len(pieces))
             units += [(name, number, self._size(name, number)) for number in numbers]
         loads, out = [0] * ranks, [list[tuple[str, int | None]]() for _ in range(ranks)]
-        for name, number, size in sorted(units, key=lambda unit: -unit[2]):  # stable, so that all ranks share out alike
+        for name, number, size in sorted(
+            units, key=lambda unit: -unit[2]
+        ):  # stable, so that all ranks compute the same shares
             rank = min(range(ranks), key=loads.__getitem__)
             loads[rank] += size
             out[rank].append((name, number))
@@ -206,11 +208,11 @@ def _files_of(document: Mapping[str, Any]) -> bool:
     files = document.get("files")
     return isinstance(files, dict) and all(
         os.path.basename(name) == name
-        and isinstance(said, dict)
-        and isinstance(said.get("bytes"), int)
-        and isinstance(said.get("sha256"), str)
-        and _pieces_of(said)
-        for name, said in files.items()
+        and isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        and _pieces_of(entry)
+        for name, entry in files.items()
     )
 
 
@@ -253,8 +255,8 @@ class CheckpointFolder:
             if foreign := [] if self.all() else self._foreign():
                 more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
                 return (
-                    f"'{self.path}' holds {', '.join(foreign[:3])}{more} and no checkpoint: checkpoints are saved in a folder "
-                    "of their own; give one that is new or empty"
+                    f"'{self.path}' contains {', '.join(foreign[:3])}{more} and no checkpoint: checkpoints need a separate "
+                    "folder; give one that is new or empty"
                 )
         return ""
 

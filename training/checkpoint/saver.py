@@ -250,9 +250,9 @@ class Saver:
         if not new:
             return
         sizes = {each.place: each.data.numel() * each.data.element_size() for each in parts}
-        everybody: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
-        dist.all_gather_object(everybody, sizes, group=self._group)
-        self._known, self._mine = places, shared_out(everybody)[self._rank]
+        all_ranks: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
+        dist.all_gather_object(all_ranks, sizes, group=self._group)
+        self._known, self._mine = places, shared_out(all_ranks)[self._rank]
         self._give_back()
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
@@ -291,17 +291,17 @@ class Saver:
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
         mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
-        everybody = self.gathered(mine)
-        failure = next((each for each in everybody if isinstance(each, str)), "")
+        all_ranks = self.gathered(mine)
+        failure = next((each for each in all_ranks if isinstance(each, str)), "")
         if not failure and self._rank == 0:
-            files = {name: about for each in everybody for name, about in each.items()}
+            files = {name: about for each in all_ranks for name, about in each.items()}
             missing = [name for name in files if not (beside / name).exists()]
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
             elif facts is not None:
                 made = _tried(lambda: self.folder.finish(step, files, facts))
                 failure = made if isinstance(made, str) else ""
-        size = sum(about["bytes"] for each in everybody if isinstance(each, dict) for about in each.values())
+        size = sum(about["bytes"] for each in all_ranks if isinstance(each, dict) for about in each.values())
         return str(self.gathered(failure)[0]), size
 
     def gathered(self, value: Any) -> list[Any]:
@@ -324,22 +324,22 @@ def patient_group() -> "ProcessGroup":
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def shared_out(everybody: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
+def shared_out(all_ranks: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
     """Assigns each part to one of the ranks that have it: the largest parts first, each to the rank with the least
     assigned bytes.
 
     Args:
-        everybody: size of each part of every rank.
+        all_ranks: size of each part of every rank.
     """
     holders: dict[Any, list[int]] = {}
-    for rank, sizes in enumerate(everybody):
+    for rank, sizes in enumerate(all_ranks):
         for place in sizes:
             holders.setdefault(place, []).append(rank)
-    loads = [0] * len(everybody)
-    out: list[set[Any]] = [set() for _ in everybody]
-    for place, ranks in sorted(holders.items(), key=lambda item: (-everybody[item[1][0]][item[0]], str(item[0]))):
+    loads = [0] * len(all_ranks)
+    out: list[set[Any]] = [set() for _ in all_ranks]
+    for place, ranks in sorted(holders.items(), key=lambda item: (-all_ranks[item[1][0]][item[0]], str(item[0]))):
         rank = min(ranks, key=loads.__getitem__)
-        loads[rank] += everybody[rank][place] + 1
+        loads[rank] += all_ranks[rank][place] + 1
         out[rank].add(place)
     return out
 

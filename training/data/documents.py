@@ -39,7 +39,7 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
         whose = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
         raise WorkloadError(
             f"{pieces[0].where} is a conversation, but {whose} has no chat template; give a tokenizer with one, or a "
-            "field that holds text"
+            "field that contains text"
         )
     if train_on == "assistant" and not tokenizer.is_fast:
         raise WorkloadError(
@@ -86,8 +86,8 @@ def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]
         until = _rendered(tokenizer, messages[: number + 1], piece.where)
         if not (until.startswith(before) and whole.startswith(until)):
             raise WorkloadError(
-                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} in another way "
-                "where others follow, so that what the assistant says cannot be told; mark it in the template with "
+                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} differently "
+                "if others follow, so the assistant's part cannot be found; mark it in the template with "
                 "{% generation %}, or give train_on=all"
             )
         out.append((len(before), len(until)))
@@ -109,8 +109,8 @@ def _rendered(tokenizer: Any, messages: "Conversation", where: str, *, answer_fo
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
     except refusals(TemplateError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {reason}") from error
     return str(text)
 
 
@@ -178,7 +178,7 @@ def find_sources(paths: Iterable[str]) -> list[Source]:
     if tokens and len(tokens) < len(found):
         other = next(each for each in found if each.kind not in OF_TOKENS)
         raise WorkloadError(
-            f"{tokens[0].path} holds tokens and {other.path} text; give data of one of the two, or make tokens of both"
+            f"{tokens[0].path} contains tokens and {other.path} text; give data of one kind, or tokenise both"
         )
     return found
 
@@ -189,8 +189,8 @@ def _sources_at(path: Path) -> Iterator[Source]:
     elif path.is_file():
         kind = KINDS.get(_ending(path))
         if kind is None:
-            said = unknown("ending of a data file", _ending(path) or "none", KINDS)
-            raise WorkloadError(f"{path}: {said}")
+            problem = unknown("ending of a data file", _ending(path) or "none", KINDS)
+            raise WorkloadError(f"{path}: {problem}")
         yield _file(path, kind)
     elif path.with_name(path.name + ".idx").is_file():
         yield _file(path.with_name(path.name + ".bin"), "indexed")
@@ -224,10 +224,10 @@ def _in_folder(folder: Path) -> Iterator[Source]:
     files = [each for each in sorted(folder.rglob("*")) if each.is_file() and _is_data(each.relative_to(folder))]
     found = list(dict.fromkeys(_file(each, KINDS[_ending(each)]) for each in files))
     if not found:
-        raise WorkloadError(f"the folder {folder} holds no data: no file ends in {', '.join(KINDS)}")
+        raise WorkloadError(f"the folder {folder} contains no data: no file ends in {', '.join(KINDS)}")
     kinds = sorted({each.kind for each in found})
     if len(kinds) > 1:
-        raise WorkloadError(f"the folder {folder} holds data of several kinds ({', '.join(kinds)}); name the files")
+        raise WorkloadError(f"the folder {folder} contains data of several kinds ({', '.join(kinds)}); name the files")
     yield from [each for each in found if each.path.name.startswith("train")] or found
 
 
@@ -320,7 +320,7 @@ def _content(value: Any, field: str, where: str) -> str | Conversation:
     if isinstance(value, list):
         return [_message(each, where) for each in value]
     raise WorkloadError(
-        f"{where}: '{field}' must hold a text or a conversation (a list of messages), but holds {type(value).__name__}"
+        f"{where}: '{field}' must contain a text or a conversation (a list of messages), but contains {type(value).__name__}"
     )
 
 
@@ -341,7 +341,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _missing(field: str, columns: list[str], where: str) -> WorkloadError:
-    return WorkloadError(f"{where}: {unknown('field', field, columns)} Say which holds the text by --field NAME.")
+    return WorkloadError(f"{where}: {unknown('field', field, columns)} Name the one with the text by --field NAME.")
 
 
 # -- text ----------------------------------------------------------------------------------------------------

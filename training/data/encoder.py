@@ -73,7 +73,7 @@ def encoder_of(folder: str | None) -> Encoder:
         )  # fmt: skip
     tokenizer = load_tokenizer(Path(folder)) if Path(folder).is_dir() else None
     if tokenizer is None:
-        raise WorkloadError(f"{folder} holds no tokenizer; give the folder that its tokenizer.json is in")
+        raise WorkloadError(f"{folder} contains no tokenizer; give the folder that its tokenizer.json is in")
     # Older classes have another token at the end of a text: the separator.
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     prefix, suffix = _around(tokenizer)

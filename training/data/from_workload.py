@@ -12,7 +12,7 @@ from ...models.data import Task, TokenBatches
 from ...models.workload import Batch, Workload
 from ..seeds import step_seed
 from .order import DataPlan, shuffled
-from .preparing import Heard, prepare
+from .preparing import OnRead, prepare
 from .samples import TrainingData
 
 if TYPE_CHECKING:
@@ -109,14 +109,16 @@ def _joined(pieces: list[Batch]) -> Batch:
     return joined if isinstance(pieces[0], dict) else tuple(joined.values())
 
 
-def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard = lambda share: None) -> TrainingData:
+def training_data(
+    plan: DataPlan, workload: Workload, cache: Path, on_read: OnRead = lambda share: None
+) -> TrainingData:
     """Returns the training data of a workload.
 
     Args:
         plan: the request; without paths, the workload's own data is used.
         workload: what is trained.
         cache: a folder for tokens.
-        heard: called now and then with the share of new files that is read, from 0 to 1.
+        on_read: called now and then with the share of new files that is read, from 0 to 1.
 
     Raises:
         WorkloadError: as `prepare`; or files are given for a workload that makes its own batches.
@@ -131,7 +133,7 @@ def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard 
         )
     return prepare(
         plan, seq_len=batch.seq_len, task=batch.task, vocab_size=batch.vocab_size, cache=cache, pad_id=batch.pad_id,
-        heard=heard,
+        on_read=on_read,
     )  # fmt: skip
 
 
@@ -228,11 +230,11 @@ def check_dataset(dataset: Any) -> None:
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise WorkloadError(
-            f"a {type(dataset).__name__} cannot be read by number, so that the order of its samples would hang on the ranks "
+            f"a {type(dataset).__name__} cannot be indexed, so the order of its samples would depend on the ranks "
             "that read it: give a data set with __len__ and __getitem__, or files"
         )
     if not len(dataset):
-        raise WorkloadError(f"the {type(dataset).__name__} that is to be trained on is empty")
+        raise WorkloadError(f"the {type(dataset).__name__} to train on is empty")
 
 
 def stacked(samples: Sequence[Any]) -> Batch:
@@ -268,8 +270,8 @@ def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
         made = [torch.as_tensor(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
-            f"part {name!r} of a sample is a {type(values[0]).__name__}, of which no tensor can be made ({error}); leave it out "
-            "of the data set, or give collate="
+            f"part {name!r} of a sample is a {type(values[0]).__name__}, which cannot be converted to a tensor ({error}); "
+            "leave it out of the data set, or give collate="
         ) from error
     other = next((each.shape for each in made if each.shape != made[0].shape), None)
     if other is not None:

@@ -170,7 +170,7 @@ def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     size = source.path.stat().st_size
     if not size:
-        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
+        raise WorkloadError(f"the data file {source.path} is empty: give one with tokens")
     if size % dtype.itemsize:
         raise WorkloadError(
             f"{source.path} has {size} bytes, and tokens of a vocabulary of {vocab_size} have {dtype.itemsize} each"
@@ -212,10 +212,10 @@ def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
     if size != count * dtype.itemsize:
         raise WorkloadError(
             f"{source.path} has {size} bytes, but its index names {count} tokens of {dtype.itemsize} bytes; they do not "
-            "belong together"
+            "fit together"
         )
     if not count:
-        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
+        raise WorkloadError(f"the data file {source.path} is empty: give one with tokens")
     ordered = not (np.diff(documents) < 0).any()
     if not marks or documents[0] or not ordered or documents[-1] != sequences:
         raise WorkloadError(f"{index} is damaged: its documents are not those of its {sequences} sequences")
@@ -240,7 +240,7 @@ def _in_a_row(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: 
         some = np.asarray(lengths[at : at + CHUNK], dtype=np.int64)
         ends = count + np.cumsum(some)
         if (some < 0).any() or not np.array_equal(pointers[at : at + CHUNK], (ends - some) * itemsize):
-            raise WorkloadError(f"{index}: its sequences do not follow each other in the .bin; build the files anew")
+            raise WorkloadError(f"{index}: its sequences do not follow each other in the .bin; build the files again")
         count = int(ends[-1])
     return count
 
@@ -257,7 +257,7 @@ def chunks(file: TokenFile, vocab_size: int) -> Iterator[tuple[int, np.ndarray]]
         for wrong in (int(some.max()), int(some.min())):
             if not 0 <= wrong < vocab_size:
                 raise WorkloadError(
-                    f"{file.path} holds token {wrong}, but the model's vocabulary has {vocab_size}; they do not belong "
+                    f"{file.path} contains token {wrong}, but the model's vocabulary has {vocab_size}; they do not fit "
                     "together"
                 )
         yield at, some
@@ -326,7 +326,7 @@ def write_texts(
             if largest >= vocab_size:
                 raise WorkloadError(
                     f"{piece.where}: the tokenizer in {encoder.name} yields token {largest}, but the model's vocabulary "
-                    f"has {vocab_size}; they do not belong together"
+                    f"has {vocab_size}; they do not match"
                 )
             put(0, token_file, piece.tokens.astype(encoder.dtype))
             tokens += len(piece.tokens)
@@ -353,7 +353,7 @@ def write_about_tokens(
     end_id: int | None,
     pad_id: int | None,
     mask_id: int | None,
-    heard: Callable[[float], None],
+    on_read: Callable[[float], None],
 ) -> dict[str, Any]:
     """Checks files of tokens, which stay in place, and returns the description of the store.
 
@@ -364,7 +364,7 @@ def write_about_tokens(
         end_id: token that ends a document, for files without an index.
         pad_id: as in `About`.
         mask_id: as in `About`.
-        heard: receives the share of the tokens that is checked, from 0 to 1.
+        on_read: receives the share of the tokens that is checked, from 0 to 1.
 
     Raises:
         WorkloadError: a token is not in the vocabulary.
@@ -387,7 +387,7 @@ def write_about_tokens(
         for file, begins in files:
             last = 0
             for at, some in chunks(file, vocab_size):
-                heard((total + at) / everything)
+                on_read((total + at) / everything)
                 hashes[0].update(np.ascontiguousarray(some).data.cast("B"))
                 largest = max(largest, int(some.max()))
                 if begins is None and known:

@@ -135,7 +135,7 @@ def _prepared(
     samples = what.samples
     if isinstance(
         samples, FromWorkload
-    ):  # as dry runs have them, be the samples of a step chosen with the configuration
+    ):  # as in dry runs, even if the samples of a step were chosen with the configuration
         samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
     steps = Steps(training, samples, clip)
     loader = Loader(steps, samples)

@@ -66,8 +66,8 @@ def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) ->
     """
     if wanted.trials and here.size > local_ranks:
         raise UsageError(
-            f"trials={wanted.trials} would need the devices of other hosts, of which this rank has {local_ranks} of {here.size}: "
-            "search before, by `redline tune`, and give strategy='best.yaml'"
+            f"trials={wanted.trials} needs the devices of other hosts, but this rank reaches only {local_ranks} of {here.size}: "
+            "search first with `redline tune`, then give strategy='best.yaml'"
         )
     strategy = wanted.strategy
     if strategy is None:
@@ -150,7 +150,7 @@ def _had(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
     if knob.others is not None and value not in (*knob.values, *knob.others):
         instead = ", as by ('amp_native', {'dtype': 'bf16'})" if knob.name == "precision" else ""
         raise UsageError(
-            f"the list of optimisations asks for {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
+            f"the list of optimisations requires {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
             f"{in_words(size)} of this kind; name another one{instead}. There are: {', '.join(map(str, knob.values))}"
         )
     return value

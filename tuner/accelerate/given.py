@@ -192,7 +192,7 @@ def _own(asked: Asked, build: Callable[..., "nn.Module"], name: str, identity: M
         )
     return Workload(
         model=build,
-        batch=lambda size, seed: (),  # the data set's take its place
+        batch=lambda size, seed: (),  # replaced by the data set's batches
         loss=asked.loss,
         optimizer=asked.optimizer,
         name=name,
@@ -218,7 +218,7 @@ def _architecture(module: Any) -> Architecture | None:
         return None
     try:
         found = from_configuration(module.config, type(module).__name__)
-    except WorkloadError:  # of another task, which its own forward may learn all the same
+    except WorkloadError:  # of another task, which its own forward may support
         return None
     return found if type(module) is found.model_class else None
 

@@ -55,7 +55,7 @@ def follow(strategy: Sequence[Any], devices: int) -> Followed:
     """
     out = Followed(devices=devices)
     entries = [_entry(each) for each in strategy]
-    # Degrees come first: those that name no other take their degree from there.
+    # Degrees come first: optimisations without their own degree use them.
     for name, config, tunable in sorted(entries, key=lambda each: each[0] != "parallel_mode"):
         before = dict(out.knobs)
         OPTIMISATIONS[name](out, config)
@@ -78,7 +78,9 @@ def read_list(path: Path) -> Any:
         found = _unpickled(raw, path)
     if isinstance(found, Mapping) or (isinstance(found, (list, tuple)) and found):
         return found
-    raise UsageError(f"'{path}' holds a {type(found).__name__}, and no list of optimisations and no configuration")
+    raise UsageError(
+        f"'{path}' contains a {type(found).__name__}, which is neither a list of optimisations nor a configuration"
+    )
 
 
 def _entry(entry: Any) -> tuple[str, Any, bool]:
@@ -96,7 +98,7 @@ def _entry(entry: Any) -> tuple[str, Any, bool]:
 
 def _parallel_mode(out: Followed, config: Any) -> None:
     if config is None:
-        return  # replicas on all devices, which is what there is without
+        return  # replicas on all devices, the default
     axes = config[0] if isinstance(config, (list, tuple)) and config and isinstance(config[0], (list, tuple)) else None
     if axes is None or not all(isinstance(each, (list, tuple)) and len(each) == 2 for each in axes):
         raise UsageError(
@@ -137,7 +139,7 @@ def _fsdp(out: Followed, config: Any) -> None:
         out.notes.append(
             "fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights"
         )
-    # What it wraps are the repeated blocks of the model here.
+    # Here it wraps the repeated blocks of the model.
     given = {
         name: each
         for name, each in given.items()
@@ -191,7 +193,7 @@ def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
         for key in (f"{knob}_size", "size", "degree"):
             size = given.pop(key, size)
         if size is None and out.knobs[knob] == 1 and "dp" not in out.knobs:
-            size = out.devices  # of one axis, all devices are it
+            size = out.devices  # a single axis covers all devices
         if size is not None:
             if out.devices % size:
                 raise UsageError(f"{name} over {size} devices does not divide the {out.devices} that there are")
@@ -274,6 +276,6 @@ def _unpickled(raw: bytes, path: Path) -> Any:
         return _Unpickler(io.BytesIO(raw)).load()
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"'{path}' is no strategy: it is no JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
+            f"'{path}' is not a strategy: it is not JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
             "list of names or [name, configuration]"
         ) from error

@@ -111,7 +111,7 @@ class MLflowTraining(_MLflow, TrainLogger):
         now = int(time.time() * 1e3)
         self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         self._client.set_tag(self._run, f"redline.event.{step}", fold(text)[:_LONGEST])
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         self._writer.add_text("events", text, step)
 
     def back(self, step: int) -> None:

@@ -29,7 +29,7 @@ RUNS = "trackers.json"
 
 
 class TrainLogger(Tracker, TrainListener):
-    """Logs a training's steps to a tracker. A subclass defines `open`, `configured`, `log`, `told` and `close`.
+    """Logs a training's steps to a tracker. A subclass defines `open`, `configured`, `log`, `log_event` and `close`.
 
     A resumed training continues its run in the tracker. Steps after the checkpoint are trained again: if the tracker
     can remove them (`purges`), they are logged again, otherwise not.
@@ -61,7 +61,7 @@ class TrainLogger(Tracker, TrainListener):
         """Logs numbers of a step."""
         raise NotImplementedError
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         """Logs an event in words."""
         raise NotImplementedError
 
@@ -88,14 +88,14 @@ class TrainLogger(Tracker, TrainListener):
         if metrics and (self.purges or step > self._has or kind == "checkpoint"):
             self._guarded("log", step, metrics)
         if kind == "checkpoint" and line.get("failure"):
-            self._guarded("told", step, f"the checkpoint of step {step} was not saved: {line['failure']}")
+            self._guarded("log_event", step, f"the checkpoint of step {step} was not saved: {line['failure']}")
         elif kind == "note":
-            self._guarded("told", step, str(line.get("text", "")))
+            self._guarded("log_event", step, str(line.get("text", "")))
         elif kind == "end":
             self.ended = "stopped" if line.get("stopped") else "finished"
 
     def on_message(self, message: str) -> None:
-        self._guarded("told", self._step, message)
+        self._guarded("log_event", self._step, message)
 
     def keep(self, run: str) -> None:
         """Saves the tracker's run id, for a resumed training."""

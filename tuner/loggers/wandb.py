@@ -101,7 +101,7 @@ class WandbTraining(_Wandb, TrainLogger):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         self._run.log({"step": step, "event": fold(text)})
 
     def close(self) -> None:

@@ -190,7 +190,7 @@ def _table(values: Sequence[object], ordered: bool) -> np.ndarray:
     if not ordered:
         return np.eye(len(values)) / math.sqrt(2.0)
     if len(numbers) < len(values):
-        return np.arange(len(values), dtype=float).reshape(-1, 1)  # two values: no order to get wrong
+        return np.arange(len(values), dtype=float).reshape(-1, 1)  # with two values the order does not matter
     array = np.array(numbers, dtype=float)
     if array.min() > 0 and array.max() >= 4 * array.min():
         logs = np.log2(array / array.min()) / DOUBLINGS

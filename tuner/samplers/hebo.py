@@ -67,7 +67,7 @@ class HEBOSampler(ModelSampler):
 def pareto_front(values: np.ndarray) -> np.ndarray:
     """Indices of the non-dominated rows of `values` (n, objectives), all minimised; one of equal rows."""
     front = []
-    rows = np.lexsort(values.T[::-1])  # the first in this order is dominated by none
+    rows = np.lexsort(values.T[::-1])  # the first row in this order is not dominated
     while len(rows):
         first, rows = rows[0], rows[1:]
         front.append(first)

@@ -50,7 +50,7 @@ gain. Squared, it costs about one trial more, like an OOM on a cluster.
 """
 
 # Natural logarithms throughout. With an estimate the rest to learn is small; without, a knob typically
-# changes throughput by a factor of 1.6. Priors are wide: a factor of e has little effect.
+# changes throughput by a factor of 1.6. The priors of the scales are wide: a factor of e is plausible.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
 WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
 WITH_SHAPE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
@@ -141,10 +141,10 @@ class SurrogatePrior:
         return [configs[i] for i in _liking(self.answers.of(configs))]
 
 
-def _liking(said: Predictions) -> np.ndarray:
+def _liking(found: Predictions) -> np.ndarray:
     """Sorts the rows of predictions, best first."""
-    worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
-    chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
+    worth = np.where(np.isfinite(found.log_throughput), found.log_throughput, -np.inf)
+    chance = np.where(np.isfinite(found.fits), found.fits, 1.0)
     return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
 

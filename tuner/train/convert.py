@@ -92,7 +92,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
     """
     path = path_of(folder)
     if not holds_training(path):
-        raise StudyError(f"'{folder}' holds no training; give the --out of `redline train`")
+        raise StudyError(f"'{folder}' contains no training; give the --out of `redline train`")
     document = read_document(path)
     trained = TrainRequest.again(folder, document["asked"])
     workload = Source.from_dict(document["source"]).workload(trained)

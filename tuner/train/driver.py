@@ -200,8 +200,8 @@ class Driver:
                 "but it learns nothing; --data names training files"
             )
         if self.request.weights is not None and not self.step:
-            begun = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
-            dtype = main_dtype(begun.shapes.values())
+            start = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            dtype = main_dtype(start.shapes.values())
             self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         if self.document and not self.step:
             self.listener.on_message("there is no checkpoint to continue from: the training starts from step 0")

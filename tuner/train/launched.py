@@ -86,7 +86,7 @@ def _decide(
     """
     if request.devices not in (None, place.size):
         raise UsageError(
-            f"devices={request.devices} contradicts the launcher, which has {place.size} ranks; leave --devices out"
+            f"devices={request.devices} contradicts the launcher's number of ranks, {place.size}; leave --devices out"
         )
     driver = Driver(replace(request, devices=place.size), listeners[0], held, again=True)
     try:

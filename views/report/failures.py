@@ -42,15 +42,15 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
     for place, key in enumerate(order):
         members = groups[key]
         reasons = {fold(each.measured.reason) for each in members}
-        told = {
+        described = {
             "status": str(key[0]),
             "reason": fold(members[-1].measured.reason),
             "alike": len(reasons) > 1,
             "trials": [each.number for each in members],
         }
         if key[0] is not Status.SKIPPED and folder is not None and place < GROUPS:
-            told |= _log(members, folder)
-        out.append(told)
+            described |= _log(members, folder)
+        out.append(described)
     return out
 
 

@@ -61,7 +61,7 @@ def test_its_tokenizer_is_taken_where_none_is_given(here, begun):
 def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, here, begun, tmp_path, dtype):
     more = ("--dtype", dtype) if dtype else ()
     text = words(run("convert", "went-on", tmp_path / "hf", *more))
-    rounded = ", rounded to bfloat16 as --from had them (--dtype float32 keeps all digits)"
+    rounded = ", rounded to bfloat16, the precision of --from (--dtype float32 keeps all digits)"
     assert text == f"wrote {tmp_path / 'hf'}: step 2 of went-on, for hf{'' if dtype else rounded}"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (begun / name).read_bytes()
@@ -77,7 +77,7 @@ def test_another_tokenizer_is_said_to_be_one(run, here, begun):
     shutil.copytree(begun, here / "same")
     note = "with which the weights were trained"
     for name, said in (
-        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is taken"),
+        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
         ("shuffled", "of 295 tokens have another id, such as"),
         ("same", None),
     ):

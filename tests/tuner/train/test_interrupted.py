@@ -80,7 +80,7 @@ def test_an_interrupt_ends_with_a_checkpoint_from_which_it_goes_on(start, here, 
     code, text = command.wait()
     assert code == 130, text
     assert left_of(command.began) == [] and "Traceback" not in text
-    assert f"\ngo on    redline train {name} --resume\n" in text
+    assert f"\nresume   redline train {name} --resume\n" in text
     last = lines_of(here / name)[-1]
     assert last["kind"] == "end" and last["stopped"] and 10 <= last["step"] < 150
     assert f"ended early: {last['step']} steps" in text
@@ -162,7 +162,7 @@ def test_under_torchrun_another_number_of_ranks_goes_on_planned_anew(start, here
     arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, "--log-every", 1, "--lr", "1e-3",
                  "--out", "regrouped"]  # fmt: skip
     code, text = start(*arguments, "--devices", 2, launcher=torchrun(1)).wait()
-    assert code != 0 and "devices=2 contradicts the launcher, whose ranks are 1; leave --devices out" in text, text
+    assert code != 0 and "devices=2 contradicts the launcher's number of ranks, 1; leave --devices out" in text, text
     command = start(*arguments, launcher=torchrun(1))
     command.until(out, lambda line: line["step"] >= 20)
     (out / "stop").touch()

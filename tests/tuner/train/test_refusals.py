@@ -33,7 +33,7 @@ def refused(run, said, *arguments, expected=2):
         (b"", (), ["is empty"]),
         (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
         (b"short", (), ["is too short: a sample has 16 tokens, but the data has", "a smaller sequence length"]),
-        (b"one sample alone " * 1, ("--held-out", "0.5"), ["of which none can be held out"]),
+        (b"one sample alone " * 1, ("--held-out", "0.5"), ["so none can be held out"]),
         (
             b"some more text here " * 10,
             ("--held-out", "0.1", "--eval-every", "5"),
@@ -82,7 +82,7 @@ def test_a_folder_that_is_taken(run, finished):
 
 def test_a_folder_that_holds_none(run, here):
     refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
-    refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
+    refused(run, ["'llama' contains no training; give the --out of `redline train`"], "convert", "llama", "out")
 
 
 def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here, tmp_path):
@@ -107,7 +107,7 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
     assert (tmp_path / "mine" / "notes.txt").exists()
     (tmp_path / "mine" / "checkpoints").mkdir()
     (tmp_path / "mine" / "checkpoints" / "epoch=1.ckpt").write_text("mine")
-    refused(run, ["holds epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
+    refused(run, ["contains epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
 
 
 def test_betas_and_eps_are_the_optimizer_s(run, here):
@@ -178,7 +178,7 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
         (("--to", "peft"), ["'finished' has no adapters; it trains all weights"]),
         (
             ("--to", "peft", "--merge"),
-            ["--merge makes plain weights, and peft's checkpoints are adapters; give --to hf"],
+            ["--merge makes plain weights, but peft's checkpoints contain adapters; give --to hf"],
         ),
     ],
     ids=str,

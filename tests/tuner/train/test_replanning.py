@@ -68,7 +68,8 @@ def test_without_anything_new_it_goes_on_as_before(again, of_llama):
     _, said, same = again(of_llama, tune_trials=3)
     assert same == strategies
     assert said == [
-        "--tune-trials has no effect: the configuration is known; other --devices or another --memory-limit would have it planned"
+        "--tune-trials has no effect: the configuration is known; only other --devices or another "
+        "--memory-limit require a new plan"
     ]
 
 
@@ -103,7 +104,7 @@ def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
     first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
     strategy, said, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
     assert said[0] == "out of memory: no room" and said[1] == "continuing from step 1 in a safer configuration"
-    assert strategy.why.startswith("the fastest that is predicted to need clearly less memory")
+    assert strategy.why.startswith("the fastest configuration that is predicted to need clearly less memory")
     assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
     assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
     assert again(of_net) == (strategy, [], strategies)
