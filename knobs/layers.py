@@ -96,8 +96,9 @@ def parse(text: str) -> tuple[Run, ...]:
             missing = f"block {expected}" if run.first == expected + 1 else f"blocks {expected} to {run.first - 1}"
             raise LayersError(f"{missing} would have no strategy: runs cover all blocks, in order", text, found.start())
         if run.first < expected:
-            again = f"block {run.first}" if run.first == min(run.last, expected - 1) else f"block {run.first} and more"
-            raise LayersError(f"{again} has a strategy already: runs cover each block once", text, found.start())
+            last = min(run.last, expected - 1)
+            again = f"block {last} has" if run.first == last else f"blocks {run.first} to {last} have"
+            raise LayersError(f"{again} a strategy already: runs cover each block once", text, found.start())
         runs.append(run)
     return tuple(runs)
 
