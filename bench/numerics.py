@@ -111,7 +111,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                         return
                 wrong = next((value.wrong for value in values if not value.holds), None)
                 worst = max(value.gravest("gradients").by for value in values)
-                yield cell, f"{wrong.said} (allowed: {wrong.allowed:.2g})" if wrong else worst
+                yield cell, f"{wrong.description} (allowed: {wrong.allowed:.2g})" if wrong else worst
         finally:
             for each in processes:
                 each.kill()

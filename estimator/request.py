@@ -81,6 +81,7 @@ def estimate_request(
     length: int | None
     total: int | None
     model: FactsSource | Workload
+    trains: dict[str, Any]
     if isinstance(target, Shape):
         space, length, total, said = _of_shape(request, target, machine, count)
         model, name, trains, samples = target, target.name, {"model": target.name}, total

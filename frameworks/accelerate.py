@@ -307,12 +307,12 @@ def read(stated: Stated) -> None:
             if (degree := stated.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
                 stated.knobs[knob] = degree
     if stated.get("distributed_type") == "DEEPSPEED":
-        away = str(stated.get("deepspeed_config.offload_param_device") or "none") != "none"
+        offloads = str(stated.get("deepspeed_config.offload_param_device") or "none") != "none"
         own = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
             "pieces": False,
             "unsharded_gradients": False,
         }
-        stated.conventions |= {**own, **deepspeed.conventions(stated.knobs), "offload_weights": away}
+        stated.conventions |= {**own, **deepspeed.conventions(stated.knobs), "offload_weights": offloads}
     processes = stated.whole("num_processes")
     if processes is not None:
         stated.facts["devices"] = processes

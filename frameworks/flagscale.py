@@ -81,9 +81,9 @@ def _sizes(document: Any, draft: Draft) -> dict[str, int]:
         name = each.get("train") if isinstance(each, Mapping) else None
         if draft.path is None or not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
             continue
-        beside = draft.path.parent / "train" / f"{name}.yaml"
-        if beside.is_file():
-            model = {**section(_within(read_document(beside), "model"), f"{beside}: model"), **model}
+        file = draft.path.parent / "train" / f"{name}.yaml"
+        if file.is_file():
+            model = {**section(_within(read_document(file), "model"), f"{file}: model"), **model}
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
     sizes = {name: model[name] for name in names if type(model.get(name)) is int and model[name] > 0}
     if missing := [name for name in names if name not in sizes]:
@@ -174,9 +174,12 @@ def _sharding(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) 
 def _batches(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], replicas: str) -> None:
     if "micro_batch_size" not in given:
         return
-    asked = draft.global_batch is not None
-    total = draft.global_batch if asked else sizes.get("global_batch_size")
-    if declare_micro_batch(draft, "micro_batch_size", given["micro_batch_size"], total, asked) and total is not None:
+    given_total = draft.global_batch is not None
+    total = draft.global_batch if given_total else sizes.get("global_batch_size")
+    if (
+        declare_micro_batch(draft, "micro_batch_size", given["micro_batch_size"], total, given_total)
+        and total is not None
+    ):
         share(draft, total, replicas)
 
 

@@ -111,15 +111,15 @@ class Launcher:
         """
         text = _text(command)
         known = [name for name in knobs if name in self.words or name in self.paths]
-        mine = [name for name in known if not _mentions(command, name)]
-        for name in mine:
+        added_knobs = [name for name in known if not _mentions(command, name)]
+        for name in added_knobs:
             self._check(command, name, getattr(knobs[name], "values", ()))
-        theirs = {_name(word) for word in _words(text)}
-        theirs |= {left for left, other in self.instead.items() if other in theirs}
-        added = [each for name in mine for each in _options(self.words.get(name, ""))]
-        added += [each for each in _options(self.short) if short and _name(each) not in theirs]
+        given = {_name(word) for word in _words(text)}
+        given |= {left for left, other in self.instead.items() if other in given}
+        added = [each for name in added_knobs for each in _options(self.words.get(name, ""))]
+        added += [each for each in _options(self.short) if short and _name(each) not in given]
         render = tuple(command.render)
-        if placed := [self.paths[name] for name in mine if name in self.paths]:
+        if placed := [self.paths[name] for name in added_knobs if name in self.paths]:
             file = next((found["file"] for each in render if (found := PLACED.fullmatch(each))), None)
             if file is None:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
@@ -150,10 +150,10 @@ class Launcher:
             return command
         if not self.after:
             return f"{command} {added}"
-        before, found, behind = command.partition(f" {self.after} ")
+        before, found, rest = command.partition(f" {self.after} ")
         if not found:
             raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
-        return f"{before}{found}{added} {behind}"
+        return f"{before}{found}{added} {rest}"
 
 
 def written(value: Any) -> str:

@@ -272,20 +272,20 @@ def read(stated: Stated) -> None:
 
 def _read_kernels(stated: Stated) -> None:
     """Reads the kernels, and communication that overlaps with the passes."""
-    said = stated.conventions
+    conventions = stated.conventions
     for flag, name in (
         ("overlap-grad-reduce", "overlap_gradients"),
         ("overlap-param-gather", "overlap_gathers"),
         ("tp-comm-overlap", "overlap_tensor"),
     ):
         if stated.flag(flag):
-            said[name] = True
+            conventions[name] = True
     if stated.flag("no-gradient-accumulation-fusion") or stated.flag("gradient-accumulation-fusion") is False:
-        said["gradient_copy"] = True
+        conventions["gradient_copy"] = True
     if stated.flag("cross-entropy-loss-fusion") and stated.get("cross-entropy-fusion-impl") == "te":
-        said["loss"] = "fused"
+        conventions["loss"] = "fused"
     if stated.knobs.get("virtual_stages", 1) > 1 and not stated.flag("no-overlap-p2p-communication"):
-        said["overlap_transfers"] = True
+        conventions["overlap_transfers"] = True
 
 
 def _read_recomputation(stated: Stated, layers: int | None, stages: int) -> None:

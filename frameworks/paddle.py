@@ -59,11 +59,11 @@ def _read(document: Any, draft: Draft) -> None:
     layers = _size(model, "num_layers")
     _stages(document, layers, draft)
     if draft.global_batch is None:
-        total, asked = _size(model, "global_batch_size"), False
+        total, given_total = _size(model, "global_batch_size"), False
     else:
-        total, asked = draft.global_batch, True
+        total, given_total = draft.global_batch, True
     given = _range(document.get("micro_batch_size", 1), "micro_batch_size")
-    if declare_micro_batch(draft, "micro_batch_size", given, total, asked) and total:
+    if declare_micro_batch(draft, "micro_batch_size", given, total, given_total) and total:
         share(draft, total, replicas)
         if "virtual_stages" in draft.space.by_name:
             draft.require("(virtual_stages == 1) | (grad_accum % pp == 0)", "interleaved stages go round")

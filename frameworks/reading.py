@@ -79,13 +79,17 @@ class TrainerConfig:
     """Settings that have no knob, have no effect, or contradict each other."""
     conventions: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the estimator's `TrainingSetup` that differ from redline's own training."""
-    said: Mapping[str, Any] = field(default_factory=dict)
-    """Those of them that are written there; the others are the framework's, of the knobs at hand."""
+    explicit_conventions: Mapping[str, Any] = field(default_factory=dict)
+    """The `conventions` that the files set; the others are the framework's defaults for the knobs."""
     sources: tuple[Source, ...] = ()
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The conventions of another configuration of this training."""
-        return {**_conventions(self.sources, config), **self.said} if self.sources else dict(self.conventions)
+        """Returns the conventions for another configuration of this training."""
+        return (
+            {**_conventions(self.sources, config), **self.explicit_conventions}
+            if self.sources
+            else dict(self.conventions)
+        )
 
     def on(self, devices: int | None = None) -> "TrainerConfig":
         """Returns this training on a number of devices, with `dp`, `grad_accum` and `global_batch`.
@@ -268,7 +272,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
     facts: dict[str, Any] = {}
     conventions: dict[str, Any] = {}
     notes: list[str] = list(beside.get("notes", ()))
-    made: list[Source] = []
+    combined_sources: list[Source] = []
     for source in sources:
         found = find_framework(source.framework).reading(source.settings, source.where)
         knobs |= found.knobs
@@ -276,7 +280,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         facts |= found.facts
         conventions |= found.conventions
         notes += [each for each in found.notes if each not in notes]
-        made.append(replace(source, stated=frozenset(found.knobs)))
+        combined_sources.append(replace(source, stated=frozenset(found.knobs)))
     main = find_framework(sources[-1].framework)
     for framework in (main, *(find_framework(each.framework) for each in sources)):
         for name, value in framework.defaults.items():
@@ -286,7 +290,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         knobs["hsdp"] = facts["devices"] // host
     if "dp" in knobs and "devices" not in facts:
         facts["devices"] = prod(knobs.get(name, 1) for name in DEGREES)
-    said, conventions = conventions, {**_conventions(sources, knobs), **conventions}
+    explicit, conventions = conventions, {**_conventions(sources, knobs), **conventions}
     order = knobs.get("pipeline_schedule")
     if order is not None and not STANDARD["pipeline_schedule"].can_be(order):
         knobs.pop("pipeline_schedule")
@@ -296,8 +300,8 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         stated=frozenset(stated),
         notes=tuple(notes),
         conventions=conventions,
-        said=said,
-        sources=tuple(made),
+        explicit_conventions=explicit,
+        sources=tuple(combined_sources),
         **{each.name: facts[each.name] for each in fields(TrainerConfig) if each.name in facts},
     )
 
@@ -305,7 +309,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
 def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     names = [source.framework for source in sources]
-    # DeepSpeed's engine has its own formats and reductions, whoever drives it.
+    # DeepSpeed's engine has its own formats and reductions under any trainer.
     for name in ("deepspeed",) if "deepspeed" in names else names:
         out |= find_framework(name).conventions(knobs)
     return out
@@ -319,8 +323,8 @@ Found = tuple[list[Source], dict[str, Any]]
 
 def _of_file(path: Path) -> Found:
     if path.suffix in (".sh", ".bash"):
-        sources, beside = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
-        return sources, beside
+        sources, facts = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
+        return sources, facts
     settings = _document(path)
     framework = _recognised(settings)
     if framework is None:
@@ -379,7 +383,7 @@ _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path) -> Found:
     """A source, preceded by those of the files that it names."""
     out: list[Source] = []
-    beside: dict[str, Any] = {"notes": []}
+    facts: dict[str, Any] = {"notes": []}
     own = dict(settings)
     for name, value in settings.items():
         if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
@@ -392,7 +396,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
             stage = _STAGE.search(Path(value).stem)
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
-            beside["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
+            facts["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
             offload = {"zero_optimization.offload_optimizer.device": "cpu"} if "offload" in value else {}
             found = {"zero_optimization.stage": int(stage[1]), **offload}
         else:
@@ -403,7 +407,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
         shown = str(file) if file is not None else value
         out.append(_source(kind, found, shown, "json" if shown.endswith(".json") else Path(shown).suffix.lstrip(".")))
     out.append(_source(framework.name, own, where, form))
-    return out, beside
+    return out, facts
 
 
 def _inline(name: str, text: str) -> dict[str, Any]:
@@ -519,12 +523,12 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     script = _script_at(words)
     launcher, own = words[:script], words[script:]
     launched = _named(launcher)
-    beside = _processes(launched, launcher, environment)
+    facts = _processes(launched, launcher, environment)
     sources: list[Source] = []
     if any(Path(word).name == "accelerate" for word in launcher):
         found, more = _with_files(find_framework("accelerate"), _without(launched), where, form or "options", Path())
         sources += [each for each in found if len(each.settings)]
-        beside = more | beside
+        facts = more | facts
     settings = _named(own)
     if "CONFIG_FILE" in environment:
         settings.setdefault("job.config_file", environment["CONFIG_FILE"])
@@ -542,7 +546,7 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
             settings.pop(key)
     for file in files:
         found, more = _of_file(Path(file))
-        beside = {**more, **beside, "notes": [*more.get("notes", ()), *beside.get("notes", ())]}
+        facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
         sources += found
         framework = framework or find_framework(found[-1].framework)
     for word in own[1:]:
@@ -556,8 +560,8 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         found, more = _with_files(framework, settings, where, form or assigned, Path())
         sources += found
-        beside = {**more, **beside, "notes": [*more.get("notes", ()), *beside.get("notes", ())]}
-    return sources, beside
+        facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
+    return sources, facts
 
 
 def _named(words: Sequence[str]) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class Setup:
         known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
         for name in sorted(known):
             value = self._standard[name]
-            exact = "fp32 or bf16" if name == "precision" else "without"
+            exact = "fp32 or bf16" if name == "precision" else "a run without"
             out.append(f"{name}={value} trains differently from {exact}: {LOSSY[name][value]}")
         if others := [name for name in self.trial.lossy if name not in known]:
             what = lossy_values(self.config, others)

@@ -303,7 +303,7 @@ def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None,
 
 
 def share(draft: Draft, total: int, replicas: str) -> None:
-    """Fixes the samples of a step, whatever the micro-batch.
+    """Fixes the samples of a step, regardless of the micro-batch.
 
     Args:
         draft: the space, with a micro-batch.

@@ -376,14 +376,14 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
     """
     eight = str(config.get("precision", "")).startswith("fp8")
-    said: dict[str, Any] = {"loss": "plain"}
+    out: dict[str, Any] = {"loss": "plain"}
     if config.get("offload") == "optimizer":
-        said["offload_weights"] = True
+        out["offload_weights"] = True
     if config.get("pp", 1) > 1:
-        said["unsharded_gradients"] = True
+        out["unsharded_gradients"] = True
     if config.get("precision") == "bf16" or eight:
-        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-    return said | ({"products": "fp8"} if eight else {})
+        out |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return out | ({"products": "fp8"} if eight else {})
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

@@ -304,14 +304,16 @@ def read_optimizer(stated: Stated, name: object) -> None:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """accelerate's `no_sync` while it accumulates: replicas reduce nothing, so that FSDP keeps gradients whole. Its FSDP widens
-    pieces of 16 bits to fp32 where mixed precision is on, and gathers them in 16; what it offloads are pieces too."""
-    said: dict[str, Any] = {"unsharded_gradients": True}
+    """Returns the conventions of accelerate: it accumulates under `no_sync`, where replicas reduce nothing and FSDP keeps
+    full gradients. With mixed precision, FSDP upcasts shards of 16 bits to fp32 and gathers them in 16 bits; it also
+    offloads shards of weights and gradients.
+    """
+    out: dict[str, Any] = {"unsharded_gradients": True}
     if config.get("offload") == "optimizer":
-        said["offload_weights"] = True
+        out["offload_weights"] = True
     if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
-        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-    return said
+        out |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return out
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

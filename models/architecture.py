@@ -81,14 +81,14 @@ class Architecture:
             kind = _config_class(transformers, self.model_type)
             try:
                 # Training needs no key-value cache; transformers.Trainer switches it off too.
-                made = kind.from_dict({**_without_implementations(self.arguments), "model_type": self.model_type})
-                made.use_cache = False
-                if self.task == "seq2seq" and getattr(made, "decoder_start_token_id", None) is None:
+                config = kind.from_dict({**_without_implementations(self.arguments), "model_type": self.model_type})
+                config.use_cache = False
+                if self.task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
                     # Published configurations contain it; T5's convention.
-                    made.decoder_start_token_id = made.pad_token_id
+                    config.decoder_start_token_id = config.pad_token_id
             except refusals() as error:
                 raise WorkloadError(f"the configuration is not a valid {self.model_type}: {one_line(error)}") from error
-        return made
+        return config
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
         """Returns the module in float32, on the current device, with the implementation of the knob `attention`.

@@ -109,14 +109,14 @@ class ForwardPass:
             WorkloadError: the model takes no entry of it.
         """
         if isinstance(batch, Mapping):
-            taken = dict(batch) if self._names is None else {k: v for k, v in batch.items() if k in self._names}
-            if not taken:
+            known = dict(batch) if self._names is None else {k: v for k, v in batch.items() if k in self._names}
+            if not known:
                 raise WorkloadError(
                     f"{self._workload.name}: the model's forward takes "
                     f"{', '.join(sorted(self._names or ()))}, but "
                     f"the batch has {', '.join(map(str, batch))}"
                 )
-            return (), taken
+            return (), known
         return (batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch), {}
 
     def loss(self, output: Any, batch: Batch) -> "torch.Tensor":

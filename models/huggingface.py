@@ -70,7 +70,7 @@ def hugging_face(
         WorkloadError: transformers cannot build a language model or an image classifier of it.
     """
     name = name if name is not None else configuration.model_type
-    made = hugging_face_workload(
+    workload = hugging_face_workload(
         from_configuration(configuration, name),
         name=name,
         spec=name,
@@ -78,7 +78,7 @@ def hugging_face(
         global_batch=global_batch,
         data=data,
     )
-    return made if schedule is None else replace(made, schedule=schedule)
+    return workload if schedule is None else replace(workload, schedule=schedule)
 
 
 def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None:

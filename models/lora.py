@@ -48,7 +48,7 @@ class Lora:
                 raise WorkloadError(f"lora names {name} twice: '{text}'")
             given[name] = value
         try:
-            made = Lora(
+            lora = Lora(
                 r=int(given.get("r", "")),
                 alpha=float(given["alpha"]) if "alpha" in given else None,
                 target=tuple(given["target"].split("+")) if "target" in given else (),
@@ -56,11 +56,11 @@ class Lora:
             )
         except ValueError:
             raise WorkloadError(f"lora must look like {EXAMPLE}, but got '{text}'") from None
-        if made.r < 1 or (made.alpha is not None and not made.alpha > 0) or not 0 <= made.dropout < 1:
+        if lora.r < 1 or (lora.alpha is not None and not lora.alpha > 0) or not 0 <= lora.dropout < 1:
             raise WorkloadError(
                 f"lora needs r of at least 1, alpha above 0 and dropout from 0 to below 1, but got '{text}'"
             )
-        return made
+        return lora
 
     def __str__(self) -> str:
         parts = [f"r={self.r}"]
@@ -132,12 +132,12 @@ def with_lora(workload: Workload, lora: Lora) -> Workload:
         )
     own = {each.name: getattr(model, each.name) for each in fields(model)}
     adapted = AdaptedArchitecture(**own, lora=lora)
-    made = replace(workload, model=adapted, identity={**(workload.identity or {}), "lora": str(lora)})
+    result = replace(workload, model=adapted, identity={**(workload.identity or {}), "lora": str(lora)})
     import torch
 
     with torch.device("meta"):
-        made.build_model({})
-    return made
+        result.build_model({})
+    return result
 
 
 def _materialise(model: "nn.Module") -> None:

@@ -24,15 +24,15 @@ def narrow(space: Space, foreign: ForeignSpace, asked: Collection[str] = ()) -> 
 
 
 def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> Iterator[str]:
-    taken = [knob for knob in foreign.space.knobs if not knob.derived and knob.name in space.by_name]
-    if not taken:
+    shared = [knob for knob in foreign.space.knobs if not knob.derived and knob.name in space.by_name]
+    if not shared:
         missing = ", ".join(knob.name for knob in foreign.space.knobs if not knob.derived)
         raise UsageError(f"the model has none of the knobs of {foreign.called}: {missing}")
-    names = [knob.name for knob in taken]
+    names = [knob.name for knob in shared]
     for knob in foreign.space.knobs:
         if not knob.derived and knob.name not in names:
             yield f"not carried over: {knob.name}: the model has no such knob on these devices"
-    for knob in taken:
+    for knob in shared:
         if knob.name in asked:
             continue
         try:

@@ -301,9 +301,9 @@ def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer
     """Reason why neighbouring ranks would not be on one host."""
     if device.type != "cuda":
         return ""
-    mine = _per_host(devices, device)
-    if mine % ranks:
-        return f"ranks that share {share} must be on one host, which has {mine} of the {devices} devices"
+    per_host = _per_host(devices, device)
+    if per_host % ranks:
+        return f"ranks that share {share} must be on one host, which has {per_host} of the {devices} devices"
     return ""
 
 

@@ -50,11 +50,11 @@ def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
         if count is None:
             return
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            made = _each(output, lambda tensor: _made_up(tensor, generator))
-            one = float(workload.loss(made, batch))
+            made_up = _each(output, lambda tensor: _made_up(tensor, generator))
+            one = float(workload.loss(made_up, batch))
             several = float(
                 workload.loss(
-                    _each(made, lambda tensor: _copies(tensor, count)),
+                    _each(made_up, lambda tensor: _copies(tensor, count)),
                     each_tensor(batch, lambda tensor: _copies(tensor, count)),
                 )
             )

@@ -68,9 +68,9 @@ def workload(
         from .source import FileSource
 
         path = Path(file["path"]).expanduser()
-        made = FileSource.read(path, file["name"] or "").load()
-        name = file["name"] if made.name == default_name(made.model) else made.name
-        return _own(made.with_name(name, f"{absolute(path)}:{file['name']}"), seq_len, global_batch, data)
+        loaded = FileSource.read(path, file["name"] or "").load()
+        name = file["name"] if loaded.name == default_name(loaded.model) else loaded.name
+        return _own(loaded.with_name(name, f"{absolute(path)}:{file['name']}"), seq_len, global_batch, data)
     from .presets import PRESETS
 
     if text in PRESETS:
@@ -100,22 +100,22 @@ def _no_python_file(text: str) -> WorkloadError:
     if path.is_file():
         rest = "; save the notebook's code as one" if path.suffix == ".ipynb" else ""
         return WorkloadError(f"{text} is not a Python file: FILE:NAME needs one whose name ends in .py{rest}")
-    beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
+    files = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    near = nearest(path.name, files)
     return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{near}")
 
 
-def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None) -> Workload:
-    for what, value in (("seq_len", seq_len), ("data", data)):
-        if value is not None and value != getattr(made, what, None):
+def _own(workload: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None) -> Workload:
+    for name, value in (("seq_len", seq_len), ("data", data)):
+        if value is not None and value != getattr(workload, name, None):
             raise WorkloadError(
-                f"{what} is part of the workload '{made.name}': set it where that is made, instead of asking "
-                f"for {value!r} here"
+                f"{name} is part of the workload '{workload.name}': set it in its code, instead of requesting "
+                f"{value!r} here"
             )
     if global_batch is not None:
-        made = replace(made, global_batch=global_batch)
-    check_workload(made)
-    return made
+        workload = replace(workload, global_batch=global_batch)
+    check_workload(workload)
+    return workload
 
 
 def _preset(name: str, given: _Given) -> Workload:
@@ -269,14 +269,14 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def check_workload(made: Workload) -> None:
+def check_workload(workload: Workload) -> None:
     """Builds the model without weights, makes a small batch twice and traces a step as far as possible.
 
     Raises:
         WorkloadError: the batch is not made of tensors of its size, is not the same for the same seed, or the model or
             the loss is invalid.
     """
-    if made.identity is not None:  # made here
+    if workload.identity is not None:  # made here
         return
     import torch
 
@@ -285,9 +285,9 @@ def check_workload(made: Workload) -> None:
     from .skeleton import skeleton
     from .user_code import user_code_errors
 
-    skeleton(made)
-    with user_code_errors(f"{made.name}: batch(2, 0)"):
-        first, second = (entries(make_batch(made, 2, 0)) for _ in range(2))
+    skeleton(workload)
+    with user_code_errors(f"{workload.name}: batch(2, 0)"):
+        first, second = (entries(make_batch(workload, 2, 0)) for _ in range(2))
     for key in {**first, **second}:
         value, other = first.get(key), second.get(key)
         if (
@@ -297,7 +297,7 @@ def check_workload(made: Workload) -> None:
             or not torch.equal(value.nan_to_num(), other.nan_to_num())
         ):
             raise WorkloadError(
-                f"{made.name}: batch(2, 0) differs from one call to the next in entry {key!r}; losses of "
+                f"{workload.name}: batch(2, 0) differs from one call to the next in entry {key!r}; losses of "
                 "configurations are compared, so draw from a generator that is seeded by the second argument"
             )
-    flops_of(made)  # checks the loss on the way
+    flops_of(workload)  # checks the loss on the way

@@ -38,8 +38,8 @@ class FileSource:
         except UnicodeDecodeError as error:
             raise WorkloadError(f"{path} is not a Python file: {error}") from None
         except OSError as error:
-            beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            near = nearest(path.name, beside) if isinstance(error, FileNotFoundError) else ""
+            files = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            near = nearest(path.name, files) if isinstance(error, FileNotFoundError) else ""
             raise WorkloadError(f"cannot read the Python file {path}: {error.strerror}{near}") from None
         return cls(path=str(path.resolve()), name=name, text=text)
 
@@ -65,18 +65,18 @@ class FileSource:
                 found = ", ".join(names) or "none"
                 raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME; workloads there: {found}")
             raise WorkloadError(f"{self.path}: {unknown('workload', self.name, names)}")
-        made = getattr(module, self.name)
-        if not isinstance(made, Workload) and callable(made):
-            made = self._call(made)
-        if not isinstance(made, Workload):
+        workload = getattr(module, self.name)
+        if not isinstance(workload, Workload) and callable(workload):
+            workload = self._call(workload)
+        if not isinstance(workload, Workload):
             raise WorkloadError(
                 f"{self.path}:{self.name} must be a redline.Workload or a function that returns one, "
-                f"but is {type(made).__name__} {made!r}"
+                f"but is {type(workload).__name__} {workload!r}"
             )
-        return replace(made, source=self)
+        return replace(workload, source=self)
 
     def value(self) -> Any:
-        """Runs the file (once per process) and returns the value of the name, whatever it is.
+        """Runs the file (once per process) and returns the value of the name, of any type.
 
         Raises:
             WorkloadError: the file fails, or has no such name.

@@ -79,7 +79,7 @@ def default_space(
         allow: `lossy` adds the values that trade accuracy for speed, if they pay on the device.
 
     Raises:
-        SpaceError: the global batch cannot be shared among the devices, whatever the degrees; or `allow` contains
+        SpaceError: the global batch cannot be shared among the devices, regardless of the degrees; or `allow` contains
             something else.
     """
     allow = checked_allowance(allow)

@@ -73,7 +73,7 @@ class Workload:
     """`optimizer(params)` or `optimizer(params, fused=bool)`; None for AdamW."""
     schedule: "Callable[[Schedule, Mapping[str, Any]], Any] | None" = None
     """`schedule(sch, config)` rewrites the model by primitives; None applies `checkpoint_ratio` and `fusion` to the
-    repeated blocks, whatever the model.
+    repeated blocks, regardless of the model.
     """
     space: Space | Callable[..., Space] | None = None
     """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the
@@ -168,12 +168,12 @@ class Workload:
         given = {"device": device, "devices": devices, "workload": self}
         parameters = inspect.signature(self.space).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        taken = {name: value for name, value in given.items() if takes_all or name in parameters}
-        with user_code_errors(f"{self.name}: space({', '.join(taken)})"):
-            made = self.space(**taken)
-        if not isinstance(made, Space):
-            raise WorkloadError(f"{self.name}: space must return a redline.Space, but returned {_short(made)}")
-        return made
+        arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
+        with user_code_errors(f"{self.name}: space({', '.join(arguments)})"):
+            space = self.space(**arguments)
+        if not isinstance(space, Space):
+            raise WorkloadError(f"{self.name}: space must return a redline.Space, but returned {_short(space)}")
+        return space
 
     def build_model(self, config: Mapping[str, Any] | None = None) -> "nn.Module":
         """Builds the module, on the current device. Without a configuration knobs have their defaults.
@@ -235,12 +235,12 @@ class Workload:
         if self.optimizer is None:
             # Not fused leaves the choice to torch: foreach on CUDA, a loop over parameters on a CPU.
             return torch.optim.AdamW(params, lr=1e-4, fused=True if fused else None)
-        made = self.optimizer(params, fused=fused) if self.takes_fused else self.optimizer(params)
-        if not isinstance(made, torch.optim.Optimizer):
+        optimizer = self.optimizer(params, fused=fused) if self.takes_fused else self.optimizer(params)
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise WorkloadError(
-                f"{self.name}: optimizer must return a torch.optim.Optimizer, but returned {_short(made)}"
+                f"{self.name}: optimizer must return a torch.optim.Optimizer, but returned {_short(optimizer)}"
             )
-        return made
+        return optimizer
 
     def once(self, find: "Callable[[Workload], Found]") -> "Found":
         """Calls `find` once for the workload and caches its result; copies made later in other processes have it too."""
@@ -251,9 +251,9 @@ class Workload:
 
     def with_optimizer(self, optimizer: "Callable[..., torch.optim.Optimizer]") -> "Workload":
         """A copy with an optimizer, if it has none of its own; cached findings are kept."""
-        made = replace(self, optimizer=self.optimizer or optimizer)
-        made.known.update(self.known)
-        return made
+        copy = replace(self, optimizer=self.optimizer or optimizer)
+        copy.known.update(self.known)
+        return copy
 
     def with_name(self, name: str, spec: str) -> "Workload":
         """A copy with the name `name` and the specification `spec`."""
@@ -268,10 +268,10 @@ def default_name(model: Callable[..., Any]) -> str:
 def _from_source(
     source: "Source", name: str, spec: str, global_batch: int, identity: str, known: Mapping[str, Any]
 ) -> Workload:
-    made = replace(source.load(), name=name, spec=spec, global_batch=global_batch)
-    made.__dict__["id"] = identity
-    made.known.update(known)
-    return made
+    loaded = replace(source.load(), name=name, spec=spec, global_batch=global_batch)
+    loaded.__dict__["id"] = identity
+    loaded.known.update(known)
+    return loaded
 
 
 def _is_module(value: Any) -> bool:

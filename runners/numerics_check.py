@@ -68,7 +68,7 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
         return f"the probe's results are not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
         return ""
-    return next((each.wrong.said for each in comparisons(probe, reference.probe) if each.wrong is not None), "")
+    return next((each.wrong.description for each in comparisons(probe, reference.probe) if each.wrong is not None), "")
 
 
 def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:

@@ -59,7 +59,7 @@ def build(
 
     Weights are moved to the device. Those of a model made within `deferred` get the values that its constructor gives
     them after `torch.manual_seed(seed)`; other weights on the meta device are initialised from the seed by the Hugging
-    Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights whatever was scheduled. Then
+    Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights for any schedule. Then
     casts, checkpointing, compilation and data sharding take effect, in this order. Names in `state_dict` stay those of
     the original model. New weights of a model made without memory are cast one at a time and sharded over replicas
     block by block, so that the whole model never exists in its original form.

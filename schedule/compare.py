@@ -80,8 +80,8 @@ class Departure:
     """Relative to its `rounding.scale`; infinite if shapes or presence differ."""
     allowed: float
     """Largest departure by rounding."""
-    said: str
-    """Description, a sentence."""
+    description: str
+    """One sentence."""
 
     @property
     def holds(self) -> bool:
@@ -178,8 +178,8 @@ class _Pair:
         yield from self._dropout()
         yield from self._of("weights")
         if still := [name for name in self.found.still if name not in self.expected.still]:
-            said = f"the first step leaves {and_more(still)} as it was, in spite of a gradient"
-            yield Departure(kind="weights", by=math.inf, allowed=0.0, said=said)
+            description = f"the first step leaves {and_more(still)} as it was, in spite of a gradient"
+            yield Departure(kind="weights", by=math.inf, allowed=0.0, description=description)
 
     def _of(self, kind: Kind) -> Iterator[Departure]:
         """Departures of tensors that both have."""
@@ -190,31 +190,31 @@ class _Pair:
         for name, wanted in expected.items():
             if name not in found:
                 continue
-            mine, by = found[name], math.inf
+            actual, by = found[name], math.inf
             over = max(self.tolerance.size, 1e-30) if projected else scale(wanted, most, least)
             allowed = self._allowed(kind, name, over)
             what = SAID[kind].format(name) if not on else name if projected else name + on
-            if wanted is None or mine is None:
+            if wanted is None or actual is None:
                 # An unused parameter may have a gradient of zeros instead of none.
-                present = wanted if wanted is not None else mine
+                present = wanted if wanted is not None else actual
                 by = math.inf if present is not None and present.any() else 0.0
-                how = "is missing" if mine is None else "was not there before"
-            elif wanted.shape != mine.shape:
-                how = f"has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
+                how = "is missing" if actual is None else "was not there before"
+            elif wanted.shape != actual.shape:
+                how = f"has shape {tuple(actual.shape)}, not {tuple(wanted.shape)}"
             else:
-                by = departure(wanted, mine, over=over, ratio=ratio)
+                by = departure(wanted, actual, over=over, ratio=ratio)
                 how = f"departs by {by:.2g}"
                 most_factor = self.tolerance.factor
                 if most_factor and by <= allowed and wanted.numel() >= FEW and scale(wanted) >= over:
-                    apart = factor_between(wanted, mine)
-                    if abs(apart) > most_factor:
-                        by, how = allowed * abs(apart) / most_factor, f"is {1 + apart:.4g} times as large"
+                    factor = factor_between(wanted, actual)
+                    if abs(factor) > most_factor:
+                        by, how = allowed * abs(factor) / most_factor, f"is {1 + factor:.4g} times as large"
                 if projected:
                     how = f"depart by {by:.2g} of their size (tolerance {allowed:.2g})"
                 elif on:
                     slack = allowed * over + (ratio - 1) * float(wanted)
-                    how = f"is {float(mine):.6g}, the reference's {float(wanted):.6g} (tolerance {slack:.2g})"
-            yield Departure(kind=kind, by=by, allowed=allowed, said=f"{what} {how}")
+                    how = f"is {float(actual):.6g}, the reference's {float(wanted):.6g} (tolerance {slack:.2g})"
+            yield Departure(kind=kind, by=by, allowed=allowed, description=f"{what} {how}")
 
     def _allowed(self, kind: Kind, name: str, over: float) -> float:
         """Largest departure of a tensor by rounding, relative to `over`."""
@@ -232,27 +232,27 @@ class _Pair:
 
     def _count(self) -> Iterator[Departure]:
         """Departure of the number of outputs; only the last stage of a pipeline has outputs."""
-        mine, wanted = (
+        actual, wanted = (
             [None if each is None else each.shape for each in of.outputs.values()] for of in (self.found, self.expected)
         )
-        said = ""
-        if self.found.on and mine != wanted:
-            said = f"it returns {'other' if mine else 'no'} logits than the reference"
-        elif mine and len(mine) != len(wanted):
-            said = f"outputs number {len(mine)}, not {len(wanted)}"
-        if said:
-            yield Departure(kind="outputs", by=math.inf, allowed=0.0, said=said)
+        description = ""
+        if self.found.on and actual != wanted:
+            description = f"it returns {'other' if actual else 'no'} logits than the reference"
+        elif actual and len(actual) != len(wanted):
+            description = f"outputs number {len(actual)}, not {len(wanted)}"
+        if description:
+            yield Departure(kind="outputs", by=math.inf, allowed=0.0, description=description)
 
     def _dropout(self) -> Iterator[Departure]:
         """Departure of the rate of dropout."""
-        mine, wanted, slack = self.found.noise, self.expected.noise, self.tolerance.outputs
-        if mine is None or wanted is None:
+        actual, wanted, slack = self.found.noise, self.expected.noise, self.tolerance.outputs
+        if actual is None or wanted is None:
             return
         # Rounding is independent of the masks: squares add.
-        most, others = math.hypot(wanted * self.tolerance.noise, slack), math.hypot(mine, slack)
-        said = (
-            f"in training the logits depart by {mine:.2g} of their size from those without dropout, the "
+        most, others = math.hypot(wanted * self.tolerance.noise, slack), math.hypot(actual, slack)
+        description = (
+            f"in training the logits depart by {actual:.2g} of their size from those without dropout, the "
             f"reference's by {wanted:.2g}"
         )
-        by = max(mine / most, wanted / self.tolerance.noise / others)
-        yield Departure(kind="dropout", by=by, allowed=1.0, said=said)
+        by = max(actual / most, wanted / self.tolerance.noise / others)
+        yield Departure(kind="dropout", by=by, allowed=1.0, description=description)

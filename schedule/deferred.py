@@ -158,11 +158,11 @@ class _Lens(TorchFunctionMode):
         if func is torch.Tensor.new_tensor:
             kwargs = {"device": device, **kwargs}
         if func is torch.Tensor.to:
-            asked = {_device(each) for each in (*args[1:], *kwargs.values())}
-            if _META in asked:  # tensors that the constructor puts there itself have no values
+            devices = {_device(each) for each in (*args[1:], *kwargs.values())}
+            if _META in devices:  # tensors that the constructor puts there itself have no values
                 with self.recording.shown_as_they_are():
                     return func(torch.empty_like(first), *args[1:], **kwargs)
-            if device in asked:
+            if device in devices:
                 args = tuple(_META if _device(each) == device else each for each in args)
                 kwargs = {name: _META if _device(each) == device else each for name, each in kwargs.items()}
         return self.run(func, args, kwargs)

@@ -359,10 +359,10 @@ def _destination(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.d
 
 def _may_be_itself(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> bool:
     """True if a copy to the tensor's reported device would be the tensor itself there: `to` cannot tell."""
-    asked = kwargs.get("device", _META)
+    requested = kwargs.get("device", _META)
     return (
-        asked != _META
-        and full(asked) == device
+        requested != _META
+        and full(requested) == device
         and kwargs.get("dtype") in (None, tensor.dtype)
         and kwargs.get("memory_format") in (None, torch.preserve_format)
     )

@@ -252,10 +252,10 @@ def departure(
     over = over or scale(expected, largest)
     expected, found = expected.detach().double(), found.detach().double()
     if ratio == 1:
-        apart = (expected - found).abs()
+        differences = (expected - found).abs()
     else:
-        apart = torch.maximum(expected / ratio - found, found - expected * ratio)
-    value = float(apart.max()) / over
+        differences = torch.maximum(expected / ratio - found, found - expected * ratio)
+    value = float(differences.max()) / over
     return value if math.isfinite(value) else math.inf
 
 

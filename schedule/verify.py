@@ -123,7 +123,7 @@ def _compare(
         first = f"; the first module whose output departs is {where}" if where else ""
         raise ScheduleError(
             f"verify: the scheduled model departs from the original in {'training' if training else 'evaluation'} "
-            f"mode: {wrong.said if wrong else 'another rank found a departure'} "
+            f"mode: {wrong.description if wrong else 'another rank found a departure'} "
             f"(allowed: {limit:g} of the largest magnitude){first}"
         )
 
@@ -141,19 +141,19 @@ def _first_module(
 ) -> str:
     """The first module, in the order of execution, whose output departs, and by how much; empty if there is none."""
     for path, value in expected.items():
-        mine = found.get(path)
-        if mine is None or any(layer.alters for layer in layers_of(find_module(model, path))):
+        actual = found.get(path)
+        if actual is None or any(layer.alters for layer in layers_of(find_module(model, path))):
             continue
-        if "pipeline" in model.__dict__ and value.dim() and mine.shape[1:] == value.shape[1:]:
+        if "pipeline" in model.__dict__ and value.dim() and actual.shape[1:] == value.shape[1:]:
             # The first micro-batch of this rank's share of the batch.
             start = axis.rank * value.shape[0] // axis.size if axis is not None else 0
-            value = value[start : start + mine.shape[0]]
-        if axis is not None and mine.shape != value.shape and mine.shape[0] * axis.size == value.shape[0]:
+            value = value[start : start + actual.shape[0]]
+        if axis is not None and actual.shape != value.shape and actual.shape[0] * axis.size == value.shape[0]:
             value = value.chunk(axis.size)[axis.rank]
-        if mine.shape != value.shape:
+        if actual.shape != value.shape:
             # Cut over ranks on purpose: the gathered value is compared later.
             continue
-        if (by := departure(value, mine)) > limit:
+        if (by := departure(value, actual)) > limit:
             kind = type(find_module(model, path)).__name__
             return f"'{path}' ({kind}), which departs by {by:.2g}"
     return ""

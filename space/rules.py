@@ -116,16 +116,16 @@ def _lambda_body(function: Callable[..., Any]) -> str | None:
     if not source or not spans:
         return None
     start, end = min(span[:2] for span in spans), max(span[2:] for span in spans)
-    around = [
+    enclosing = [
         body
         for first, body in _lambdas(source)
         if first == code.co_firstlineno
         and (body.lineno, body.col_offset) <= start
         and end <= (body.end_lineno, body.end_col_offset)
     ]
-    if not around:
+    if not enclosing:
         return None
-    innermost = max(around, key=lambda body: (body.lineno, body.col_offset))
+    innermost = max(enclosing, key=lambda body: (body.lineno, body.col_offset))
     written = ast.get_source_segment(source, innermost)
     return None if written is None else " ".join(written.split())
 

@@ -100,7 +100,7 @@ class Ended:
 class Loop:
     """Trains from a step on, on every rank.
 
-    The samples, their order and the learning rate depend only on the seed and the step, whatever the configuration and
+    The samples, their order and the learning rate depend only on the seed and the step, regardless of the configuration and
     the number of restarts. Dropout also depends on this rank's position.
 
     Args:

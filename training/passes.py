@@ -97,9 +97,9 @@ class Pipelined:
     def loss(self, output: Any, numbers: "torch.Tensor") -> "torch.Tensor":
         """The workload's own loss of the micro-batch with these sample numbers."""
         with self._precision.autocast():
-            first, behind = int(numbers[0]), int(numbers[-1]) + 1
-            loss = self.loss_of.loss(output, batch_slice(self._batch, first, behind))
-        return loss if self._factors is None else loss * self._factors[first // (behind - first)]
+            first, end = int(numbers[0]), int(numbers[-1]) + 1
+            loss = self.loss_of.loss(output, batch_slice(self._batch, first, end))
+        return loss if self._factors is None else loss * self._factors[first // (end - first)]
 
     def __call__(
         self,

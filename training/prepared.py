@@ -139,7 +139,7 @@ class Loader:
 
     `for batch in loader` runs to the end of the epoch, and the next loop continues with the next epoch; data without
     epochs, such as a workload's own, never ends. The samples of a step depend on the seed and the number of steps
-    before it, whatever the configuration and the number of restarts. If a loop ends early, with a batch that was
+    before it, regardless of the configuration and the number of restarts. If a loop ends early, with a batch that was
     yielded but not used in a step, the next loop yields that batch again.
 
     Args:
@@ -246,10 +246,10 @@ class Steps:
                 "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
                 "included; loss.backward() and optimizer.step() must follow every call with gradients"
             )
-        mine, given = training.micro_batch * training.grad_accum, _size(batch)
-        if given != mine:
+        expected, given = training.micro_batch * training.grad_accum, _size(batch)
+        if given != expected:
             raise UsageError(
-                f"the model takes this replica's {mine} samples of a step, as the loader gives them, but got {given}; under "
+                f"the model takes this replica's {expected} samples of a step, as the loader gives them, but got {given}; under "
                 "torch.no_grad() it takes any number"
             )
         training.reseed(self.step)
@@ -432,7 +432,7 @@ class Info:
         loss.backward()
 
     def clip(self, max_norm: float) -> "torch.Tensor":
-        """Clips the norm of all gradients together, whatever is sharded over ranks. All ranks call it, between
+        """Clips the norm of all gradients together, including those that are sharded over ranks. All ranks call it, between
         `backward` and `step`. PyTorch's `clip_grad_norm_` would use only this rank's part.
 
         Returns:
@@ -504,7 +504,7 @@ class Info:
         )
 
     def load(self, path: str | Path) -> bool:
-        """Loads the latest checkpoint in a folder, whatever configuration it was saved in. All ranks call it, before
+        """Loads the latest checkpoint in a folder, regardless of the configuration it was saved in. All ranks call it, before
         the loop.
 
         Returns:

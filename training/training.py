@@ -210,8 +210,8 @@ class Training:
             samples: `samples(start, count)` returns the samples at `count` positions from `start` on.
             first: position of the step's first sample.
         """
-        mine = self.micro_batch * self.grad_accum
-        return samples(first + self.world.dp_rank * mine, mine)
+        count = self.micro_batch * self.grad_accum
+        return samples(first + self.world.dp_rank * count, count)
 
     def micro_batches(self, share: Batch) -> list[Batch]:
         """Cuts a replica's samples for `passes`: into micro-batches; for a pipeline, into one batch."""
@@ -322,10 +322,10 @@ class Training:
         steps: list[Batch] = []
         held = 0
         while len(steps) < MAX_STEPS_OF_DATA:
-            mine = self._share_of(len(steps))
-            held += num_bytes(mine)
-            steps.append(mine)
-            if held + num_bytes(mine) > MAX_BYTES_OF_DATA:
+            part = self._share_of(len(steps))
+            held += num_bytes(part)
+            steps.append(part)
+            if held + num_bytes(part) > MAX_BYTES_OF_DATA:
                 break
         self._resident = held <= MAX_BYTES_OF_DATA
         if self._resident:
@@ -339,8 +339,8 @@ class Training:
         share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
         # Made for all replicas and then cut, so that samples do not depend on the number of replicas.
         whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
-        mine = batch_slice(whole, replica * share, (replica + 1) * share)
-        return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
+        share_of_batch = batch_slice(whole, replica * share, (replica + 1) * share)
+        return each_tensor(share_of_batch, lambda tensor: tensor.clone()) if self.world.dp > 1 else share_of_batch
 
 
 def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int = 1) -> Strategy:

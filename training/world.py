@@ -119,7 +119,7 @@ class World:
         groups = []
         for axis, name in enumerate(names):
             lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
-            # Groups made by `init_device_mesh` have torch's default timeout, whatever that of the whole group.
+            # Groups made by `init_device_mesh` have torch's default timeout, regardless of that of the whole group.
             mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{name}")
             groups.append(mine)
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)

@@ -206,8 +206,8 @@ class Confirmation:
             leaders = more if self._fewest_s(more) < self.watch.left else leaders
         # Lossy leaders are compared with the best trial without lossy values.
         exact = next((trial for trial in left if not trial.lossy), None)
-        beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
-        return leaders + [trial for trial in beside if trial not in leaders]
+        references = [trial for trial in left if trial.sampler == "default" or trial is exact]
+        return leaders + [trial for trial in references if trial not in leaders]
 
     def _fewest_s(self, contenders: Iterable[Trial]) -> float:
         """Time of the fewest rounds of these contenders, s. Turns take less."""
@@ -229,22 +229,22 @@ class Confirmation:
         rounds: list[dict[int, Measurement]] = [{} for _ in range(max(map(len, found)))]
         for trial, turns in zip(active, found, strict=True):
             self._times[trial.number] += FEWEST_ROUNDS
-            for taken, each in zip(rounds, turns, strict=False):
-                self._record(trial, each, taken)
+            for round_, each in zip(rounds, turns, strict=False):
+                self._record(trial, each, round_)
         self.rounds += rounds
         self.listener.on_remeasure(list(active), self._done, total)
         return True
 
-    def _record(self, trial: Trial, again: Measurement, taken: dict[int, Measurement]) -> None:
+    def _record(self, trial: Trial, again: Measurement, round_: dict[int, Measurement]) -> None:
         if again.status is Status.OK:
-            taken[trial.number] = again
+            round_[trial.number] = again
             return
         self.failed[trial.number] = again
         self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")
 
     def _round(self, active: Sequence[Trial]) -> None:
-        taken: dict[int, Measurement] = {}
-        self.rounds.append(taken)
+        current: dict[int, Measurement] = {}
+        self.rounds.append(current)
         self._rounds_done += 1
         total = self._done + sum(max(1, FEWEST_ROUNDS - self._times[trial.number]) for trial in active)
         # Each round starts with another contender, so that none is always measured after the same one.
@@ -254,9 +254,9 @@ class Confirmation:
             each_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
             self.listener.on_remeasure(list(active), self._done, total, left * each_s)
             if self.watch.left <= 0:
-                if taken and not any(self.rounds[:-1]):
+                if current and not any(self.rounds[:-1]):
                     # A contender that was not measured beside the others cannot be compared with them.
-                    taken.clear()
+                    current.clear()
                     self.listener.on_message(
                         "the time was up before all leaders were measured again: their first measurements count"
                     )
@@ -264,7 +264,7 @@ class Confirmation:
             again = self.measure(trial)
             self._done += 1
             self._times[trial.number] += 1
-            self._record(trial, again, taken)
+            self._record(trial, again, current)
         self.listener.on_remeasure(list(active), self._done, max(total, self._done))
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:
@@ -304,16 +304,16 @@ class Confirmation:
 
     def _held(self) -> list[dict[int, Measurement]]:
         """Returns the rounds that count, without contenders that failed in any round."""
-        rounds = [{n: each for n, each in taken.items() if n not in self.failed} for taken in self.rounds]
-        return calm_rounds([taken for taken in rounds if taken])
+        rounds = [{n: each for n, each in round_.items() if n not in self.failed} for round_ in self.rounds]
+        return calm_rounds([round_ for round_ in rounds if round_])
 
     def _keep(self) -> None:
         """Saves the re-measurements, each corrected for the disturbance of its round."""
         kept: dict[int, list[float]] = {number: [] for number in self.failed}
         rounds = self._held()
         disturbances = compare_rounds(rounds).disturbance if rounds else []
-        for taken, disturbance in zip(rounds, disturbances, strict=True):
-            for number, each in taken.items():
+        for round_, disturbance in zip(rounds, disturbances, strict=True):
+            for number, each in round_.items():
                 kept.setdefault(number, []).append(each.reached / math.exp(disturbance[number]))
         for number, throughputs in kept.items():
             self.run_folder.remeasure(number, throughputs, self.failed.get(number))
@@ -365,10 +365,10 @@ def calm_rounds(rounds: Sequence[dict[int, Measurement]]) -> list[dict[int, Meas
     """Returns the rounds in which others kept hardly more cores busy than in the calmest round; all rounds if that
     would leave a contender with too few.
     """
-    loads = [max(each.foreign_cores or 0.0 for each in taken.values()) for taken in rounds]
-    calm = [taken for taken, load in zip(rounds, loads, strict=True) if load <= min(loads) + CHANGED_CORES]
-    counts = Counter(number for taken in calm for number in taken)
-    everyone = {number for taken in rounds for number in taken}
+    loads = [max(each.foreign_cores or 0.0 for each in round_.values()) for round_ in rounds]
+    calm = [round_ for round_, load in zip(rounds, loads, strict=True) if load <= min(loads) + CHANGED_CORES]
+    counts = Counter(number for round_ in calm for number in round_)
+    everyone = {number for round_ in rounds for number in round_}
     return calm if all(counts[number] >= CALM_ROUNDS for number in everyone) else list(rounds)
 
 
@@ -378,8 +378,8 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
     Args:
         rounds: measurements of the contenders of each round, by number; no round is empty.
     """
-    numbers = list(dict.fromkeys(number for taken in rounds for number in taken))
-    cells = [(at, number, each) for at, taken in enumerate(rounds) for number, each in taken.items()]
+    numbers = list(dict.fromkeys(number for round_ in rounds for number in round_))
+    cells = [(at, number, each) for at, round_ in enumerate(rounds) for number, each in round_.items()]
     loads = np.array([each.foreign_cores or 0.0 for _, _, each in cells])
     first = len(numbers)
     design = np.zeros((len(cells), first + len(rounds) + 1))

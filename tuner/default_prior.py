@@ -117,7 +117,7 @@ class DefaultPrior(ShapePrior):
             speeds.append(np.log(found.throughput) + flops)
             needs.append(np.log(found.fullest_memory_mib))
             own.append(found.log_throughput_effects / math.sqrt(len(MODELS)))
-        speed, apart = _mean_and_effects(speeds)
+        speed, effects = _mean_and_effects(speeds)
         need, memory_apart = _mean_and_effects(needs)
         whole, unknown = np.ones(len(configs)), np.full(len(configs), np.nan)
         return SimpleNamespace(
@@ -126,7 +126,7 @@ class DefaultPrior(ShapePrior):
             fullest_memory_mib=np.exp(need),
             probability_fits=unknown,
             log_throughput_std=unknown,
-            log_throughput_effects=np.column_stack([LEVEL * whole, apart, *own]),
+            log_throughput_effects=np.column_stack([LEVEL * whole, effects, *own]),
             log_memory_effects=np.column_stack([MEMORY_LEVEL * whole, memory_apart]),
         )
 

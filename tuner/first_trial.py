@@ -60,13 +60,13 @@ def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> First
     place = int(fitting[0]) if len(fitting) else int(np.argmin(needs))
     if needs[place] >= need:
         return plain
-    taken = below[place]
+    chosen = below[place]
     less = (each for each, needed in zip(below[place + 1 :], needs[place + 1 :]) if needed < needs[place])
-    smaller = _smallest(space, taken)
+    smaller = _smallest(space, chosen)
     return FirstTrial(
-        config=taken,
-        fallback=smaller if smaller not in (None, taken) else next(less, None),
-        note=_note(taken, default, need, prior.memory_limit_mib, headroom, fits=bool(len(fitting))),
+        config=chosen,
+        fallback=smaller if smaller not in (None, chosen) else next(less, None),
+        note=_note(chosen, default, need, prior.memory_limit_mib, headroom, fits=bool(len(fitting))),
     )
 
 

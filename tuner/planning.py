@@ -47,7 +47,7 @@ def training_space(
         workload: what is trained.
         device, devices: as for `make_space`.
         like: the previous configuration; None at the start of a training.
-        fixed: values of knobs that do not vary, whatever their previous values.
+        fixed: values of knobs that do not vary, regardless of their previous values.
 
     Raises:
         SpaceError: the devices cannot share the global batch, or a knob cannot have its fixed value.
@@ -84,23 +84,23 @@ def with_samples_of(workload: Workload, like: Mapping[str, Any] | None) -> Workl
 
 def beginning_with(space: Space, config: Config) -> Space:
     """Returns a copy of a space with `config` as the default configuration."""
-    made = space.copy()
-    for knob in made.knobs:
+    copy = space.copy()
+    for knob in copy.knobs:
         if not knob.derived and knob.name in config:
             knob.default = config[knob.name]
-    return made
+    return copy
 
 
 def smallest(space: Space) -> Space:
     """Returns the part of a space that needs the least memory, by the effect that each knob declares."""
-    made = space.copy()
+    copy = space.copy()
     for knob in space.free:
         if knob.monotone_memory and knob.ordered:
             ascending = sorted(knob.values, key=lambda value: float(value or 0))
             value = ascending[0 if knob.monotone_memory > 0 else -1]
             with suppress(SpaceError):  # not valid together with the others
-                made.fix(knob.name, value)
-    return made
+                copy.fix(knob.name, value)
+    return copy
 
 
 CLEARLY_LESS = 0.9
@@ -238,15 +238,15 @@ def safer(
     knowledge = OutOfMemoryKnowledge(space)
     found = survey(estimator, space, top=LEADERS, order=_needing(CLEARLY_LESS * least_mib)).best
     sound = (each for each in found if not any(knowledge.needs_as_much(each.config, other) for other in fallen))
-    taken = next(sound, None)
-    if taken is None:
+    chosen = next(sound, None)
+    if chosen is None:
         return None
-    ratio = taken.estimate.throughput / float(known.throughput[0])
+    ratio = chosen.estimate.throughput / float(known.throughput[0])
     why = (
         f"the fastest configuration that is predicted to need clearly less memory than the one that failed: "
-        f"{_mib(taken.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
+        f"{_mib(chosen.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
     )
-    return _with_notes(Planned(config=taken.config, estimate=taken.estimate, why=why), kept)
+    return _with_notes(Planned(config=chosen.config, estimate=chosen.estimate, why=why), kept)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,5 +119,5 @@ def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int
 
     done = [each.measured for each in earlier if not each.pending]
     ends = [each.started + (each.seconds_total or 0.0) for each in done if each.started is not None]
-    begun = max(ends, default=None)
-    return SimulateRunner(estimator, SimulationTerms(begun=begun, **terms), slots=concurrency or 1)
+    last_end = max(ends, default=None)
+    return SimulateRunner(estimator, SimulationTerms(begun=last_end, **terms), slots=concurrency or 1)

@@ -70,7 +70,7 @@ def place() -> Place:
     return Place(rank=dist.get_rank(), local_rank=local_rank, size=dist.get_world_size())
 
 
-def decided(here: Place, decide: Callable[[], Any]) -> tuple[Any, Joined]:
+def decide_once(here: Place, decide: Callable[[], Any]) -> tuple[Any, Joined]:
     """Returns rank 0's decision on every rank, after all ranks have joined.
 
     Raises:

@@ -44,7 +44,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "seq_len": workload.seq_len if workload else None,
         "global_batch": task.own.global_batch
         if task.own
-        else request.global_batch or (task.says.global_batch if task.says else None),
+        else request.global_batch or (task.trained.global_batch if task.trained else None),
         "memory_limit_mib": request.limit_mib,
         "sampler": request.sampler,
         "seed": request.seed,

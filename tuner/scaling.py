@@ -35,7 +35,7 @@ def scale(
     stop_on_error: bool = False,
     out: str | Path | None = None,
     listening: Callable[[int], AbstractContextManager[SearchListener]] = lambda count: nullcontext(SearchListener()),
-    **asked: Any,
+    **options: Any,
 ) -> Scaling:
     """Tunes a model for several numbers of devices, and predicts the throughput of more devices.
 
@@ -52,14 +52,14 @@ def scale(
         stop_on_error: stop at the first number of devices without a result.
         out: folder for scale.csv, scale.svg and a subfolder with the run of each number of devices.
         listening: returns a context manager of the listener for the search on a number of devices.
-        asked: further arguments of `redline.tune`.
+        options: further arguments of `redline.tune`.
 
     Raises:
         RedlineError: the request is invalid for every number of devices; nothing was run.
     """
     counts = counts_of(devices)
     if isinstance(target, (str, Path)) or not callable(target) or isinstance(target, Workload):
-        batch_of = _batches(target, counts, global_batch, weak, asked)
+        batch_of = _batches(target, counts, global_batch, weak, options)
     else:
         raise UsageError("redline.scale tunes a model or a command; a callable does not depend on devices")
     folder = None if out is None else Path(out)
@@ -68,8 +68,8 @@ def scale(
     refused: RedlineError | None = None
     for count in counts:
         own = None if folder is None else folder / f"devices-{count}"
-        given = {**asked, "devices": count, "global_batch": batch_of(count), "out": own}
-        given["resume"] = bool(asked.get("resume")) and own is not None and own.exists()
+        given = {**options, "devices": count, "global_batch": batch_of(count), "out": own}
+        given["resume"] = bool(options.get("resume")) and own is not None and own.exists()
         try:
             with listening(count) as given["listener"]:
                 result = tune(target, **given)
@@ -87,7 +87,7 @@ def scale(
         raise refused
     scaling = Scaling(points=tuple(points), weak=weak, interrupted=any(each.interrupted for each in results.values()))
     if not scaling.interrupted:
-        scaling = _predicted(scaling, target, batch_of, predict_to, asked, results)
+        scaling = _predicted(scaling, target, batch_of, predict_to, options, results)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "scale.csv", scaling.csv().encode())
@@ -128,20 +128,20 @@ def _whole(value: Any) -> int:
 
 
 def _batches(
-    target: Any, counts: Sequence[int], asked: int | str | None, weak: bool, rest: dict[str, Any]
+    target: Any, counts: Sequence[int], requested: int | str | None, weak: bool, rest: dict[str, Any]
 ) -> Callable[[int], int | None]:
     """Returns the global batch as a function of the number of devices.
 
     Raises:
         UsageError: the expression is malformed, or its value is not a number of samples.
     """
-    if isinstance(asked, str) and not asked.strip().isdecimal():
+    if isinstance(requested, str) and not requested.strip().isdecimal():
         if weak:
             raise UsageError(
-                f"weak scaling computes the global batch itself; leave it out, or give a number, not '{asked}'"
+                f"weak scaling computes the global batch itself; leave it out, or give a number, not '{requested}'"
             )
-        return lambda count: _evaluated(asked, count)
-    number = None if asked is None else int(asked)
+        return lambda count: _evaluated(requested, count)
+    number = None if requested is None else int(requested)
     if number is None and isinstance(target, (str, Path, Workload)):
         number = _estimates(target, counts[0] if weak else counts[-1], None, rest).global_batch
     if number is None or not weak:
@@ -186,14 +186,14 @@ def _measured(count: int, batch: int | None, result: Result) -> ScalePoint:
     )
 
 
-def _estimates(target: Any, count: int, batch: int | None, asked: dict[str, Any]) -> "EstimateRequest":
+def _estimates(target: Any, count: int, batch: int | None, options: dict[str, Any]) -> "EstimateRequest":
     from ..estimator.request import estimate_request
     from .budget import parse_memory
 
-    given = {name: asked[name] for name in _TRAINING if name in asked}
-    limit = parse_memory(asked.get("memory_limit"))
+    given = {name: options[name] for name in _TRAINING if name in options}
+    limit = parse_memory(options.get("memory_limit"))
     given |= {"devices": count, "global_batch": batch}
-    return estimate_request(target, asked.get("hardware"), memory_limit_mib=limit, **given)
+    return estimate_request(target, options.get("hardware"), memory_limit_mib=limit, **given)
 
 
 def _predicted(
@@ -201,7 +201,7 @@ def _predicted(
     target: Any,
     batch_of: Callable[[int], int | None],
     predict_to: int | None,
-    asked: dict[str, Any],
+    options: dict[str, Any],
     results: dict[int, Result],
 ) -> Scaling:
     """Adds predictions to the points, and points of more devices."""
@@ -210,21 +210,21 @@ def _predicted(
     tried = [each.devices for each in scaling.points]
     most = next((count for count in reversed(tried) if count in results), tried[-1])
     try:
-        request = _estimates(target, most, batch_of(most), asked)
+        request = _estimates(target, most, batch_of(most), options)
         known = request.estimator.calibrate(results[most].all_trials) if most in results else request.estimator
         last = predict_to or (tried[-1] if request.hardware.kind == "cpu" else max(tried[-1], FARTHEST))
         farther = [1 << i for i in range(last.bit_length()) if tried[-1] < 1 << i <= last]
         points = [*scaling.points, *(ScalePoint(devices=each, global_batch=batch_of(each)) for each in farther)]
-        return replace(scaling, points=tuple(_with_prediction(each, target, asked, known) for each in points))
+        return replace(scaling, points=tuple(_with_prediction(each, target, options, known) for each in points))
     except WorkloadError as error:
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
 
 
-def _with_prediction(point: ScalePoint, target: Any, asked: dict[str, Any], known: Any) -> ScalePoint:
+def _with_prediction(point: ScalePoint, target: Any, options: dict[str, Any], known: Any) -> ScalePoint:
     from ..estimator.survey import survey
 
     try:
-        request = _estimates(target, point.devices, point.global_batch, asked)
+        request = _estimates(target, point.devices, point.global_batch, options)
     except (SpaceError, UsageError) as error:
         return replace(point, why=point.why or str(error))
     found = survey(known.on(request.estimator.training, request.hardware), request.space, top=1).best

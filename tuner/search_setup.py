@@ -435,15 +435,15 @@ def make_runner(
         plan=plan,
         seed=request.seed,
     )
-    made = runner_on(
+    runner = runner_on(
         request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, shared=shared
     )
     try:
         if task.own is not None:
             # Computed once here, while the workers start, rather than in every trial.
             flops_of(task.own)
-        made.wait_ready()
+        runner.wait_ready()
     except BaseException:
-        made.close()
+        runner.close()
         raise
-    return made
+    return runner

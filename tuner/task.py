@@ -45,7 +45,7 @@ class Task:
     """Callable to tune, in place of a training."""
     command: Commands | None = None
     """Command to tune, in place of redline's own training."""
-    says: Trained | None = None
+    trained: Trained | None = None
     """Description of the command's training."""
     free_batch: bool = False
     """True if the samples per step vary with `grad_accum`, because no global batch was given."""
@@ -64,12 +64,12 @@ class Task:
     @property
     def without(self) -> dict[str, Any]:
         """Values of knobs that a configuration may lack, if the command states them."""
-        if self.says is None:
+        if self.trained is None:
             return {}
         out: dict[str, Any] = {}
         if self.free_batch:
-            out = {"global_batch": total} if (total := self.says.global_batch) else {"grad_accum": 1}
-        return out | ({"precision": self.says.precision} if self.says.precision else {})
+            out = {"global_batch": total} if (total := self.trained.global_batch) else {"grad_accum": 1}
+        return out | ({"precision": self.trained.precision} if self.trained.precision else {})
 
     @property
     def callable(self) -> Callable[[Config], Any]:
@@ -146,10 +146,10 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     foreign = request.source.read(count, total) if request.source is not None else None
     if foreign is not None:
         target = completed(target, foreign)
-    says = Trained.by(target)
+    trained = Trained.by(target)
     if request.data is not None:
         raise UsageError("data is for a workload; a command has its own data")
-    workload, model_notes = _trained(target, says, request)
+    workload, model_notes = _trained(target, trained, request)
     if workload is None:
         _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
         if known["simulated"]:
@@ -159,8 +159,10 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     space, allowed = request.space_or(partial(_declared, target, request, count), foreign)
     if total is not None and (foreign is None or "grad_accum" not in space.by_name):
         _share(space, total, count)
-    elif total is None and says.global_batch and "micro_batch" in space.by_name and "grad_accum" not in space.by_name:
-        space.require(says.global_batch % _of_a_pass(space, count) == 0, f"global batch {says.global_batch}")
+    elif (
+        total is None and trained.global_batch and "micro_batch" in space.by_name and "grad_accum" not in space.by_name
+    ):
+        space.require(trained.global_batch % _of_a_pass(space, count) == 0, f"global batch {trained.global_batch}")
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
     command = Commands(target, space, devices=count, global_batch=total, stated=stated)
@@ -174,7 +176,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         name=target.name,
         command=command,
         workload=workload,
-        says=says,
+        trained=trained,
         space=space,
         free_batch=request.global_batch is None,
         lossy=lossy_of_space(space),
@@ -182,19 +184,19 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     )
 
 
-def _trained(command: Command, says: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
+def _trained(command: Command, trained: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
     """Returns the workload that a command trains, None if unknown, and notes about it."""
-    name = command.named(command.model) if command.model is not None else says.model
-    if name is None and says.architecture is None:
+    name = command.named(command.model) if command.model is not None else trained.model
+    if name is None and trained.architecture is None:
         return None, ()
-    length, total = request.seq_len or says.seq_len, request.global_batch
+    length, total = request.seq_len or trained.seq_len, request.global_batch
     try:
         if name is not None:
             found = resolve_workload(name, seq_len=length, global_batch=total, lora=request.lora)
         else:
-            assert says.architecture is not None
+            assert trained.architecture is not None
             found = hugging_face_workload(
-                says.architecture, name=command.name, spec="", seq_len=length, global_batch=total
+                trained.architecture, name=command.name, spec="", seq_len=length, global_batch=total
             )
     except WorkloadError as error:
         if command.model is not None:
@@ -245,7 +247,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
 
 
 def _share(space: Space, total: int, devices: int) -> None:
-    """Fixes the samples per step, whatever the micro-batch.
+    """Fixes the samples per step, regardless of the micro-batch.
 
     Raises:
         UsageError: the space has no micro-batch, or has grad_accum itself.

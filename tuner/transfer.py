@@ -86,7 +86,7 @@ def task_similarity(there: Mapping[str, Any], here: Mapping[str, Any]) -> TaskSi
 
 
 def same_devices(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """True if two runs were on the same kind of devices, both measured or both simulated as one cluster, whatever the
+    """True if two runs were on the same kind of devices, both measured or both simulated as one cluster, regardless of the
     number of devices.
     """
     return not _device(there, here) and not _simulation(there, here)
@@ -197,12 +197,12 @@ def calibrations(
     return found
 
 
-def _calibrated(taken: "Transferred", hardware: "str | Path | Hardware | None") -> "Estimator | None":
-    asked = taken.run.asked
+def _calibrated(transferred: "Transferred", hardware: "str | Path | Hardware | None") -> "Estimator | None":
+    asked = transferred.run.asked
     what = asked.get("workload") or {}
     spec = what.get("spec")
     # A user's file is not run to learn from it, and a command's steps are those of another trainer.
-    if not taken.same_devices or not spec or ".py" in spec or "command" in what:
+    if not transferred.same_devices or not spec or ".py" in spec or "command" in what:
         return None
     try:
         # A spec that is not an absolute path is a name, even if there is a file of that name now.
@@ -219,7 +219,7 @@ def _calibrated(taken: "Transferred", hardware: "str | Path | Hardware | None") 
             hardware=hardware,
             memory_limit_mib=asked.get("memory_limit_mib"),
             free_batch=accumulated is not None and not accumulated.derived,
-        ).calibrate(taken.run.trials)
+        ).calibrate(transferred.run.trials)
     except UsageError:  # a model that no longer exists, or a space of an earlier version
         return None
 

@@ -50,7 +50,7 @@ class WarmStart(Correction):
 
     Args:
         space: space of this search.
-        taken: the parts of earlier runs that count, at least one.
+        runs: earlier runs, at least one.
         base: the estimate beneath, `prior(config)`, or None.
         warn: receives warnings about the estimate, once each.
         calibrated: estimator of each earlier run's workload, calibrated by its trials, or None. The estimate beneath
@@ -60,23 +60,23 @@ class WarmStart(Correction):
     def __init__(
         self,
         space: Space,
-        taken: Sequence[Transferred],
+        runs: Sequence[Transferred],
         base: Callable[[Config], Any] | None = None,
         warn: Callable[[str], None] | None = None,
         calibrated: "Sequence[Estimator | None]" = (),
     ) -> None:
         self._space = space
         self.beneath = base
-        self.weight = max(each.weight for each in taken)
+        self.weight = max(each.weight for each in runs)
         known = [each for each in calibrated if each is not None]
         estimator: Any = base
         self._base = None if base is None else Prior(estimator.carrying(known) if known else base, warn=warn)
         self._features = Features(Encoding(space))
-        self._weights = np.array([each.weight for each in taken])
-        points = np.concatenate([self._features.numeric(each.configs) for each in taken])
-        owner = np.repeat(np.arange(len(taken)), [len(each.trials) for each in taken])
-        own = calibrated or [None] * len(taken)
-        speed, memory = zip(*(self._residuals(*each) for each in zip(taken, own, strict=True)))
+        self._weights = np.array([each.weight for each in runs])
+        points = np.concatenate([self._features.numeric(each.configs) for each in runs])
+        owner = np.repeat(np.arange(len(runs)), [len(each.trials) for each in runs])
+        own = calibrated or [None] * len(runs)
+        speed, memory = zip(*(self._residuals(*each) for each in zip(runs, own, strict=True)))
         self._speed = Transfer(points, np.concatenate(speed), owner, self._weights)
         self._memory = Transfer(points, np.concatenate(memory), owner, self._weights)
 
@@ -123,11 +123,11 @@ class WarmStart(Correction):
         corrected.log_throughput_effects = np.column_stack([own, effects])
         return corrected
 
-    def _residuals(self, taken: Transferred, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
+    def _residuals(self, run: Transferred, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
         """Logs of measured over expected values: throughputs without the run's own mean, since the level is not
         transferred, and peak memories; NaN if unknown; shape (n,) each.
         """
-        trials = taken.trials
+        trials = run.trials
         speed = np.log([trial.throughput for trial in trials])
         memory = np.log([trial.measured.peak_memory_mib or math.nan for trial in trials])
         if self._base is None:
@@ -139,7 +139,7 @@ class WarmStart(Correction):
             found = own.table([trial.config for trial in trials])
             expected_speed, expected_memory = np.log(found.throughput), np.log(found.peak_memory_mib)
         elif not np.isfinite(expected_speed).all():
-            expected_speed, expected_memory = self._predicted(self._base, taken.configs)
+            expected_speed, expected_memory = self._predicted(self._base, run.configs)
         speed = speed - expected_speed
         return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - expected_memory
 

@@ -244,7 +244,7 @@ def fsdp(setting: Setting) -> Iterator[Row]:
             allowed = numerics.reference(workload).allowed
             found = numerics.compare(*results, allowed, workload.global_batch * workload.seq_len)
             by = {kind: found.gravest(kind).share for kind in ("gradients", "weights")}
-            yield {"what": f"zero {zero}", **by, "wrong": found.wrong and found.wrong.said, "holds": found.holds}
+            yield {"what": f"zero {zero}", **by, "wrong": found.wrong and found.wrong.description, "holds": found.holds}
     finally:
         dist.destroy_process_group()
 

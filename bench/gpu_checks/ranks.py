@@ -57,7 +57,7 @@ def _pair(setting: Setting, cells: list[tuple[str, str]]) -> Iterator[Row]:
             if failure is not None:
                 yield {**row, "error": failure[-300:]}
                 return
-            wrong = next((each.wrong.said for each in answers if not each.holds), None)
+            wrong = next((each.wrong.description for each in answers if not each.holds), None)
             share = max(each.gravest(kind).share for each in answers for kind in ("gradients", "weights"))
             yield {**row, "share": share, "wrong": wrong, "holds": wrong is None}
     finally:

@@ -85,11 +85,11 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     drops = draws(sch)
     done: set[str] = set()
     for place in places:
-        around = _region(sch, places, place)
-        if around and around not in done:
-            done.add(around)
-            inside = {path: style for path, style in places.items() if path.startswith(around + ".")}
-            _cut_region(sch[around], inside, Regions(sequence_parallel), drops)
+        region = _region(sch, places, place)
+        if region and region not in done:
+            done.add(region)
+            inside = {path: style for path, style in places.items() if path.startswith(region + ".")}
+            _cut_region(sch[region], inside, Regions(sequence_parallel), drops)
     for place, style in sorted(places.items(), key=lambda item: not _is_parameter(sch, item[0])):
         if not any(place == each or place.startswith(each + ".") for each in done):
             if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
@@ -175,12 +175,12 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
             row_parallel(module)
         else:
             module.sync("bwd_post", "all_reduce", on="parameters")
-    behind = []
+    dropouts = []
     if drops:
         region.fork_rng()
         # Dropout after the projection, within the region's own module.
-        behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
-    regions.around(region, last, dropout=behind)
+        dropouts = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
+    regions.around(region, last, dropout=dropouts)
 
 
 def _is_behind(path: str) -> bool:

@@ -154,13 +154,13 @@ def _transposed(architecture: AdaptedArchitecture) -> set[str]:
 
 
 def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Mapping[str, LazyTensor]) -> str:
-    mine = {name: tuple(each.shape) for name, each in own.items() if is_adapter(name)}
-    missing = [name for name in mine if name not in given]
-    left = [name for name in given if name not in mine]
+    expected = {name: tuple(each.shape) for name, each in own.items() if is_adapter(name)}
+    missing = [name for name in expected if name not in given]
+    left = [name for name in given if name not in expected]
     wrong = [
-        unlike(name, each.shape, mine[name])
+        unlike(name, each.shape, expected[name])
         for name, each in given.items()
-        if name in mine and tuple(each.shape) != mine[name]
+        if name in expected and tuple(each.shape) != expected[name]
     ]
     what = differences(missing, left, wrong)
     return f"'{folder}' contains other adapters than the model has. {what} Give --lora target=... of these layers"

@@ -27,7 +27,7 @@ PREFIXES = ("", "model/", "model.", "app.model.")
 
 
 def find_weights(path: Path | str, architecture: Architecture, adapters: Path | str | None = None) -> Weights:
-    """Returns the weights of a model in another tool's checkpoint, whatever its layout.
+    """Returns the weights of a model in another tool's checkpoint, regardless of its layout.
 
     Args:
         path: transformers' folder or a .safetensors file; peft's folder, whose base must be on this machine;

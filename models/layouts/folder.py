@@ -41,21 +41,21 @@ def whole_folder(out: Path | str) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _sweep(out.parent, prefix)
-        made = Path(tempfile.mkdtemp(prefix=prefix, suffix=WRITING, dir=out.parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=WRITING, dir=out.parent))
     except OSError as error:
         raise UsageError(f"cannot write to '{out.parent}': {error.strerror or error}; give another folder") from error
     lock = None
     try:
         with suppress(StudyError):  # without locks in the file system, nothing is removed
-            lock = FolderLock(made, OWNER)
-        yield made
-        made.chmod(0o777 & ~_mask())
-        for each in sorted(made.rglob("*")):
+            lock = FolderLock(folder, OWNER)
+        yield folder
+        folder.chmod(0o777 & ~_mask())
+        for each in sorted(folder.rglob("*")):
             if each.is_file():
                 with each.open("rb") as file:
                     os.fsync(file.fileno())
-        (made / OWNER).unlink(missing_ok=True)
-        os.replace(made, out)
+        (folder / OWNER).unlink(missing_ok=True)
+        os.replace(folder, out)
         sync_folder(out.parent)
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         if isinstance(error, RedlineError) or not (reason := _refusal(error)):
@@ -64,8 +64,8 @@ def whole_folder(out: Path | str) -> Iterator[Path]:
     finally:
         if lock is not None:
             lock.release()
-        if made.exists():
-            shutil.rmtree(made, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(parent: Path, prefix: str) -> None:

@@ -140,12 +140,12 @@ class _Joined(LazyTensor):
         import torch
 
         out, at = torch.empty(box_shape(box), dtype=self.dtype), 0
-        wanted = box[self.dim]
+        rows_wanted = box[self.dim]
         for part in self.parts:
-            first, last = max(wanted.start, at), min(wanted.stop, at + part.shape[self.dim])
+            first, last = max(rows_wanted.start, at), min(rows_wanted.stop, at + part.shape[self.dim])
             if first < last:
                 inner = (*box[: self.dim], slice(first - at, last - at), *box[self.dim + 1 :])
-                out.narrow(self.dim, first - wanted.start, last - first).copy_(part._read(inner))
+                out.narrow(self.dim, first - rows_wanted.start, last - first).copy_(part._read(inner))
             at += part.shape[self.dim]
         return out
 
@@ -161,27 +161,27 @@ class _Rows(LazyTensor):
         import torch
 
         out = torch.empty(box_shape(box), dtype=self.dtype)
-        wanted = self.order[box[self.dim]]
-        for begin, end in _neighbourhoods(wanted):
-            first, last = min(wanted[begin:end]), max(wanted[begin:end]) + 1
+        rows_wanted = self.order[box[self.dim]]
+        for begin, end in _neighbourhoods(rows_wanted):
+            first, last = min(rows_wanted[begin:end]), max(rows_wanted[begin:end]) + 1
             found = self.of._read((*box[: self.dim], slice(first, last), *box[self.dim + 1 :]))
-            rows = torch.tensor([each - first for each in wanted[begin:end]])
+            rows = torch.tensor([each - first for each in rows_wanted[begin:end]])
             out.narrow(self.dim, begin, end - begin).copy_(found.index_select(self.dim, rows))
         return out
 
 
-def _neighbourhoods(wanted: Sequence[int]) -> list[tuple[int, int]]:
+def _neighbourhoods(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of indices for which at least half of the entries from the lowest to the highest are needed."""
     out: list[tuple[int, int]] = []
     begin, low, high = 0, 0, 0
-    for at, each in enumerate(wanted):
+    for at, each in enumerate(indices):
         if at > begin and max(high, each) - min(low, each) + 1 <= 2 * (at - begin + 1) + 2:
             low, high = min(low, each), max(high, each)
             continue
         if at > begin:
             out.append((begin, at))
         begin, low, high = at, each, each
-    return [*out, (begin, len(wanted))] if len(wanted) else []
+    return [*out, (begin, len(indices))] if len(indices) else []
 
 
 class _Mapped(LazyTensor):

@@ -58,10 +58,10 @@ class MegatronLayout(Layout):
     @property
     def heads(self) -> tuple[int, int, int]:
         """n, g and d."""
-        made = self.settings
+        settings = self.settings
         if self.architecture.model_type == "gpt2":
-            return made.n_head, made.n_head, made.n_embd // made.n_head
-        return made.num_attention_heads, made.num_key_value_heads, made.head_dim
+            return settings.n_head, settings.n_head, settings.n_embd // settings.n_head
+        return settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim
 
     def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
         own = _GPT2 if self.architecture.model_type == "gpt2" else _LLAMA
@@ -72,9 +72,9 @@ class MegatronLayout(Layout):
             for suffix, names in own["layers"].items():
                 keys = [[f"{own['prefix']}{layer}.{each}.{kind}" for each in names] for layer in range(self.layers)]
                 if keys[0][0] in ours:
-                    made = [self._theirs(suffix, [ours[each] for each in key], own) for key in keys]
+                    tensors = [self._theirs(suffix, [ours[each] for each in key], own) for key in keys]
                     # A norm's name becomes part of its projection's: layer_norm_weight.
-                    out[f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"] = stack(made)
+                    out[f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"] = stack(tensors)
         return out
 
     def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
@@ -226,8 +226,8 @@ def stacked(stored: LazyTensors, layers: int, folder: Path) -> dict[str, LazyTen
 
 def _norm(name: str) -> str:
     """Converts a layer's name of a norm to that within its projection; other versions separate them."""
-    apart = next((each for each in _ONCE_NORMS if name.startswith(each)), None)
-    return name if apart is None else _ONCE_NORMS[apart] + name.removeprefix(apart)
+    once = next((each for each in _ONCE_NORMS if name.startswith(each)), None)
+    return name if once is None else _ONCE_NORMS[once] + name.removeprefix(once)
 
 
 def _check_backend(folder: Path) -> None:

@@ -40,8 +40,8 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
     if not index.is_file():
         if (path / SINGLE).is_file():
             return _file_tensors(path / SINGLE)
-        beside = sorted(each.name for pattern in _PICKLES for each in path.glob(pattern))
-        raise WorkloadError(_not_safetensors(path, beside))
+        pickles = sorted(each.name for pattern in _PICKLES for each in path.glob(pattern))
+        raise WorkloadError(_not_safetensors(path, pickles))
     named = read_index(index)
     for file in sorted(set(named.values())):
         if not (path / file).is_file():

@@ -100,15 +100,15 @@ def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) 
 def write_configuration(folder: Path, architecture: Architecture, model: Any, dtype: "torch.dtype | None") -> None:
     """Writes config.json and, for a model that generates, generation_config.json."""
     with quiet():
-        made = plain(architecture).configuration()
+        config = plain(architecture).configuration()
         # Switched off only for training.
-        made.use_cache = architecture.arguments.get("use_cache", getattr(type(made)(), "use_cache", True))
-        made.architectures = [type(model).__name__]
+        config.use_cache = architecture.arguments.get("use_cache", getattr(type(config)(), "use_cache", True))
+        config.architectures = [type(model).__name__]
         if dtype is not None:
-            made.dtype = str(dtype).removeprefix("torch.")
-        made.save_pretrained(folder)
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
-            settings = type(model.generation_config).from_model_config(made)
+            settings = type(model.generation_config).from_model_config(config)
             settings.use_cache = True
             settings.save_pretrained(folder)
 

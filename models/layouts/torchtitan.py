@@ -77,9 +77,9 @@ class TorchtitanLayout(Layout):
 
     def _turned(self, name: str) -> list[int]:
         """Rows here in the order of rows there; empty if they are the same."""
-        made = self.settings
-        counts = {"q_proj": made.num_attention_heads, "k_proj": made.num_key_value_heads}
-        half = made.head_dim // 2
+        settings = self.settings
+        counts = {"q_proj": settings.num_attention_heads, "k_proj": settings.num_key_value_heads}
+        half = settings.head_dim // 2
         heads = counts.get(name.split(".")[1], 0)
         return [head * 2 * half + j * half + i for head in range(heads) for i in range(half) for j in range(2)]
 

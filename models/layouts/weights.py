@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Weights(ABC):
-    """Weights of a model by the names of its constructor, whatever their storage format.
+    """Weights of a model by the names of its constructor, regardless of their storage format.
 
     Tied weights are available under each of their names. Tensors of the model that are missing here (computed buffers,
     adapters of a base checkpoint) keep their initial values.

@@ -75,10 +75,10 @@ def _check_name(sch: ScheduledModule, primitive: str, name: str | None) -> None:
         raise ScheduleError(f"{primitive} on '{sch.name}': name must be an identifier, but got {name!r}")
 
 
-def _free(taken: Any, name: str | None) -> str:
+def _free(used: Any, name: str | None) -> str:
     """An unused name for a child."""
-    numbered = (f"{name or 'replaced'}_{i}" for i in range(len(taken) + 1))
-    return next(each for each in ([name] if name else []) + list(numbered) if each not in taken)
+    numbered = (f"{name or 'replaced'}_{i}" for i in range(len(used) + 1))
+    return next(each for each in ([name] if name else []) + list(numbered) if each not in used)
 
 
 def _arity(sch: ScheduledModule, new: Any, each: Subgraph) -> None:

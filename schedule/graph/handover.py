@@ -218,8 +218,8 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
             module.__dict__["_shards"] = {key: cut for key, cut in shards_of(module).items() if key != name}
         tree.annotations.pop((held, name), None)
     for old in gone:
-        asked = any(module is old for module, _ in read)
-        if old not in alive and not asked and not any(_own(module) for module in old.modules()):
+        is_read = any(module is old for module, _ in read)
+        if old not in alive and not is_read and not any(_own(module) for module in old.modules()):
             for parent, name, _ in places(tree.module, old):
                 del children_of(parent)[name]
     left = set(tree.module.parameters())

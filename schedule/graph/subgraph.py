@@ -119,15 +119,15 @@ def _single(
 def _by_pattern(
     path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph, miss: Miss
 ) -> Iterable[Subgraph]:
-    taken: set[fx.Node] = set()
+    used: set[fx.Node] = set()
     order = {node: i for i, node in enumerate(layer.graph.nodes)}
     parameters = [node for node in graph.nodes if node.op == "placeholder"]
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for binding, outputs in match(layer.graph, module, graph, miss):
         nodes = sorted((binding[node] for node in inner if node in binding), key=order.__getitem__)
         inputs = tuple(binding[node] for node in parameters if node in binding)
-        if taken.isdisjoint(nodes) and not any(value is node for value in inputs for node in nodes):
-            taken.update(nodes)
+        if used.isdisjoint(nodes) and not any(value is node for value in inputs for node in nodes):
+            used.update(nodes)
             yield Subgraph(path, module, layer, tuple(nodes), inputs, tuple(outputs), pattern)
 
 
@@ -156,10 +156,10 @@ def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
     handles = list(given) if isinstance(given, (list, tuple)) else [given]
     if not handles or not all(isinstance(each, Subgraph) for each in handles):
         raise ScheduleError(f"{primitive} on '{sch.name}': subgraph must be what find returned, but got {given!r}")
-    taken: dict[fx.Node, Subgraph] = {}
+    owners: dict[fx.Node, Subgraph] = {}
     for each in handles:
         for node in each.nodes:
-            if (other := taken.setdefault(node, each)) is not each:
+            if (other := owners.setdefault(node, each)) is not each:
                 raise ScheduleError(
                     f"{primitive} on '{sch.name}': subgraphs must not overlap, but '{node.name}' is in {other.names} and "
                     f"in {each.names}"

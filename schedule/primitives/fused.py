@@ -143,11 +143,11 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
         before = _before(what.args[0], module)
         if before is None:
             continue
-        behind = _behind(node, module)
-        if isinstance(behind, str):
-            reasons.append(f"the weights of attention in '{path or 'the root'}' {behind}")
+        following = _behind(node, module)
+        if isinstance(following, str):
+            reasons.append(f"the weights of attention in '{path or 'the root'}' {following}")
             continue
-        after, rate, training, value = behind
+        after, rate, training, value = following
         names = [name for name, _, _ in before[1:] if name not in CASTS]
         scalings = [name for name in names if name in ("mul", "div")]
         if names[: len(scalings)] != scalings or len(scalings) > 1:

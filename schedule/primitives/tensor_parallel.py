@@ -230,11 +230,11 @@ def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]
 
 def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str) -> list[Follow]:
     """Counts of the attention module around a projection that change; refuses to cut within a head."""
-    around = path.rpartition(".")[0]
-    parent = sch.tree.module.get_submodule(around)
+    parent_path = path.rpartition(".")[0]
+    parent = sch.tree.module.get_submodule(parent_path)
     if getattr(parent, "base_layer", None) is not None:  # an adapted projection (peft) is in between
-        around = around.rpartition(".")[0]
-        parent = sch.tree.module.get_submodule(around)
+        parent_path = parent_path.rpartition(".")[0]
+        parent = sch.tree.module.get_submodule(parent_path)
     width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
     if path == "" or not isinstance(width, int):
         return []
@@ -248,7 +248,7 @@ def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], 
         # A tensor may have a number for each head, like T5's bias of relative positions.
         heads = size if size in counts else size // width if size % width == 0 else 0
         if heads % ranks.size:
-            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {heads} heads of '{around}'")
+            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {heads} heads of '{parent_path}'")
     if side != "output":
         return []
     return [

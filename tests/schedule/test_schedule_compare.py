@@ -54,14 +54,14 @@ def test_the_same_departs_nowhere_and_every_kind_is_looked_at():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_departs_is_said(change, said):
-    assert compare(PLAIN, replace(PLAIN, **change), TENSORS).wrong.said == said
+    assert compare(PLAIN, replace(PLAIN, **change), TENSORS).wrong.description == said
 
 
 def test_the_first_kind_that_departs_is_named_by_its_gravest_and_of_those_that_are_as_grave_by_the_first():
     def named(**departs):
         expected = Numbers(loss=1.0, gradients={name: torch.tensor([1.0]) for name in departs})
         found = {name: torch.tensor([1.0 + by]) for name, by in departs.items()}
-        return compare(expected, replace(expected, gradients=found), TENSORS).wrong.said
+        return compare(expected, replace(expected, gradients=found), TENSORS).wrong.description
 
     assert named(a=0.1, b=0.5).startswith("the gradient of b")
     assert named(a=0.49, b=0.5).startswith("the gradient of a")
@@ -76,7 +76,7 @@ def test_a_tensor_that_is_nothing_but_rounding_is_held_to_the_largest_of_its_kin
     zeros = replace(PLAIN, gradients={**PLAIN.gradients, "c": torch.zeros(1)})
     assert compare(PLAIN, zeros, TENSORS).holds
     grown = replace(PLAIN, gradients={**PLAIN.gradients, "b": torch.tensor([1e-5])})
-    assert compare(PLAIN, grown, TENSORS).wrong.said.startswith("the gradient of b")
+    assert compare(PLAIN, grown, TENSORS).wrong.description.startswith("the gradient of b")
 
 
 def test_what_a_rank_does_not_hold_is_not_compared():
@@ -104,7 +104,7 @@ def test_norms_may_depart_by_format_and_depth_of_both_sides():
     expected = norms(1.0, 1.0, 2.0)
     assert compare(expected, norms(1.0, 1.09, 2.0), tolerance).holds  # a norm of vectors
     wrong = compare(expected, norms(1.09, 1.0, 2.0), tolerance).wrong
-    assert wrong.said == "a on the probe is 1.09, the reference's 1 (tolerance 0.031)"
+    assert wrong.description == "a on the probe is 1.09, the reference's 1 (tolerance 0.031)"
 
 
 def test_a_loss_may_depart_by_a_part_of_the_size_of_the_logits_it_is_made_of():

@@ -180,7 +180,7 @@ def test_replace_all_replaces_all_or_none(make_transformer):
     assert not set(made) & set(model.modules())
     with pytest.raises(ScheduleError, match="unknown module type 'Conv2d'"):
         sch.replace_all(nn.Conv2d, lambda old: old)
-    with pytest.raises(ScheduleError, match="module of its own"):
+    with pytest.raises(ScheduleError, match="needs a new module"):
         sch.replace_all(nn.LayerNorm, nn.LayerNorm(32))
 
 

@@ -62,7 +62,7 @@ def hold(found: Comparison):
     """Asserts that a configuration trains as one process does."""
     assert found.of("weights")
     for each in (found.gravest("loss"), found.gravest("gradients"), found.gravest("weights")):
-        within(each.by, each.allowed, each.said)
+        within(each.by, each.allowed, each.description)
 
 
 def same(found, expected, allowed, what="the output"):
@@ -102,7 +102,7 @@ def record_verify():
         comparison = compare(expected, found, tolerance)
         if comparison.holds:
             worst = max(comparison.departures, key=lambda each: each.share)
-            checks.append(Check(f"verify: {worst.said}", worst.by, worst.allowed))
+            checks.append(Check(f"verify: {worst.description}", worst.by, worst.allowed))
         return comparison
 
     module.compare = recorded

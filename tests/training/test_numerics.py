@@ -156,7 +156,7 @@ def balanced_apart(seed):
 def test_a_balance_within_each_replica_is_seen(two, seed):
     for found in two.run(balanced_apart, seed):
         worst = found.gravest("gradients")
-        numeric.caught(worst.by, worst.allowed, worst.said)
+        numeric.caught(worst.by, worst.allowed, worst.description)
 
 
 def test_a_pipeline_refuses_to_balance_experts_of_other_stages():

@@ -258,7 +258,7 @@ def test_a_project_s_own_folder_is_no_place_for_checkpoints(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 4}, global_batch=GLOBAL_BATCH)
     with pytest.raises(
-        StudyError, match=r"holds \.git, frozen, train\.py and no checkpoint.*give one that is new or empty"
+        StudyError, match=r"contains \.git, frozen, train\.py and no checkpoint.*give one that is new or empty"
     ):
         prepared.info.save(".")
     assert all((tmp_path / name).read_text() == "mine" for name in (".git/HEAD", "frozen/lake.txt", "train.py"))

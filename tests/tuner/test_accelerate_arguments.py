@@ -92,7 +92,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 REFUSED = {
-    "an iterable": ({"dataset": Stream()}, "Stream cannot be read by number.*__len__ and __getitem__"),
+    "an iterable": ({"dataset": Stream()}, "Stream cannot be indexed.*__len__ and __getitem__"),
     "a loader": ({"dataset": torch.utils.data.DataLoader(make_data())}, "a DataLoader decides on batches.*collate_fn"),
     "an empty one": ({"dataset": [{}][:0]}, "list to train on is empty"),
     "text": ({"dataset": [{"input_ids": "abc"}] * 8}, "part 'input_ids' of a sample is a str.*collate="),

@@ -155,8 +155,8 @@ def test_what_is_no_number_of_devices_is_refused(given):
     ("options", "words"),
     [
         ({"global_batch": "8*m"}, "is not an expression of n"),
-        ({"global_batch": "n/2"}, "comes to 0.5 for n = 1"),
-        ({"global_batch": "n-1"}, "comes to 0 for n = 1"),
+        ({"global_batch": "n/2"}, "is 0.5 for n = 1"),
+        ({"global_batch": "n-1"}, "is 0 for n = 1"),
         ({"global_batch": "8*n", "weak": True}, "leave it out, or give a number"),
         ({"fix": {"nothing": 3}}, "unknown knob 'nothing'"),
     ],

@@ -216,10 +216,10 @@ def _files_of(document: Mapping[str, Any]) -> bool:
     )
 
 
-def _pieces_of(said: Mapping[str, Any]) -> bool:
+def _pieces_of(entry: Mapping[str, Any]) -> bool:
     """True if a manifest's entry of a file has checksums of all its pieces, or of none."""
-    pieces = said.get("pieces")
-    return pieces is None or (isinstance(pieces, list) and len(pieces) == -(-said["bytes"] // PIECE_BYTES))
+    pieces = entry.get("pieces")
+    return pieces is None or (isinstance(pieces, list) and len(pieces) == -(-entry["bytes"] // PIECE_BYTES))
 
 
 class CheckpointFolder:
@@ -296,21 +296,21 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be written.
         """
-        beside, made = self.beside(step), self.whole(step)
+        beside, checkpoint = self.beside(step), self.whole(step)
         # Compared in its JSON form, because other values would change when they are read again.
         kept = next((each for each in self.frozen.all() if each.sound), None)
         named = {} if kept is None else {KEPT: kept.seals[0]}
         document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, **named, "files": dict(files)}))
         write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
         sync_folder(beside)
-        if made.path.exists():  # of a training that went back to an earlier step
-            self._remove(made)
-        os.rename(beside, made.path)
+        if checkpoint.path.exists():  # of a training that went back to an earlier step
+            self._remove(checkpoint)
+        os.rename(beside, checkpoint.path)
         sync_folder(self.path)
         older = [each for each in self.all() if each.step < step and each.sound]
         for each in older[self.keep - 1 :]:
             self._remove(each)
-        return made
+        return checkpoint
 
     def discard(self, step: int) -> None:
         """Removes the temporary folder of a failed save."""

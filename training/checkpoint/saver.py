@@ -290,8 +290,8 @@ class Saver:
         beside = self.folder.beside(step)
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
-        mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
-        all_ranks = self.gathered(mine)
+        own_files = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
+        all_ranks = self.gathered(own_files)
         failure = next((each for each in all_ranks if isinstance(each, str)), "")
         if not failure and self._rank == 0:
             files = {name: about for each in all_ranks for name, about in each.items()}
@@ -299,8 +299,8 @@ class Saver:
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
             elif facts is not None:
-                made = _tried(lambda: self.folder.finish(step, files, facts))
-                failure = made if isinstance(made, str) else ""
+                result = _tried(lambda: self.folder.finish(step, files, facts))
+                failure = result if isinstance(result, str) else ""
         size = sum(about["bytes"] for each in all_ranks if isinstance(each, dict) for about in each.values())
         return str(self.gathered(failure)[0]), size
 

@@ -89,11 +89,13 @@ class State:
         Raises:
             WorkloadError: the tensors differ; the message names them.
         """
-        mine = self._training.outline.shapes
+        expected = self._training.outline.shapes
         prefix = f"{MODEL}/"
         its = {name.removeprefix(prefix): tuple(each.shape) for name, each in stored.items() if name.startswith(prefix)}
-        missing, left = [name for name in mine if name not in its], [name for name in its if name not in mine]
-        wrong = [unlike(name, its[name], mine[name]) for name in mine if name in its and its[name] != mine[name]]
+        missing, left = [name for name in expected if name not in its], [name for name in its if name not in expected]
+        wrong = [
+            unlike(name, its[name], expected[name]) for name in expected if name in its and its[name] != expected[name]
+        ]
         if missing or left or wrong:
             raise WorkloadError(
                 f"the checkpoint is of another model than {self._training.workload.name}: {differences(missing, left, wrong)}"

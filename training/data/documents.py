@@ -53,11 +53,11 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
         _answers(tokenizer, piece, text) if train_on == "assistant" else None for piece, text in zip(pieces, whole)
     ]
     options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=train_on == "assistant", **options)
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=train_on == "assistant", **options)
     out: list[Chat] = []
     for number, found in enumerate(spans):
-        ids = np.asarray(made["input_ids"][number], dtype=np.uint32)
-        out.append((ids, None if found is None else _within(made["offset_mapping"][number], found)))
+        ids = np.asarray(encoded["input_ids"][number], dtype=np.uint32)
+        out.append((ids, None if found is None else _within(encoded["offset_mapping"][number], found)))
     return out
 
 
@@ -65,13 +65,13 @@ def _marked_by_template(tokenizer: Any, pieces: "Sequence[Piece]") -> list[Chat]
     conversations = [_messages(piece) for piece in pieces]
     for piece, conversation in zip(pieces, conversations):
         _rendered(tokenizer, conversation, piece.where)  # the batch below would not report which one is refused
-    made = tokenizer.apply_chat_template(
+    rendered = tokenizer.apply_chat_template(
         conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
         tokenizer_kwargs={"verbose": False},
     )  # fmt: skip
     return [
         (np.asarray(ids, dtype=np.uint32), np.asarray(mask, dtype=bool))
-        for ids, mask in zip(made["input_ids"], made["assistant_masks"])
+        for ids, mask in zip(rendered["input_ids"], rendered["assistant_masks"])
     ]
 
 

@@ -249,8 +249,10 @@ def stacked(samples: Sequence[Any]) -> Batch:
     for each in parts:
         if each.keys() != parts[0].keys():
             raise WorkloadError(f"samples have other parts: {_names(parts[0])}, and {_names(each)}")
-    made = {name: torch.stack(_tensors(name, [each[name] for each in parts])) for name in parts[0]}
-    return {str(name): each for name, each in made.items()} if isinstance(samples[0], Mapping) else tuple(made.values())
+    batch = {name: torch.stack(_tensors(name, [each[name] for each in parts])) for name in parts[0]}
+    return (
+        {str(name): each for name, each in batch.items()} if isinstance(samples[0], Mapping) else tuple(batch.values())
+    )
 
 
 def _parts(sample: Any) -> dict[str | int, Any]:
@@ -267,16 +269,16 @@ def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
     import torch
 
     try:
-        made = [torch.as_tensor(each) for each in values]
+        tensors = [torch.as_tensor(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
             f"part {name!r} of a sample is a {type(values[0]).__name__}, which cannot be converted to a tensor ({error}); "
             "leave it out of the data set, or give collate="
         ) from error
-    other = next((each.shape for each in made if each.shape != made[0].shape), None)
+    other = next((each.shape for each in tensors if each.shape != tensors[0].shape), None)
     if other is not None:
         raise WorkloadError(
-            f"part {name!r} of the samples has the shapes {tuple(made[0].shape)} and {tuple(other)}, which make no batch: pad "
+            f"part {name!r} of the samples has the shapes {tuple(tensors[0].shape)} and {tuple(other)}, which make no batch: pad "
             "the samples to one length, or give collate=, such as a transformers data collator"
         )
-    return made
+    return tensors

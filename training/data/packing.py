@@ -199,8 +199,8 @@ def check_packing(
     Raises:
         WorkloadError: it does not separate documents.
     """
-    asked = packing.packing if isinstance(packing, DataPlan) else packing
-    if asked != "documents":
+    kind = packing.packing if isinstance(packing, DataPlan) else packing
+    if kind != "documents":
         return
     instead = "give packing=packed, or packing=padded for a document a sample"
     if task != "causal":

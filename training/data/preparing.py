@@ -202,13 +202,13 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
         raise WorkloadError(f"{first.where} contains text; train_on=assistant needs conversations")
     encoder = encoder_of(plan.tokenizer)
     train_on = plan.train_on or ("assistant" if conversations else "all")
-    made = write_texts(
+    written = write_texts(
         folder, encoded(chain([first], pieces), encoder, train_on, bad), encoder, vocab_size=vocab_size,
         conversations=conversations, masked=train_on == "assistant",
     )  # fmt: skip
-    if bad.count and not made["documents"]:
+    if bad.count and not written["documents"]:
         raise _none_is_good(bad)
-    return {**made, "skipped": bad.count, "first_skipped": bad.first}
+    return {**written, "skipped": bad.count, "first_skipped": bad.first}
 
 
 def _none_is_good(bad: BadRows) -> WorkloadError:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.errors import UsageError, WorkloadError
 from ..budget import parse_memory
-from ..ranks import Joined, decided, place
-from .decision import Decided, Wanted, decide
-from .given import Asked, Given, given
+from ..ranks import Joined, decide_once, place
+from .arguments import ModelArguments, Resolved, resolve_arguments
+from .decision import Decision, StrategyRequest, decide
 
 if TYPE_CHECKING:
     import torch
@@ -100,65 +100,70 @@ def accelerate(
             f"devices={devices}, but {_ranks(here.size)}: start the script by `torchrun --nproc-per-node {devices}` (fewer on "
             "each of several hosts), or leave devices out"
         )
-    asked = Asked(
+    arguments = ModelArguments(
         model=model, dataset=dataset, loss=loss, optimizer=optimizer, global_batch=global_batch, seq_len=seq_len, lora=lora,
         collate=collate, shuffle=shuffle, seed=seed, cache=cache,
     )  # fmt: skip
-    what = given(asked)
-    wanted = Wanted(
+    resolved = resolve_arguments(arguments)
+    request = StrategyRequest(
         strategy=strategy, devices=here.size, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
     )  # fmt: skip
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here.size))
-    decision, joined = decided(here, lambda: decide(what.workload, wanted, here, local_ranks))
-    return _prepared(what, decision, joined, asked, clip, weights)
+    decision, joined = decide_once(here, lambda: decide(resolved.workload, request, here, local_ranks))
+    return _prepared(resolved, decision, joined, arguments, clip, weights)
 
 
 def _prepared(
-    what: Given, decision: Decided, joined: Joined, asked: Asked, clip: float | None, weights: str | Path | None
+    resolved: Resolved,
+    decision: Decision,
+    joined: Joined,
+    arguments: ModelArguments,
+    clip: float | None,
+    weights: str | Path | None,
 ) -> Accelerated:
     from ...training import Training
     from ...training.data import FromWorkload
     from ...training.prepared import Info, Loader, PreparedModel, PreparedOptimizer, Steps
 
-    if what.module is not None and joined.group is not None:
-        _alike(what.module, joined.group)
+    if resolved.module is not None and joined.group is not None:
+        _alike(resolved.module, joined.group)
     training = Training(
-        what.workload,
+        resolved.workload,
         decision.config,
         joined.device,
-        seed=asked.seed,
+        seed=arguments.seed,
         rank=joined.place.rank,
         world_size=joined.place.size,
         own_data=False,
     )
-    _begin(training, what, weights)
-    samples = what.samples
+    _begin(training, resolved, weights)
+    samples = resolved.samples
     if isinstance(
         samples, FromWorkload
     ):  # as in dry runs, even if the samples of a step were chosen with the configuration
-        samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
+        samples = FromWorkload(resolved.workload, seed=arguments.seed, samples_per_step=training.samples_per_step)
     steps = Steps(training, samples, clip)
     loader = Loader(steps, samples)
     info = Info(steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group)
     return Accelerated(PreparedModel(steps), PreparedOptimizer(steps), loader, info)
 
 
-def _begin(training: "Training", what: Given, weights: str | Path | None) -> None:
+def _begin(training: "Training", resolved: Resolved, weights: str | Path | None) -> None:
     """Loads weights that the model's constructor does not set."""
     from ...models.architecture import Architecture
     from ...models.layouts.find import find_weights
     from ...training.checkpoint.state import State
 
     if weights is not None:
-        architecture = what.workload.model
-        if not isinstance(architecture, Architecture) or what.module is not None:
+        architecture = resolved.workload.model
+        if not isinstance(architecture, Architecture) or resolved.module is not None:
             raise WorkloadError(
                 f"weights={str(weights)!r} goes with a Hugging Face model given by its name; load them into your module, whose "
                 "weights are kept"
             )
         State(training).load_weights(find_weights(str(weights), architecture))
-    elif what.module is not None and what.loads:
-        State(training).load_weights(_of_module(what.module))
+    elif resolved.module is not None and resolved.loads:
+        State(training).load_weights(_of_module(resolved.module))
 
 
 def _of_module(module: "torch.nn.Module") -> Any:

@@ -21,7 +21,7 @@ from .optimisations import Followed, follow, read_list
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class StrategyRequest:
     """Arguments that decide on a configuration, apart from the model."""
 
     strategy: Any = None
@@ -39,7 +39,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided:
+class Decision:
     """Decision of rank 0, which is sent to the other ranks."""
 
     config: Config
@@ -51,12 +51,12 @@ class Decided:
     """Parts of the strategy that are not followed."""
 
 
-def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) -> Decided:
+def decide(workload: Workload, request: StrategyRequest, here: Place, local_ranks: int) -> Decision:
     """Returns the configuration for all ranks.
 
     Args:
         workload: what is trained.
-        wanted: arguments that decide.
+        request: arguments that decide.
         here: the place of rank 0.
         local_ranks: number of ranks on this host.
 
@@ -64,18 +64,18 @@ def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) ->
         UsageError: the strategy is invalid, or cannot be followed here, or dry runs would need other hosts.
         NothingFound: no configuration fits.
     """
-    if wanted.trials and here.size > local_ranks:
+    if request.trials and here.size > local_ranks:
         raise UsageError(
-            f"trials={wanted.trials} needs the devices of other hosts, but this rank reaches only {local_ranks} of {here.size}: "
+            f"trials={request.trials} needs the devices of other hosts, but this rank reaches only {local_ranks} of {here.size}: "
             "search first with `redline tune`, then give strategy='best.yaml'"
         )
-    strategy = wanted.strategy
+    strategy = request.strategy
     if strategy is None:
-        return _planned(workload, wanted, here.size)
+        return _planned(workload, request, here.size)
     if isinstance(strategy, Mapping):
-        return _taken(workload, strategy, wanted)
+        return _from_mapping(workload, strategy, request)
     if isinstance(strategy, (list, tuple)):
-        return _followed(workload, follow(strategy, here.size), wanted, here.size)
+        return _followed(workload, follow(strategy, here.size), request, here.size)
     if not isinstance(strategy, (str, Path)):
         raise UsageError(
             "strategy must be a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations, but "
@@ -87,61 +87,61 @@ def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) ->
             f"there is no strategy '{strategy}': give a run's folder, a best.yaml, or a list of optimisations"
         )
     if path.is_file() and path.suffix not in (".yaml", ".yml"):
-        return _of_file(workload, path, wanted, here.size)
-    return _of_run(workload, path, wanted, here.size)
+        return _of_file(workload, path, request, here.size)
+    return _of_run(workload, path, request, here.size)
 
 
-def _of_run(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
+def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Decision:
     source = read_source(path, of_model=False)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
-    if source.devices in (None, size) and wanted.memory_limit_mib in (None, source.limit_mib):
-        config = Config({**source.config, **(wanted.fix or {})})
+    if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
+        config = Config({**source.config, **(request.fix or {})})
         changed = config != source.config
-        return Decided(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
-    found = _planned(with_samples_of(workload, source.config), wanted, size, like=source.config)
+        return Decision(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
+    found = _planned(with_samples_of(workload, source.config), request, size, like=source.config)
     return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 
 
-def _of_file(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
+def _of_file(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Decision:
     found = read_list(path)
     if isinstance(found, Mapping):
-        return _taken(workload, found.get("configuration", found), wanted)
-    return _followed(workload, follow(found, size), wanted, size)
+        return _from_mapping(workload, found.get("configuration", found), request)
+    return _followed(workload, follow(found, size), request, size)
 
 
-def _taken(workload: Workload, config: Mapping[str, Any], wanted: Wanted) -> Decided:
+def _from_mapping(workload: Workload, config: Mapping[str, Any], request: StrategyRequest) -> Decision:
     """Returns the given configuration. A workload with its own space knows its knobs itself."""
     for name in config:
         if name not in KNOBS and workload.space is None:
             raise UsageError(unknown("knob", name, KNOBS))
-    return Decided(config=Config({**config, **(wanted.fix or {})}), why="the configuration that was given")
+    return Decision(config=Config({**config, **(request.fix or {})}), why="the configuration that was given")
 
 
-def _followed(workload: Workload, found: Followed, wanted: Wanted, size: int) -> Decided:
+def _followed(workload: Workload, found: Followed, request: StrategyRequest, size: int) -> Decision:
     """Plans the knobs that a list of optimisations leaves open, such as the micro-batch."""
     space = make_space(workload, detect(), size)
-    fixed, notes = dict(wanted.fix or {}), list(found.notes)
-    asked = {name: value for name, value in found.knobs.items() if value != found.neutral.get(name)}
+    fixed, notes = dict(request.fix or {}), list(found.notes)
+    requested = {name: value for name, value in found.knobs.items() if value != found.neutral.get(name)}
     for name, value in found.knobs.items():
         if name in space.by_name:
             if name not in fixed:
-                fixed[name] = _had(space.by_name[name], value, workload, size)
-        elif name in asked:
+                fixed[name] = _checked_value(space.by_name[name], value, workload, size)
+        elif name in requested:
             notes.append(
                 f"{name}={json.dumps(value)} is not followed: {workload.name} has no such knob on {size} devices"
             )
-    made = _planned(workload, replace(wanted, fix=fixed), size)
-    degrees = " ".join(f"{each}={made.config[each]}" for each in ("tp", "pp", "dp") if each in made.config)
+    planned = _planned(workload, replace(request, fix=fixed), size)
+    degrees = " ".join(f"{each}={planned.config[each]}" for each in ("tp", "pp", "dp") if each in planned.config)
     notes += [
         f"{name}={json.dumps(value)} is not followed: it has no effect with {degrees}"
-        for name, value in asked.items()
-        if name in space.by_name and name not in made.config
+        for name, value in requested.items()
+        if name in space.by_name and name not in planned.config
     ]
-    return replace(made, why=f"the list of optimisations; {made.why}", notes=tuple(notes))
+    return replace(planned, why=f"the list of optimisations; {planned.why}", notes=tuple(notes))
 
 
-def _had(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
+def _checked_value(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
     """Returns the value of a knob that a list of optimisations requires.
 
     Raises:
@@ -156,19 +156,19 @@ def _had(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
     return value
 
 
-def _planned(workload: Workload, wanted: Wanted, size: int, like: Config | None = None) -> Decided:
+def _planned(workload: Workload, request: StrategyRequest, size: int, like: Config | None = None) -> Decision:
     planned = plan(
         workload,
         devices=size,
-        memory_limit_mib=wanted.memory_limit_mib,
+        memory_limit_mib=request.memory_limit_mib,
         like=like,
-        trials=wanted.trials,
-        fixed=wanted.fix or {},
-        seed=wanted.seed,
+        trials=request.trials,
+        fixed=request.fix or {},
+        seed=request.seed,
     )
     measured = next((each.throughput for each in planned.trials if each.config == planned.config and each.ok), None)
     estimated = None if planned.estimate is None else planned.estimate.throughput
-    return Decided(config=planned.config, why=planned.why, predicted=measured if measured is not None else estimated)
+    return Decision(config=planned.config, why=planned.why, predicted=measured if measured is not None else estimated)
 
 
 KNOBS = (*STANDARD, *BLOCK_KNOBS)

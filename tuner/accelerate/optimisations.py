@@ -1,7 +1,7 @@
 """Converts strategies in ATorch's format, lists of named optimisations, to knobs.
 
 An entry is a name, `(name, configuration)` or `(name, configuration, tunable)`, as ATorch's `auto_accelerate` takes
-and saves them. The search chooses whatever is tunable. Optimisations that are not in the list are off.
+and saves them. The search chooses the values of tunable knobs. Optimisations that are not in the list are off.
 """
 
 import io
@@ -215,7 +215,7 @@ def _checkpoint(out: Followed, config: Any) -> None:
         out.knobs["checkpoint_ratio"] = float(ratio)
     elif config:
         out.notes.append(
-            "checkpoint: every repeated block of the model is recomputed, whatever classes its configuration names"
+            "checkpoint: every repeated block of the model is recomputed, not only the classes that its configuration names"
         )
 
 

@@ -86,8 +86,10 @@ class _Choice:
             codes = [*beliefs.seen.codes, *(beliefs.candidates.codes[i] for i in beliefs.taken)]
             if not codes:
                 return int(draws[np.argmax(beliefs.works[draws] > 0.3)])
-            apart = np.stack([beliefs.encoding.distances(np.array(codes), beliefs.candidates.codes[i]) for i in draws])
-            return int(draws[np.argmax(apart.min(axis=1) * beliefs.works[draws])])
+            distances = np.stack(
+                [beliefs.encoding.distances(np.array(codes), beliefs.candidates.codes[i]) for i in draws]
+            )
+            return int(draws[np.argmax(distances.min(axis=1) * beliefs.works[draws])])
         score, promised = np.zeros(len(beliefs.open)), 0.0
         for weight, mean, variance in beliefs.speed.outcomes():
             if beliefs.best is None:

@@ -74,9 +74,9 @@ class Candidates:
         if self.rows is None:
             # A sample of a large space is sparse: configurations that differ in only one knob are mostly nearer.
             rows = self.encoding.neighbours(code)
-            apart = self.encoding.distances(rows, code)
-            for i in np.lexsort((rng.random(len(rows)), apart)):
-                if apart[i] >= best:
+            distances = self.encoding.distances(rows, code)
+            for i in np.lexsort((rng.random(len(rows)), distances)):
+                if distances[i] >= best:
                     break
                 if (config := self.lookup(rows[i])) is not None:
                     return config

@@ -84,9 +84,9 @@ class Encoding:
         An ordered knob adds the share of its range between the two values. Any other knob adds 1 if they differ, and
         so does a conditional knob that only one of them has.
         """
-        apart = np.abs(codes - code).astype(np.float64)
-        steps = apart / np.maximum(self.sizes - 1, 1)
-        differ = (apart > 0).astype(np.float64)
+        gaps = np.abs(codes - code).astype(np.float64)
+        steps = gaps / np.maximum(self.sizes - 1, 1)
+        differ = (gaps > 0).astype(np.float64)
         lone = (codes == ABSENT) != (code == ABSENT)
         return np.where(self.ordered & ~lone, steps, differ).sum(axis=1)
 

@@ -54,15 +54,15 @@ class Kernel:
         if not a.columns:
             return out + self.scales.joint**2 + self.scales.additive**2
         # Columns have few distinct values, so functions of two values are evaluated only on those.
-        apart = [
+        distances = [
             np.abs(levels[:, None] - others[None, :]) / length
             for levels, others, length in zip(a.levels, b.levels, self._lengths)
         ]
-        joint = _spread([each**2 for each in apart], a, b)
+        joint = _spread([each**2 for each in distances], a, b)
         np.sqrt(joint, out=joint)
         out += self.scales.joint**2 * matern(joint)
         share = self.scales.additive**2 / a.columns
-        out += _spread([share * matern(each) for each in apart], a, b)
+        out += _spread([share * matern(each) for each in distances], a, b)
         return out
 
     def diagonal(self, basis: np.ndarray) -> np.ndarray:

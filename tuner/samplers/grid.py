@@ -11,7 +11,7 @@ from .sampler import Sampler, check_count
 
 
 class GridSampler(Sampler):
-    """Tries the whole space in even strides, whatever the outcomes; the seed has no effect.
+    """Tries the whole space in even strides, regardless of the outcomes; the seed has no effect.
 
     In the space's own order the first trials would differ only in the last knobs. A stride near the golden section of
     the space's size, and coprime to it, reaches every configuration once and spreads the first trials over the whole

@@ -300,11 +300,11 @@ class Driver:
             return anew(request, self.workload, devices, like=self.source.config, step=0)
         self.listener.on_wait("replanning")
         devices = request.devices or before.devices
-        taken = anew(request, self.workload, devices, like=before.config, step=self.step)
+        planned = anew(request, self.workload, devices, like=before.config, step=self.step)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
         after = f", after {before.devices}" if devices != before.devices else ""
-        self.listener.on_message(f"replanned for {in_words(devices)}{of}{after}: {taken.why}")
-        return taken
+        self.listener.on_message(f"replanned for {in_words(devices)}{of}{after}: {planned.why}")
+        return planned
 
     def _as_before(self, before: Strategy) -> Strategy | None:
         """Returns the previous configuration; None if other devices, memory or knobs are requested."""

@@ -17,7 +17,7 @@ from ...runners import failure
 from ...runners.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 from ...runners.rank import RankContext
 from ...runners.train import TrainRank
-from ..ranks import Place, decided
+from ..ranks import Place, decide_once
 from .driver import Driver
 from .listener import TrainListener
 from .request import TrainRequest
@@ -35,7 +35,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
 
     with contextlib.ExitStack() as held:
         listeners, drivers = [listener], list[Driver]()
-        program, joined = decided(place, lambda: _decide(request, place, listeners, drivers, held))
+        program, joined = decide_once(place, lambda: _decide(request, place, listeners, drivers, held))
         if dist.is_initialized():
             held.callback(dist.destroy_process_group)
         meter: MemoryMeter = HostMemoryMeter()

@@ -176,7 +176,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
     with pytest.raises(WorkloadError, match=r"is not a complete safetensors file: .*; copy it again"):
         find_weights(folder, made)
     shard.unlink()
-    with pytest.raises(WorkloadError, match=rf"lacks {shard.name}, which holds \d+ tensors"):
+    with pytest.raises(WorkloadError, match=rf"lacks {shard.name}, which contains \d+ tensors"):
         find_weights(folder, made)
 
 

@@ -130,7 +130,7 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path):
     folder = CheckpointFolder(tmp_path)
     assert folder.all() == []
     with pytest.raises(
-        StudyError, match=r"holds \.git, \.hydra, \.step-notes and 4 more and no checkpoint.*new or empty"
+        StudyError, match=r"contains \.git, \.hydra, \.step-notes and 4 more and no checkpoint.*new or empty"
     ):
         folder.prepare()
     assert there(tmp_path) == set(FOREIGN)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ModelArguments:
     """Arguments of `redline.accelerate` that describe the model and its data."""
 
     model: Any
@@ -56,13 +56,13 @@ class Asked:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             kind = type(self.optimizer).__name__
             raise UsageError(
-                f"optimizer is a {kind} that is built already, of parameters that are not those that will be trained: pass what "
-                f"builds it, such as optimizer=functools.partial(torch.optim.{kind}, lr=...)"
+                f"optimizer is a {kind} that is built already, for parameters that are not those that will be trained: pass "
+                f"a function that builds it, such as optimizer=functools.partial(torch.optim.{kind}, lr=...)"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class Resolved:
     """Workload and samples of the training."""
 
     workload: Workload
@@ -75,7 +75,7 @@ class Given:
     """
 
 
-def given(asked: Asked) -> Given:
+def resolve_arguments(arguments: ModelArguments) -> Resolved:
     """Converts the arguments to a workload and its samples.
 
     Raises:
@@ -83,17 +83,17 @@ def given(asked: Asked) -> Given:
     """
     from torch import nn
 
-    module = asked.model if isinstance(asked.model, nn.Module) else None
-    if module is None and not isinstance(asked.model, (str, Path, Workload)):
-        workload = _of_builder(asked)
+    module = arguments.model if isinstance(arguments.model, nn.Module) else None
+    if module is None and not isinstance(arguments.model, (str, Path, Workload)):
+        workload = _of_builder(arguments)
     elif module is not None:
-        workload = _of_module(asked, module)
+        workload = _of_module(arguments, module)
     else:
-        workload = _with_choices(asked, _named(asked))
-    samples = _samples(asked, workload)
+        workload = _with_choices(arguments, _named(arguments))
+    samples = _samples(arguments, workload)
     if isinstance(samples, FromDataset):
         workload = _with_data(workload, samples)
-    return Given(workload=workload, samples=samples, module=module, loads=isinstance(workload.model, Unfrozen))
+    return Resolved(workload=workload, samples=samples, module=module, loads=isinstance(workload.model, Unfrozen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +105,11 @@ class Unfrozen(Architecture):
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
         """Builds the model, see `Architecture`."""
-        made = super().__call__(config)
-        for name, param in made.named_parameters(remove_duplicate=False):
+        result = super().__call__(config)
+        for name, param in result.named_parameters(remove_duplicate=False):
             if name in self.frozen:
                 param.requires_grad_(False)
-        return made
+        return result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,75 +140,82 @@ class Examples:
         parts = entries(self.batch)
         count = len(next(iter(parts.values())))
         numbers = (torch.arange(size) + seed) % count
-        made = {name: each[numbers] for name, each in parts.items()}
-        return made if isinstance(self.batch, Mapping) else tuple(made.values())  # type: ignore[return-value]
+        result = {name: each[numbers] for name, each in parts.items()}
+        return result if isinstance(self.batch, Mapping) else tuple(result.values())  # type: ignore[return-value]
 
 
-def _named(asked: Asked) -> Workload:
-    if isinstance(asked.model, Workload) and asked.lora is None:
-        return resolve_workload(asked.model, global_batch=asked.global_batch, seq_len=asked.seq_len)
-    return resolve_workload(asked.model, seq_len=_length(asked), global_batch=asked.global_batch, lora=asked.lora)
+def _named(arguments: ModelArguments) -> Workload:
+    if isinstance(arguments.model, Workload) and arguments.lora is None:
+        return resolve_workload(arguments.model, global_batch=arguments.global_batch, seq_len=arguments.seq_len)
+    return resolve_workload(
+        arguments.model, seq_len=_length(arguments), global_batch=arguments.global_batch, lora=arguments.lora
+    )
 
 
-def _of_module(asked: Asked, module: "nn.Module") -> Workload:
+def _of_module(arguments: ModelArguments, module: "nn.Module") -> Workload:
     """Returns the workload of a built module."""
-    _refuse_lora(asked)
+    _refuse_lora(arguments)
     architecture = _architecture(module)
     if architecture is not None:
         frozen = tuple(name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad)
         own = {each.name: getattr(architecture, each.name) for each in fields(architecture)}
-        whole = _hugging_face(asked, module)
-        return _with_choices(asked, replace(whole, model=Unfrozen(**own, frozen=frozen)))
+        whole = _hugging_face(arguments, module)
+        return _with_choices(arguments, replace(whole, model=Unfrozen(**own, frozen=frozen)))
     kind = type(module)
     shapes = {name: list(each.shape) for name, each in module.state_dict().items()}
     return _own(
-        asked, Copied(module=module), kind.__name__, {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes}
+        arguments, Copied(module=module), kind.__name__, {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes}
     )
 
 
-def _of_builder(asked: Asked) -> Workload:
+def _of_builder(arguments: ModelArguments) -> Workload:
     """Returns the workload of a class or a function that builds the module."""
-    if not callable(asked.model):
+    if not callable(arguments.model):
         raise UsageError(
-            f"model must be a name, a Workload, a torch module, or what builds one, but got a {type(asked.model).__name__}"
+            "model must be a name, a Workload, a torch module, or a function that builds one, but got a "
+            f"{type(arguments.model).__name__}"
         )
-    _refuse_lora(asked)
-    made = _own(asked, asked.model, getattr(asked.model, "__name__", type(asked.model).__name__), None)
-    module = skeleton(made)
+    _refuse_lora(arguments)
+    workload = _own(
+        arguments, arguments.model, getattr(arguments.model, "__name__", type(arguments.model).__name__), None
+    )
+    module = skeleton(workload)
     if _architecture(module) is None:
-        return made
-    whole = _hugging_face(asked, module)
-    return _with_choices(asked, replace(whole, model=asked.model, identity=None))
+        return workload
+    whole = _hugging_face(arguments, module)
+    return _with_choices(arguments, replace(whole, model=arguments.model, identity=None))
 
 
-def _own(asked: Asked, build: Callable[..., "nn.Module"], name: str, identity: Mapping[str, Any] | None) -> Workload:
-    if asked.dataset is None:
+def _own(
+    arguments: ModelArguments, build: Callable[..., "nn.Module"], name: str, identity: Mapping[str, Any] | None
+) -> Workload:
+    if arguments.dataset is None:
         raise UsageError(
             f"{name} is a module of your own: give a dataset to train it on, or a redline.Workload, which has data"
         )
-    if isinstance(asked.dataset, (str, Path, DataPlan)) or _are_paths(asked.dataset):
+    if isinstance(arguments.dataset, (str, Path, DataPlan)) or _are_paths(arguments.dataset):
         raise UsageError(
             f"{name} is a module of your own, for which files cannot be cut into samples: give a data set whose samples it takes"
         )
     return Workload(
         model=build,
         batch=lambda size, seed: (),  # replaced by the data set's batches
-        loss=asked.loss,
-        optimizer=asked.optimizer,
+        loss=arguments.loss,
+        optimizer=arguments.optimizer,
         name=name,
-        global_batch=asked.global_batch if asked.global_batch is not None else DEFAULT_GLOBAL_BATCH,
-        seq_len=_length(asked),
+        global_batch=arguments.global_batch if arguments.global_batch is not None else DEFAULT_GLOBAL_BATCH,
+        seq_len=_length(arguments),
         identity=identity,
     )
 
 
-def _hugging_face(asked: Asked, module: Any) -> Workload:
+def _hugging_face(arguments: ModelArguments, module: Any) -> Workload:
     return hugging_face(
         module.config,
         name=type(module).__name__,
         schedule=schedule_of(module.config.model_type),
-        seq_len=_length(asked),
-        global_batch=asked.global_batch,
+        seq_len=_length(arguments),
+        global_batch=arguments.global_batch,
     )
 
 
@@ -223,31 +230,31 @@ def _architecture(module: Any) -> Architecture | None:
     return found if type(module) is found.model_class else None
 
 
-def _with_choices(asked: Asked, workload: Workload) -> Workload:
-    if asked.loss is not None:
-        workload = replace(workload, loss=asked.loss)
-    return workload if asked.optimizer is None else replace(workload, optimizer=asked.optimizer)
+def _with_choices(arguments: ModelArguments, workload: Workload) -> Workload:
+    if arguments.loss is not None:
+        workload = replace(workload, loss=arguments.loss)
+    return workload if arguments.optimizer is None else replace(workload, optimizer=arguments.optimizer)
 
 
-def _refuse_lora(asked: Asked) -> None:
-    if asked.lora is not None:
+def _refuse_lora(arguments: ModelArguments) -> None:
+    if arguments.lora is not None:
         raise UsageError(
-            f"lora={asked.lora!r} goes with a model's name; put adapters into a module of your own by peft.get_peft_model"
+            f"lora={arguments.lora!r} goes with a model's name; put adapters into a module of your own by peft.get_peft_model"
         )
 
 
-def _samples(asked: Asked, workload: Workload) -> TrainingData:
-    dataset = asked.dataset
+def _samples(arguments: ModelArguments, workload: Workload) -> TrainingData:
+    dataset = arguments.dataset
     if dataset is None:
-        return training_data(DataPlan(seed=asked.seed), workload, Path(asked.cache))
+        return training_data(DataPlan(seed=arguments.seed), workload, Path(arguments.cache))
     if isinstance(dataset, DataPlan):
-        return training_data(dataset, workload, Path(asked.cache))
+        return training_data(dataset, workload, Path(arguments.cache))
     if isinstance(dataset, (str, Path)) or _are_paths(dataset):
         paths = (dataset,) if isinstance(dataset, (str, Path)) else dataset
-        plan = DataPlan(paths=tuple(map(str, paths)), seed=asked.seed, shuffle=asked.shuffle)
-        return training_data(plan, workload, Path(asked.cache))
+        plan = DataPlan(paths=tuple(map(str, paths)), seed=arguments.seed, shuffle=arguments.shuffle)
+        return training_data(plan, workload, Path(arguments.cache))
     task: Task | None = getattr(workload.batch, "task", None) if workload.loss is None else None
-    return FromDataset(dataset, collate=asked.collate, task=task, shuffle=asked.shuffle, seed=asked.seed)
+    return FromDataset(dataset, collate=arguments.collate, task=task, shuffle=arguments.shuffle, seed=arguments.seed)
 
 
 def _with_data(workload: Workload, samples: FromDataset) -> Workload:
@@ -258,13 +265,17 @@ def _with_data(workload: Workload, samples: FromDataset) -> Workload:
     return replace(workload, batch=Examples(batch=batch_slice(batch, 0, count), task=task))
 
 
-def _length(asked: Asked) -> int | None:
+def _length(arguments: ModelArguments) -> int | None:
     """Tokens of a sample: the requested number, or the length of the first sample of the data set."""
-    if asked.seq_len is not None or asked.dataset is None or isinstance(asked.dataset, (str, Path, DataPlan)):
-        return asked.seq_len
-    if _are_paths(asked.dataset):
+    if (
+        arguments.seq_len is not None
+        or arguments.dataset is None
+        or isinstance(arguments.dataset, (str, Path, DataPlan))
+    ):
+        return arguments.seq_len
+    if _are_paths(arguments.dataset):
         return None
-    first = entries(FromDataset(asked.dataset, collate=asked.collate)(0, 1))
+    first = entries(FromDataset(arguments.dataset, collate=arguments.collate)(0, 1))
     ids = first.get("input_ids")
     return None if ids is None else int(ids.shape[1])
 
