@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from ..base.errors import UsageError
+from ..knobs.layers import uniform
 from ..knobs.lossy import LOSSY, lossy_values
 from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
 from ..knobs.strategy import MAX_DEVICES, STANDARD, is_whole
@@ -72,6 +73,7 @@ class Setup:
         target: the framework, as named in notes.
         pipelines: True if it supports pipeline stages; otherwise the file runs on 1/pp of the devices.
         sequences: those of `sp` and `cp` that it supports; for each other one, the file runs on that fraction of the devices.
+        runs: True if it can treat runs of blocks unlike each other.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
@@ -85,10 +87,11 @@ class Setup:
         *,
         pipelines: bool = True,
         sequences: Collection[str] = SEQUENCES,
+        runs: bool = True,
     ) -> None:
         asked = (document or {}).get("asked", {})
         self.trial = trial
-        self.config = dict(trial.config)
+        self.config = dict(trial.config) if runs else self._without_runs(trial, target)
         self._standard = {
             name: value for name, value in self.config.items() if name not in STANDARD or STANDARD[name].can_be(value)
         }
@@ -156,6 +159,31 @@ class Setup:
         if not self.has("ep"):
             self._used.add("ep")
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
+
+    @staticmethod
+    def _without_runs(trial: Trial, target: str) -> dict[str, Any]:
+        """The configuration with the knobs that a strategy for each run of blocks amounts to.
+
+        Raises:
+            UsageError: it treats blocks unlike each other, which the target cannot state.
+        """
+        config = dict(trial.config)
+        text = config.get("strategy")
+        if text is None or not STANDARD["strategy"].can_be(text):
+            return config
+        own = {"tp": config.get("tp", 1), "ep": config.get("ep", 1), "zero": config.get("zero", 0)}
+        alike = uniform(text, **own)
+        if alike is None:
+            raise UsageError(
+                f'cannot export trial {trial.number} to {target}: strategy="{text}" treats blocks unlike each other, '
+                f"which {target} cannot state; --to python can, or export another trial by --trial N"
+            )
+        del config["strategy"]
+        return {
+            **config,
+            **({"zero": alike.zero} if alike.zero != own["zero"] else {}),
+            "checkpoint_ratio": float(alike.ckpt),
+        }
 
     @property
     def global_batch(self) -> int | None:

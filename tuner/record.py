@@ -119,7 +119,8 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             # A command runs in the same working directory; other paths are made absolute.
             command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
     for name, values in (request.override or {}).items():
-        command += ["--set", f"{name}={','.join(_text(each) for each in values)}"]
+        between = ";" if name in BLOCK_KNOBS else ","
+        command += ["--set", f"{name}={between.join(_text(each) for each in values)}"]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)
