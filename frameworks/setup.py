@@ -114,6 +114,8 @@ class Setup:
         """The model's sizes in run.yaml's words (`redline.models.architecture`); empty where they are not known."""
         self.simulated: bool = bool(asked.get("simulated"))
         """Whether the trial is a prediction: nothing was run."""
+        self.emulated: bool = bool(asked.get("emulated"))
+        """Whether some of its ranks ran alone on one device."""
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
@@ -189,6 +191,8 @@ class Setup:
             out.append(ending(self.trial))
         if self.simulated:
             out.append("predicted, simulated: nothing was run")
+        if self.emulated:
+            out.append("emulated: some ranks ran alone on one device, and communication was priced")
         known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
         for name in sorted(known):
             value = self._standard[name]

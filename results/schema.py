@@ -124,6 +124,7 @@ _ASKED = {
     "trial_timeout_s": number,
     "first_trial": text,
     "simulated": flag,
+    "emulated": flag,
     "lossy": {...: [scalar]},
 }
 REQUEST: Shape = {
@@ -151,6 +152,7 @@ _WINNER = {
 }
 BEST: Shape = {
     "simulated": flag,
+    "emulated": flag,
     "best": _WINNER,
     "best_exact": _WINNER,
     "default": _WINNER,

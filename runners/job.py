@@ -63,6 +63,8 @@ class Job:
     """What all compilations together may take beside it, s."""
     log: str | None = None
     """File for what the ranks print; None discards it."""
+    log_continues: bool = False
+    """Whether it goes behind what an earlier job of the trial wrote there."""
     beside: tuple[bytes, ...] = ()
     """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
     turn_s: float = 0.5

@@ -56,6 +56,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
             else {}
         ),
         **({"simulated": True} if task.simulated else {}),
+        **({"emulated": True} if task.emulated else {}),
         **({"soak": True} if request.soak else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
     }
@@ -63,7 +64,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
 
 def _per_host(task: "Task") -> int:
     """Devices of one host, as far as this machine knows; the runner says better where it is a cluster's."""
-    return task.device.count if task.simulated or task.device.type == "cuda" else task.devices
+    return task.device.count if task.simulated or task.emulated or task.device.type == "cuda" else task.devices
 
 
 def plan_of(

@@ -23,7 +23,7 @@ from .samplers import sampler_names
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
-SEARCH_RUNNERS = (*RUNNERS, "simulate")
+SEARCH_RUNNERS = (*RUNNERS, "simulate", "emulate")
 IN_PROCESS = "function"
 """The runner of a callable that is not isolated."""
 
@@ -105,14 +105,18 @@ class RunRequest:
 
     Args:
         runner: `ray` or `local`; `slurm` on the nodes of the allocation that this process is in; `simulate` answers with
-            predictions for `hardware`, which need not be here. By default `slurm` in an allocation of several nodes, else
-            `ray`; for a command else `local`, and for a callable `local`. In Python also a `Runner`, which says itself on
+            predictions for `hardware`, which need not be here; `emulate` runs some ranks of
+            each trial on one device here, and prices their communication. By default `slurm` in an allocation of several nodes,
+            else `ray`; for a command else `local`, and for a callable `local`. In Python also a `Runner`, which says itself on
             which devices its trials run.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever
             ends that is an outcome, not the end of the search. What it prints goes to the trial's log, and what
             it changes is gone afterwards. False calls it in this process, as it must be where it works on state
             or devices that this process holds.
-        hardware: a name, a YAML file or a `redline.Hardware`: what is simulated; with other runners what the
+        ranks: with `emulate`, which ranks run: `deciding` or `all` that differ.
+        memory_only: with `emulate`, measure memory alone, and predict the time: for models too large to be timed here, or
+            hardware other than this machine's.
+        hardware: a name, a YAML file or a `redline.Hardware`: what is simulated or emulated; with other runners what the
             machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
         memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
         trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it has
@@ -128,6 +132,10 @@ class RunRequest:
         Asked(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
+    ranks: Annotated[
+        str, Asked("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="WHICH")
+    ] = "deciding"
+    memory_only: Annotated[bool, Asked("With emulate: measure memory, predict the time.")] = False
     hardware: Annotated[
         Any,
         Asked("Hardware to simulate, or to assume for the estimate.", metavar="NAME|FILE"),

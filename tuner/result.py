@@ -56,6 +56,8 @@ class Result:
     """What was said on the way."""
     simulated: bool = False
     """Whether nothing was run and all numbers are predictions."""
+    emulated: bool = False
+    """Whether some ranks of each trial ran alone on one device, and communication was priced."""
     seconds: float = 0.0
     """Wall time of this call, s."""
     seconds_again: float = 0.0
@@ -101,6 +103,7 @@ class Result:
             "ended": self.ended,
             "interrupted": self.interrupted,
             "simulated": self.simulated,
+            "emulated": self.emulated,
             "seconds": round(self.seconds, 1),
             "seconds_again": round(self.seconds_again, 1),
             "trials": {str(name): count for name, count in summary.counts(self.all_trials).items() if count},
@@ -142,6 +145,7 @@ def make_result(
     interrupted: bool,
     notes: Sequence[str] = (),
     simulated: bool = False,
+    emulated: bool = False,
     seconds: float = 0.0,
     seconds_again: float = 0.0,
 ) -> Result:
@@ -158,6 +162,7 @@ def make_result(
         knobs=tuple(knobs),
         notes=tuple(notes),
         simulated=simulated,
+        emulated=emulated,
         seconds=seconds,
         seconds_again=seconds_again,
     )

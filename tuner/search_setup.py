@@ -26,6 +26,7 @@ from ..runners.registry import runner_on
 from ..runners.work import Work
 from ..space import Config, Space
 from .default_prior import assumed_hardware, default_prior
+from .emulating import EMULATE, emulator, memory_of_emulated
 from .first_trial import FirstTrial, first_trial
 from .loggers import check_trackers
 from .predicting import described, estimate_to_begin_with, simulator, usable
@@ -97,16 +98,17 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         UsageError: parts of the request contradict each other, or one of them has no effect.
     """
     agent = None
-    if request.runs_on == "local" and imports_early(request.target):
+    if request.runs_on in ("local", EMULATE) and imports_early(request.target):
         agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
     task = resolve_task(
         request,
         cluster=request.runs_on == "slurm"
         or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
         simulated=described(request.hardware) if request.runs_on == "simulate" else None,
+        emulated=request.runs_on == EMULATE,
         device=request.runner.device if isinstance(request.runner, Runner) else None,
     )
-    if request.runs_on == "local" and task.own is not None and agent is None:
+    if request.runs_on in ("local", EMULATE) and task.own is not None and agent is None:
         agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
 
     asked = asked_of(request, task)
@@ -286,6 +288,11 @@ def check_honoured(request: Request, task: Task) -> None:
             f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
             "'ray', or leave it out"
         )
+    for name in ("ranks", "memory_only"):
+        if request.given(name) and not task.emulated:
+            raise UsageError(f"{name} belongs to the runner 'emulate', but got runner='{request.runs_on}'")
+    if request.soak and task.emulated:
+        raise UsageError("soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
     if request.soak and (task.own is None or task.simulated):
         what = (
             "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
@@ -337,6 +344,8 @@ def memory_of_rank(
         return given  # of what the devices of others have left, this machine knows nothing
     if task.own is None or task.simulated:
         return given
+    if task.emulated:
+        return memory_of_emulated(request.hardware, task.device, task.devices, given)
     if task.device.type == "cuda":
         return _left_of_gpus(given, warn) if request.runs_on == "local" else given
     if given is not None:
@@ -420,6 +429,9 @@ def make_runner(
         assert estimator is not None, "what is simulated is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
+    if task.emulated:
+        compiles = task.workload is not None and may_compile(task.workload, task.space)
+        return emulator(request, task, limit_mib, estimator, plan, agent, compiles)
     if work is None:
         return FunctionRunner(task.callable)
     terms = TrialTerms(

@@ -51,6 +51,8 @@ class Task:
     """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
     simulated: bool = False
     """Whether trials are predictions."""
+    emulated: bool = False
+    """Whether a trial runs some of its ranks, on one device."""
     lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Of each knob the values in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
@@ -83,12 +85,14 @@ def resolve_task(
     *,
     cluster: bool = False,
     simulated: "Hardware | None" = None,
+    emulated: bool = False,
     device: Device | None = None,
 ) -> Task:
     """What a request comes to on the devices at hand.
 
     With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
-    are this hardware's, of a node where no number is given. With `device` they are of this kind, wherever they are.
+    are this hardware's, of a node where no number is given. With `emulated` one device here stands for
+    all. With `device` they are of this kind, wherever they are.
 
     Raises:
         UsageError: something that is asked is invalid.
@@ -101,6 +105,10 @@ def resolve_task(
         device = device_of(simulated)
         count = request.devices or device.count
         notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
+    elif emulated:
+        device = device or detect()
+        count = request.devices or device.count
+        notes = (f"emulated: one device here stands for {count}; ranks run alone, and their communication is priced",)
     else:
         cluster = cluster or device is not None
         device = device or detect()
@@ -119,6 +127,11 @@ def resolve_task(
             device=device,
             devices=count,
             simulated=simulated is not None,
+            emulated=emulated,
+        )
+    if emulated:
+        raise UsageError(
+            "the runner 'emulate' needs a model or a workload; a command is emulated by --emulate, where its framework can"
         )
     known: dict[str, Any] = {
         "notes": notes,

@@ -49,6 +49,8 @@ ANOTHER_KIND_OF_DEVICE = 0.25
 """GPUs there, a CPU here."""
 PREDICTED = 0.2
 """Simulated there and measured here, or the reverse: an earlier run is then no more than a prediction."""
+EMULATED = 0.6
+"""Emulated there and measured here, or the reverse: ranks were run, and communication was priced."""
 NUMBERS = {"devices": "devices", "seq_len": "tokens a sample", "global_batch": "samples a step"}
 """What is compared as a number, in words."""
 DOUBLING = {"devices": 0.7, "seq_len": 0.85, "global_batch": 0.9}
@@ -127,6 +129,9 @@ def _simulation(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple
         return [(PREDICTED, "simulated there, measured here" if before else "measured there, simulated here")]
     if now and there.get("seed") != here.get("seed"):
         return [(PREDICTED, f"another simulated cluster (seed {there.get('seed')} -> {here.get('seed')})")]
+    before, now = bool(there.get("emulated")), bool(here.get("emulated"))
+    if before != now:
+        return [(EMULATED, "emulated there, measured here" if before else "measured there, emulated here")]
     return []
 
 

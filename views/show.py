@@ -25,6 +25,8 @@ _COLOURS = {
 
 SIMULATED = "simulated, nothing was run"
 """Said wherever a simulated run is shown."""
+EMULATED = "emulated, some ranks ran alone on one device"
+"""Said wherever an emulated run is shown."""
 
 _SHOWN_REASON = 300
 
@@ -106,6 +108,8 @@ def _head(run: RunFolder | View) -> list[str]:
     head = [f"{run.path}: {', '.join(what)}" if what else f"{run.path}"]
     if asked.get("simulated"):
         head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
+    if asked.get("emulated"):
+        head.append(f"{EMULATED}; communication is priced for {_machine(asked)}")
     if asked.get("first_trial"):
         head.append(fold(str(asked["first_trial"])))
     return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]

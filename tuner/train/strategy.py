@@ -79,7 +79,9 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     path = path_of(given)
     if is_plan(path):
         found = load(path)
-        measured = None if found.trains.get("simulated") else found.trial.measured.throughput
+        measured = (
+            None if found.trains.get("simulated") or found.trains.get("emulated") else found.trial.measured.throughput
+        )
         return _source(found.trains, Config(found.trial.config), measured, str(path), of_model)
     if path.name == BEST and path.is_file():
         path = path.parent

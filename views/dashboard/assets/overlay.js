@@ -93,7 +93,7 @@ function overlayPage(page, ids) {
     for (const run of runs) run.label = runs.filter((each) => each.name === run.name).length > 1 ? run.path : run.name;
     const compared = comparison(runs);
     redrawn(place, [
-      legend(...runs.map((run, index) => [el("a", { href: runLink(ids[index]) }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`)), [tagsOf(run.simulated, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"]])),
+      legend(...runs.map((run, index) => [el("a", { href: runLink(ids[index]) }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`)), [tagsOf(run, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"]])),
       new Set(runs.map((run) => run.simulated)).size > 1 ? el("p", { class: "lead" }, "What is simulated is predicted; the others were measured.") : null,
       compared.ratios ? el("p", { class: "lead" }, "These runs measure different units, so each is shown as a multiple of its own default configuration (of its best, where that did not run).") : null,
       section("overlay-progress", "How each came to its best", "The highest throughput so far, by number of trials and by device time spent.",
