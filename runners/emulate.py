@@ -197,6 +197,8 @@ class EmulateRunner(Runner):
         notes = [f"emulated ranks {common['emulated_ranks']} of {self.terms.devices}, no comparison with a reference"]
         if beside:
             notes.append(f"{beside:,.0f} MiB of NCCL added")
+        if odd := [str(rank) for rank, each in reports.items() if not each.finite]:
+            notes.append(f"values of rank {', '.join(odd)} are not finite, and kernels may run at another speed")
         if self.emulation.memory_only:
             assert self._estimator is not None, "what is not timed is predicted"
             estimate = self._estimator(request.config)

@@ -12,6 +12,8 @@ from .rank import RankContext
 from .timing import Clock, CudaClock, TimingPlan, measure
 
 if TYPE_CHECKING:
+    import torch
+
     from ..training.emulation import Recorder, StepTrace
 
 MOST_STEPS = 12
@@ -39,6 +41,8 @@ class EmulatedReport:
     allocation_retries: int
     build_memory_mib: float
     outside_mib: float | None
+    finite: bool
+    """Whether what it computed stayed finite, as it has to for kernels to run at their speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +72,10 @@ class EmulatedDryRun(DryRun):
         if not self.memory_only:
             self._probe(training, context, compilation)
         context.phase("first steps")
+        steps = _Recorded(training, recorder)
         with recorder.watching_streams():
             timing = measure(
-                _Recorded(training, recorder),
+                steps,
                 CudaClock() if not on_cpu else _RecorderClock(recorder),
                 SHORTEST if self.memory_only else self.plan_of(self.plan),
                 compiled=lambda: compilation.seconds,
@@ -91,6 +96,7 @@ class EmulatedDryRun(DryRun):
             allocation_retries=context.memory.allocation_retries() - retries_before,
             build_memory_mib=build_memory_mib,
             outside_mib=context.outside_mib(),
+            finite=steps.finite,
         )
 
     @staticmethod
@@ -123,11 +129,22 @@ class _Recorded:
 
     def __init__(self, training: Training, recorder: "Recorder") -> None:
         self._training, self._recorder = training, recorder
+        self._loss: torch.Tensor | None = None
 
     def __call__(self) -> None:
         self._recorder.begin_step()
-        self._training.step()
+        self._loss = self._training.step()
         self._recorder.end_step()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the last loss and all weights are finite; waits for the device."""
+        import torch
+
+        held = [each.detach() for each in self._training.model.parameters() if not each.is_meta]
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in held]
+        found = [bool(torch.isfinite(each).all()) for each in (*local, self._loss) if each is not None]
+        return all(found)
 
 
 class _RecorderClock(Clock):
