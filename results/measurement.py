@@ -220,6 +220,11 @@ class Measurement:
         return self.status is Status.OK
 
     @property
+    def did_not_fit(self) -> bool:
+        """True if memory ran out: of the trial's ranks, or of one that was emulated before they would have started."""
+        return self.status is Status.OOM or (self.status is Status.SKIPPED and bool(self.emulated_ranks))
+
+    @property
     def reached(self) -> float:
         """Throughput of a successful trial.
 

@@ -330,7 +330,6 @@ def _rank_report(outcome: RankOutcome, step: float | None) -> RankReport:
         peak_memory_mib=report.peak_memory_mib if report else outcome.peak_memory_mib,
         peak_allocated_mib=report.peak_allocated_mib if report else None,
         build_memory_mib=report.build_memory_mib if report else None,
-        outside_mib=report.outside_mib if report else None,
         allocation_retries=report.allocation_retries if report else 0,
     )
 

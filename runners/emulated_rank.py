@@ -40,7 +40,6 @@ class EmulatedReport:
     peak_allocated_mib: float | None
     allocation_retries: int
     build_memory_mib: float
-    outside_mib: float | None
     finite: bool
     """Whether what it computed stayed finite, as it has to for kernels to run at their speed."""
 
@@ -95,7 +94,6 @@ class EmulatedDryRun(DryRun):
             peak_allocated_mib=context.memory.peak_allocated_mib(),
             allocation_retries=context.memory.allocation_retries() - retries_before,
             build_memory_mib=build_memory_mib,
-            outside_mib=context.outside_mib(),
             finite=steps.finite,
         )
 

@@ -1,14 +1,20 @@
 """Emulated trials of a search: their runner, their memory, and what is refused."""
 
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, available_memory_mib, usable_cores
 from ..base.errors import UsageError
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware, recognise
+from ..results import Measurement, Status, Trial
 from ..runners import Runner, TimingPlan, TrialTerms
 from ..runners.emulate import EmulateRunner, EmulationTerms, wire_here
 from ..runners.host import HostAgent
+from ..runners.runner import TrialRequest
+from ..space import Config, Space
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
@@ -52,8 +58,18 @@ def emulator(
     plan: TimingPlan,
     agent: HostAgent | None,
     compiles: bool,
+    memory_only: bool | None = None,
 ) -> Runner:
     """The runner of emulated trials, ready for the first.
+
+    Args:
+        request, task: what is asked, and what it comes to.
+        limit_mib: memory of a rank, MiB.
+        estimator: of the task.
+        plan: how long steps are measured.
+        agent: one that was started beforehand.
+        compiles: whether any configuration may compile.
+        memory_only: in place of the request's.
 
     Raises:
         UsageError: the hardware is neither known nor measurable here, or its times cannot be measured on this device.
@@ -65,7 +81,8 @@ def emulator(
             "name its hardware by --hardware NAME or FILE"
         )
     hardware, device = estimator.hardware, task.device
-    if not request.memory_only and not _is(hardware.name, hardware.kind, device):
+    memory_only = request.memory_only if memory_only is None else memory_only
+    if not memory_only and not _is(hardware.name, hardware.kind, device):
         raise UsageError(
             f"times measured on {device.name} say nothing about {hardware.name}: add --memory-only, which measures memory and "
             "predicts the time, or leave --hardware out"
@@ -76,14 +93,14 @@ def emulator(
         devices=task.devices,
         memory_limit_mib=limit_mib,
         timeout_s=request.timeout_s,
-        threads=(usable_cores() if request.memory_only else threads) if device.type == "cpu" else None,
+        threads=(usable_cores() if memory_only else threads) if device.type == "cpu" else None,
         plan=plan,
         seed=request.seed,
     )
     made = EmulateRunner(
         task.workload,
         terms,
-        EmulationTerms(hardware=hardware, ranks=request.ranks, memory_only=request.memory_only),
+        EmulationTerms(hardware=hardware, ranks=request.ranks, memory_only=memory_only),
         wire=wire_here(hardware, task.devices, threads or 1),
         estimator=estimator,
         compiles=compiles,
@@ -103,3 +120,108 @@ def _is(name: str, kind: str, device: Device) -> bool:
         return kind == "cpu"
     found = recognise(device.name, device.memory_mib)
     return name.startswith("this-") or (found is not None and found.name == name)
+
+
+AHEAD = 3
+"""Configurations that are emulated with their times before the first trial, to correct the estimate."""
+LOOKED_AT = 256
+"""Configurations of which these are the fastest by the estimate."""
+
+
+def check_emulate_first(request: "Request", task: "Task") -> None:
+    """Refuses `emulate_first` where there is nothing to emulate, or no device to do it on.
+
+    Raises:
+        UsageError: so it is.
+    """
+    if task.own is None or task.simulated or task.emulated or isinstance(request.runner, Runner):
+        raise UsageError(
+            "emulate_first tries a workload's candidates on one device before all of theirs: it has no part in commands, "
+            f"callables, given runners, or the runner '{request.runs_on}'"
+        )
+    if task.devices == 1:
+        raise UsageError("emulate_first has no use for trials of one device, which is the trial itself")
+    if (request.concurrency or 1) > 1:
+        raise UsageError(
+            "emulate_first emulates on a device of the next trial, so trials run one at a time: drop concurrency"
+        )
+
+
+class EmulateFirst(Runner):
+    """Emulates a candidate's deciding ranks on one device, and gives it to the others only if these fit.
+
+    Args:
+        emulated: measures memory alone.
+        devices: runs the trials.
+    """
+
+    def __init__(self, emulated: Runner, devices: Runner) -> None:
+        self.name = devices.name  # type: ignore[misc]  # that of the trials
+        self.isolated, self.confirms, self.settle_s = devices.isolated, devices.confirms, devices.settle_s
+        self.per_host, self.device, self.slots = devices.per_host, devices.device, 1
+        self._emulated, self._devices = emulated, devices
+        self._known: dict[Any, Measurement] = {}
+
+    @property
+    def takes_turns(self) -> bool:
+        return self._devices.takes_turns
+
+    def wait_ready(self) -> None:
+        self._emulated.wait_ready()
+        self._devices.wait_ready()
+
+    def run(self, request: TrialRequest) -> Measurement:
+        begin = time.perf_counter()
+        known = self._known.get(request.config)
+        if known is None:
+            known = self._known[request.config] = self._emulated.run(request)
+        if known.status is Status.OOM:
+            return replace(known, status=Status.SKIPPED, reason=f"not tried on the devices: {known.reason}")
+        # What else ends an emulated rank may not end a real one.
+        spent = time.perf_counter() - begin
+        measured = self._devices.run(request)
+        total = None if measured.seconds_total is None else measured.seconds_total + spent
+        return replace(measured, seconds_total=total, seconds_overhead=(measured.seconds_overhead or 0.0) + spent)
+
+    def take_turns(
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
+    ) -> list[list[Measurement]] | None:
+        return self._devices.take_turns(requests, alone, patience_s)
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        for each in (self._emulated, self._devices):
+            if (stop := getattr(each, "stop", None)) is not None:
+                stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        self._emulated.close()
+        self._devices.close()
+
+
+def corrected_by_emulation(
+    estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
+) -> "Estimator":
+    """An estimator that begins with what some emulated trials measured: the fastest by the estimate, of different degrees.
+
+    Args:
+        estimator: of the task.
+        space: what may vary.
+        runner: emulates with times.
+        say: told what is done.
+    """
+    configs = space.sample(min(LOOKED_AT, len(space)) if space.enumerable else LOOKED_AT, seed=0)
+    table = estimator.table(configs)
+    order = sorted(range(len(configs)), key=lambda at: -float(table.throughput[at]) * bool(table.fits[at]))
+    chosen: dict[tuple[Any, ...], Config] = {}
+    for at in order:
+        chosen.setdefault(tuple(configs[at].get(name) for name in ("tp", "pp", "zero", "sp", "cp")), configs[at])
+        if len(chosen) == AHEAD:
+            break
+    trials = []
+    for number, config in enumerate(chosen.values()):
+        say("emulating")
+        measured = runner.run(TrialRequest(config=config, number=number))
+        trials.append(Trial(number=number, config=config, measurement=measured))
+    return estimator.carrying([estimator.calibrate(trials)]) if any(each.ok for each in trials) else estimator

@@ -116,6 +116,8 @@ class RunRequest:
         ranks: with `emulate`, which ranks run: `deciding` or `all` that differ.
         memory_only: with `emulate`, measure memory alone, and predict the time: for models too large to be timed here, or
             hardware other than this machine's.
+        emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; where these run out of memory
+            the trial is skipped. Some emulated trials also correct the estimate before the first.
         hardware: a name, a YAML file or a `redline.Hardware`: what is simulated or emulated; with other runners what the
             machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
         memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
@@ -136,9 +138,10 @@ class RunRequest:
         str, Asked("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="WHICH")
     ] = "deciding"
     memory_only: Annotated[bool, Asked("With emulate: measure memory, predict the time.")] = False
+    emulate_first: Annotated[bool, Asked("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
         Any,
-        Asked("Hardware to simulate, or to assume for the estimate.", metavar="NAME|FILE"),
+        Asked("Hardware to simulate or emulate, or to assume for the estimate.", metavar="NAME|FILE"),
     ] = None
     memory_limit: Annotated[
         str | float | None,

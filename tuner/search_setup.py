@@ -11,6 +11,7 @@ from ..base.device import available_memory_mib, usable_cores
 from ..base.errors import SpaceError, UsageError
 from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
+from ..estimator.hardware import find_hardware
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
@@ -26,7 +27,14 @@ from ..runners.registry import runner_on
 from ..runners.work import Work
 from ..space import Config, Space
 from .default_prior import assumed_hardware, default_prior
-from .emulating import EMULATE, emulator, memory_of_emulated
+from .emulating import (
+    EMULATE,
+    EmulateFirst,
+    check_emulate_first,
+    corrected_by_emulation,
+    emulator,
+    memory_of_emulated,
+)
 from .first_trial import FirstTrial, first_trial
 from .loggers import check_trackers
 from .predicting import described, estimate_to_begin_with, simulator, usable
@@ -75,7 +83,7 @@ class SearchSetup:
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
         """The runner of the trials; `earlier` are those of a run that is resumed."""
-        return make_runner(
+        made = make_runner(
             self.request,
             self.task,
             work=self.work,
@@ -84,6 +92,9 @@ class SearchSetup:
             earlier=earlier,
             agent=self.agent,
         )
+        if not self.request.emulate_first:
+            return made
+        return EmulateFirst(_emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True), made)
 
 
 def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
@@ -106,6 +117,9 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
         simulated=described(request.hardware) if request.runs_on == "simulate" else None,
         emulated=request.runs_on == EMULATE,
+        stands_for=find_hardware(request.hardware)
+        if request.runs_on == EMULATE and request.hardware is not None
+        else None,
         device=request.runner.device if isinstance(request.runner, Runner) else None,
     )
     if request.runs_on in ("local", EMULATE) and task.own is not None and agent is None:
@@ -122,6 +136,10 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         asked["rank_memory_mib"] = limit_mib
 
     estimator = _estimator(request, task, limit_mib, agent, warn)
+    if request.emulate_first and estimator is not None:
+        with _emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
+            say = request.listener.waiting if request.listener is not None else lambda what: None
+            estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
     if first.note:
@@ -159,6 +177,8 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
         UsageError: parts of the request contradict each other, or one of them has no effect.
     """
     check_honoured(request, task)
+    if request.emulate_first:
+        check_emulate_first(request, task)
     deadline = request.timeout_s if request.given("trial_timeout") else None
     request.budget.check_against(deadline, request.concurrency or 1, task.devices)
     if task.simulated and request.time is not None:
@@ -430,8 +450,7 @@ def make_runner(
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
     if task.emulated:
-        compiles = task.workload is not None and may_compile(task.workload, task.space)
-        return emulator(request, task, limit_mib, estimator, plan, agent, compiles)
+        return _emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:
         return FunctionRunner(task.callable)
     terms = TrialTerms(
@@ -455,3 +474,25 @@ def make_runner(
         made.close()
         raise
     return made
+
+
+def _emulator(
+    request: Request,
+    task: Task,
+    limit_mib: float | None,
+    estimator: "Estimator | None",
+    *,
+    agent: HostAgent | None = None,
+    memory_only: bool | None = None,
+) -> Runner:
+    """The runner that emulates trials of this task."""
+    return emulator(
+        request,
+        task,
+        limit_mib,
+        estimator,
+        TimingPlan(seconds=request.measure_s),
+        agent,
+        compiles=task.workload is not None and may_compile(task.workload, task.space),
+        memory_only=memory_only,
+    )

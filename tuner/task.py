@@ -53,10 +53,17 @@ class Task:
     """Whether trials are predictions."""
     emulated: bool = False
     """Whether a trial runs some of its ranks, on one device."""
+    stands_for: Device | None = None
+    """The hardware that this device is emulated as, where that is another."""
     lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Of each knob the values in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
     """What its user should know beforehand."""
+
+    @property
+    def shown(self) -> Device:
+        """The devices that the results are of."""
+        return self.stands_for or self.device
 
     @property
     def own(self) -> Workload | None:
@@ -86,22 +93,23 @@ def resolve_task(
     cluster: bool = False,
     simulated: "Hardware | None" = None,
     emulated: bool = False,
+    stands_for: "Hardware | None" = None,
     device: Device | None = None,
 ) -> Task:
     """What a request comes to on the devices at hand.
 
     With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
     are this hardware's, of a node where no number is given. With `emulated` one device here stands for
-    all. With `device` they are of this kind, wherever they are.
+    all, as if it were `stands_for`. With `device` they are of this kind, wherever they are.
 
     Raises:
         UsageError: something that is asked is invalid.
     """
+    from ..estimator.survey import device_of
+
     request.check_numbers()
     target = request.target
     if simulated is not None:
-        from ..estimator.survey import device_of
-
         device = device_of(simulated)
         count = request.devices or device.count
         notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
@@ -128,6 +136,7 @@ def resolve_task(
             devices=count,
             simulated=simulated is not None,
             emulated=emulated,
+            stands_for=None if stands_for is None else device_of(stands_for),
         )
     if emulated:
         raise UsageError(
