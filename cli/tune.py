@@ -46,7 +46,7 @@ GROUPS = {
     "What is tuned": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
     "What may vary": tuple(each.name for each in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Where": ("runner", "hardware", "memory_limit", "ray_address", "server", "token"),
+    "Where": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token"),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
 }

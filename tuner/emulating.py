@@ -9,8 +9,11 @@ from ..base.device import Device, available_memory_mib, usable_cores
 from ..base.errors import UsageError
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware, recognise
+from ..estimator.time import BINDS
+from ..frameworks.registry import find_launcher
 from ..results import Measurement, Status, Trial
 from ..runners import Runner, TimingPlan, TrialTerms
+from ..runners.command.command import Command
 from ..runners.emulate import EmulateRunner, EmulationTerms, wire_here
 from ..runners.host import HostAgent
 from ..runners.runner import TrialRequest
@@ -18,6 +21,7 @@ from ..space import Config, Space
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
+    from ..estimator.estimate import Estimate
     from .request import Request
     from .task import Task
 
@@ -225,3 +229,90 @@ def corrected_by_emulation(
         measured = runner.run(TrialRequest(config=config, number=number))
         trials.append(Trial(number=number, config=config, measurement=measured))
     return estimator.carrying([estimator.calibrate(trials)]) if any(each.ok for each in trials) else estimator
+
+
+def emulates_command(request: "Request") -> bool:
+    """Whether a command is asked for whose framework runs one rank alone.
+
+    Raises:
+        UsageError: it is to run elsewhere than here.
+    """
+    if not (isinstance(request.target, Command) and request.target.emulate):
+        return False
+    if request.runs_on not in ("local", EMULATE):
+        raise UsageError(
+            f"--emulate runs one rank of a command here, by --runner local, but got runner='{request.runs_on}'"
+        )
+    return True
+
+
+class EmulatedCommands(Runner):
+    """Runs of a command's first rank alone. Memory is as it is read; the communication that its times lack is priced by the
+    estimate's share of links and bubble.
+
+    Args:
+        runner: starts the command.
+        task: that is tuned.
+        estimator: of what the command trains; None where that is not known.
+    """
+
+    def __init__(self, runner: Runner, task: "Task", estimator: "Estimator | None") -> None:
+        self.name = runner.name  # type: ignore[misc]  # that of the trials
+        self.slots, self.confirms, self.settle_s = runner.slots, False, runner.settle_s
+        self._runner, self._task, self._estimator = runner, task, estimator
+
+    def wait_ready(self) -> None:
+        self._runner.wait_ready()
+
+    def run(self, request: TrialRequest) -> Measurement:
+        measured = self._runner.run(request)
+        known: dict[str, Any] = {"devices": self._task.devices, "emulated_ranks": "0", "ranks": ()}
+        if not measured.ok:
+            return replace(measured, reason=self._why(measured), **known)
+        share = 0.0 if self._estimator is None else communicated(self._estimator(request.config))
+        slower = 1 / (1 - share)
+        note = f"emulated rank 0 of {self._task.devices}, " + (
+            f"{100 * share:.0f} % of the step priced for communication and other stages"
+            if self._estimator is not None
+            else "its time is without communication"
+        )
+        steps: dict[str, Any] = {
+            name: None if (value := getattr(measured, name)) is None else value * slower
+            for name in ("step_ms", "step_ms_spread")
+        }
+        rates: dict[str, Any] = {
+            name: None if (value := getattr(measured, name)) is None else value / slower
+            for name in ("throughput", "tokens_per_second", "samples_per_second")
+        }
+        modelled = None if measured.step_ms is None else measured.step_ms * (slower - 1) / 1e3
+        reason = "; ".join(filter(None, [measured.reason, note]))
+        return replace(measured, reason=reason, seconds_modelled=modelled, **steps, **rates, **known)
+
+    def _why(self, measured: Measurement) -> str:
+        """Why it failed; where the framework does not know the mode, that it is too old."""
+        command = self._task.command
+        assert command is not None and command.asked.launcher is not None
+        mode = find_launcher(command.asked.launcher).emulated
+        option, _, value = mode.partition(" ")
+        if measured.status is Status.CRASH and (option in measured.reason or (value and value in measured.reason)):
+            return f"this version of {command.asked.launcher} has no {mode}: {measured.reason}"
+        return measured.reason
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        if (stop := getattr(self._runner, "stop", None)) is not None:
+            stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        self._runner.close()
+
+
+def communicated(estimate: "Estimate") -> float:
+    """The share of an estimated step that a rank alone does not take: links, and waiting for other stages; below 1."""
+    lacking = sum(
+        value
+        for name, value in estimate.breakdown.items()
+        if name.startswith("time.") and BINDS.get(name.removeprefix("time.")) in ("links", "bubble")
+    )
+    return min(0.95, max(0.0, lacking / estimate.step_ms))

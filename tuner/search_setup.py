@@ -29,9 +29,11 @@ from ..space import Config, Space
 from .default_prior import assumed_hardware, default_prior
 from .emulating import (
     EMULATE,
+    EmulatedCommands,
     EmulateFirst,
     check_emulate_first,
     corrected_by_emulation,
+    emulates_command,
     emulator,
     memory_of_emulated,
 )
@@ -116,7 +118,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         cluster=request.runs_on == "slurm"
         or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
         simulated=described(request.hardware) if request.runs_on == "simulate" else None,
-        emulated=request.runs_on == EMULATE,
+        emulated=request.runs_on == EMULATE or emulates_command(request),
         stands_for=find_hardware(request.hardware)
         if request.runs_on == EMULATE and request.hardware is not None
         else None,
@@ -309,7 +311,7 @@ def check_honoured(request: Request, task: Task) -> None:
             "'ray', or leave it out"
         )
     for name in ("ranks", "memory_only"):
-        if request.given(name) and not task.emulated:
+        if request.given(name) and request.runs_on != EMULATE:
             raise UsageError(f"{name} belongs to the runner 'emulate', but got runner='{request.runs_on}'")
     if request.soak and task.emulated:
         raise UsageError("soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
@@ -449,16 +451,17 @@ def make_runner(
         assert estimator is not None, "what is simulated is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
-    if task.emulated:
+    if task.emulated and task.command is None:
         return _emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:
         return FunctionRunner(task.callable)
+    ranks = 1 if task.emulated else task.devices
     terms = TrialTerms(
         device=task.device,
-        devices=task.devices,
+        devices=ranks,
         memory_limit_mib=limit_mib,
         timeout_s=request.timeout_s,
-        threads=max(1, usable_cores() // (task.devices * (at_once or 1))) if task.device.type == "cpu" else None,
+        threads=max(1, usable_cores() // (ranks * (at_once or 1))) if task.device.type == "cpu" else None,
         plan=plan,
         seed=request.seed,
     )
@@ -473,7 +476,7 @@ def make_runner(
     except BaseException:
         made.close()
         raise
-    return made
+    return EmulatedCommands(made, task, estimator) if task.emulated else made
 
 
 def _emulator(

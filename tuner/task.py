@@ -138,7 +138,7 @@ def resolve_task(
             emulated=emulated,
             stands_for=None if stands_for is None else device_of(stands_for),
         )
-    if emulated:
+    if emulated and not (isinstance(target, Command) and target.emulate):
         raise UsageError(
             "the runner 'emulate' needs a model or a workload; a command is emulated by --emulate, where its framework can"
         )
@@ -147,6 +147,7 @@ def resolve_task(
         "device": device,
         "devices": count,
         "simulated": simulated is not None,
+        "emulated": emulated,
     }
     if isinstance(target, Command):
         return _of_command(target, request, known)
