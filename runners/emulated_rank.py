@@ -40,6 +40,10 @@ class EmulatedReport:
     peak_allocated_mib: float | None
     allocation_retries: int
     build_memory_mib: float
+    messages: int
+    """Collectives in all."""
+    groups: int
+    """Groups in which it communicated."""
     finite: bool
     """Whether what it computed stayed finite, as it has to for kernels to run at their speed."""
 
@@ -94,6 +98,8 @@ class EmulatedDryRun(DryRun):
             peak_allocated_mib=context.memory.peak_allocated_mib(),
             allocation_retries=context.memory.allocation_retries() - retries_before,
             build_memory_mib=build_memory_mib,
+            messages=recorder.messages,
+            groups=len(recorder.groups),
             finite=steps.finite,
         )
 

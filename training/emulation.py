@@ -124,14 +124,23 @@ class Recorder:
         self.rank, self.clock = rank, clock
         self.recording = False
         self._cuda = device.type == "cuda"
-        self._number = 0
+        self._number = self._collectives = 0
         self._messages: dict[Message, int] = {}
         self._steps: list[_RawStep] = []
         self._alive: list[Any] = []
+        self.groups: set[str] = set()
+        """Names of the groups that communicated."""
+
+    @property
+    def messages(self) -> int:
+        """Collectives so far, those outside of steps included; sends and receives are not counted."""
+        return self._collectives
 
     def begin(self, message: Message, work: Callable[[], None]) -> int:
         """Notes a communication that begins now; `work` makes what it would bring, which the record leaves out."""
         self._number += 1
+        self._collectives += message.peer is None
+        self.groups.add(message.group)
         if not self.recording:
             with torch.no_grad():
                 work()
