@@ -1,6 +1,7 @@
 """What an emulated rank of a trial does: it builds, warms up and steps as a real one, alone, and hands over what it recorded."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ class EmulatedDryRun(DryRun):
     def __call__(self, context: RankContext) -> EmulatedReport:  # type: ignore[override]
         import torch
 
-        from ..training.emulation import Recorder, join_emulated
+        from ..training.emulation import Recorder, WithoutProducts, join_emulated
 
         begin = time.perf_counter()
         compilation = Compilation(context.compiling, elsewhere=False)
@@ -75,8 +76,10 @@ class EmulatedDryRun(DryRun):
         if not self.memory_only:
             self._probe(training, context, compilation)
         context.phase("first steps")
-        steps = _Recorded(training, recorder)
-        with recorder.watching_streams():
+        steps = _Recorded(training, recorder, FEW if self.memory_only else None)
+        # Compiled code runs as it is.
+        skips = self.memory_only and on_cpu and not training.compiled
+        with recorder.watching_streams(), WithoutProducts() if skips else nullcontext():
             timing = measure(
                 steps,
                 CudaClock() if not on_cpu else _RecorderClock(recorder),
@@ -128,16 +131,20 @@ SHORTEST = TimingPlan(warmup_min_steps=1, warmup_max_steps=1, min_steps=1, max_s
 """Two steps: the optimizer's states come with the first, so that the second has the peak."""
 
 
+FEW = 2
+"""Micro-batches of a step of which memory alone is measured: gradients of the first are there while the second is computed."""
+
+
 class _Recorded:
     """Steps of a training, recorded."""
 
-    def __init__(self, training: Training, recorder: "Recorder") -> None:
-        self._training, self._recorder = training, recorder
+    def __init__(self, training: Training, recorder: "Recorder", micro_batches: int | None = None) -> None:
+        self._training, self._recorder, self._few = training, recorder, micro_batches
         self._loss: torch.Tensor | None = None
 
     def __call__(self) -> None:
         self._recorder.begin_step()
-        self._loss = self._training.step()
+        self._loss = self._training.step() if self._few is None else self._training.short_step(self._few)
         self._recorder.end_step()
 
     @property

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND = "emulated"
 """The backend's name in torch.distributed."""
@@ -498,6 +499,47 @@ def _noise(dtype: torch.dtype, device: torch.device, count: int) -> torch.Tensor
     at = torch.arange(min(count, _NOISE), device=device, dtype=torch.float32)
     wave = (RECEIVED * math.sqrt(2)) * torch.sin(at * 12.9898 + 0.5)
     return wave.to(dtype).repeat(-(-count // max(1, len(wave))))[:count] if count else wave.to(dtype)
+
+
+class WithoutProducts(TorchDispatchMode):
+    """Within it products and fused attention are allocated and filled and not computed, on a CPU: memory is as it is with them,
+    and a model that a CPU cannot train in hours takes seconds. What they need meanwhile, such as packed copies, is missing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        make = _PRODUCTS.get(getattr(func, "overloadpacket", func))
+        tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        if make is None or tensor is None or tensor.device.type != "cpu" or (kwargs and "out" in kwargs):
+            return func(*args, **(kwargs or {}))
+        return make(*args)
+
+
+def _filled(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return like.new_full(shape, RECEIVED, dtype=dtype)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Heads lie behind tokens in memory, as the kernel has them.
+    batch, heads, tokens, _ = query.shape
+    output = _filled(query, batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+    return output, _filled(query, batch, heads, tokens, dtype=torch.float32)
+
+
+def _attention_backward(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.full_like(each, RECEIVED) for each in inputs[:3])
+
+
+_aten = torch.ops.aten
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    _aten.mm: lambda a, b, *_: _filled(a, a.shape[0], b.shape[1]),
+    _aten.addmm: lambda _, a, b, *more: _filled(a, a.shape[0], b.shape[1]),
+    _aten.bmm: lambda a, b, *_: _filled(a, a.shape[0], a.shape[1], b.shape[2]),
+    _aten.baddbmm: lambda _, a, b, *more: _filled(a, a.shape[0], a.shape[1], b.shape[2]),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""What is not computed, and what is allocated in its place."""
 
 
 def join_emulated(rank: int, world_size: int, recorder: Recorder) -> None:

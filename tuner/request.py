@@ -134,9 +134,9 @@ class RunRequest:
         Asked(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
-    ranks: Annotated[
-        str, Asked("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="WHICH")
-    ] = "deciding"
+    ranks: Annotated[str, Asked("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="NAME")] = (
+        "deciding"
+    )
     memory_only: Annotated[bool, Asked("With emulate: measure memory, predict the time.")] = False
     emulate_first: Annotated[bool, Asked("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
