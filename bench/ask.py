@@ -1,12 +1,13 @@
-"""What a proposal costs: `python bench/ask.py [--sampler bayes] [--out bench/results/ask.json]`.
+"""The cost of a proposal: `python bench/ask.py [--sampler bayes] [--out bench/results/ask.json]`.
 
-A space of 50,000 valid configurations (a cluster of 128 devices and every knob), trials measured by a formula, some of
-them out of memory, guided by redline's estimator for a model of 7 B parameters on H100s (`--prior none` for without;
-`noise` for a callable that is asked configuration by configuration). Timed: one proposal after 100 and after 1,000 trials, and a
-batch of 64, each in a fresh sampler as `--resume` makes it ("first"), and again after one more trial, as a search
-goes on ("next", median). Then memory: the process's resident set while 5,000 trials are proposed, in batches of 64.
+The space has 50,000 valid configurations (a cluster of 128 devices and every knob); trials are measured by a formula,
+some of them out of memory. The prior is redline's estimator for a model of 7 B parameters on H100s (`--prior none` for
+no prior; `noise` for a callable that predicts one configuration at a time). Timed: one proposal after 100 and after
+1,000 trials, and a batch of 64, each in a fresh sampler as after `--resume` ("first"), and again after one more trial,
+as within a search ("next", median). Then memory: the resident set of the process while 5,000 trials are proposed in
+batches of 64.
 
-Goals, on two cores: one proposal within 0.5 s at 100 trials and 2 s at 1,000; a batch within 5 s; memory flat.
+Goals, on two cores: one proposal within 0.5 s at 100 trials and 2 s at 1,000; a batch within 5 s; constant memory.
 """
 
 import argparse
@@ -34,7 +35,7 @@ GOALS = {"one at 100 trials": 0.5, "one at 1,000 trials": 2.0, "64 at 100 trials
 
 
 def space_of() -> Space:
-    """50,000 valid configurations: every knob of a cluster, less what rules forbid."""
+    """Returns a space of 50,000 valid configurations: every knob of a cluster, with its constraints."""
     space = Space()
     tp = space.choice("tp", [1, 2, 4, 8])
     pp = space.choice("pp", [1, 2, 4, 8])
@@ -47,13 +48,13 @@ def space_of() -> Space:
     space.flag("fusion")
     space.derive("dp", DEVICES // (tp * pp))
     space.derive("grad_accum", 512 * tp * pp // (DEVICES * micro))
-    space.require(tp * pp <= DEVICES // 2, "two replicas at least")
+    space.require(tp * pp <= DEVICES // 2, "at least two replicas")
     space.require(512 * tp * pp % (DEVICES * micro) == 0, "global batch")
     return space
 
 
 def measure(config: Config) -> Measurement:
-    """Throughput and memory by a formula, each with the scatter of a measurement."""
+    """Returns throughput and memory by a formula with the scatter of a measurement."""
     tp, pp, micro = config["tp"], config["pp"], config["micro_batch"]
     ratio, zero = config["checkpoint_ratio"], config["zero"]
     rng = np.random.default_rng(int(config.id, 16))
@@ -71,7 +72,7 @@ def measure(config: Config) -> Measurement:
 
 
 def estimator() -> Estimator:
-    """The estimate of a Llama of 7 B parameters on H100s."""
+    """Returns the estimator of a Llama with 7 B parameters on H100s."""
     shape = Shape(
         name="llama", layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000, gated=True, tied=False
     )
@@ -79,19 +80,19 @@ def estimator() -> Estimator:
 
 
 def noise(config: Config) -> float:
-    """A prior that is off by a third, more or less at random, the same for the same configuration."""
+    """Returns a random error of up to about a third as prior, always the same for the same configuration."""
     wrong = np.random.default_rng(int(config.id, 16) + 1).normal(0, 0.3)
     return 1e5 * config["micro_batch"] / (config["micro_batch"] + config["tp"]) * math.exp(wrong)
 
 
 def trials_of(space: Space, count: int, seed: int) -> list[Trial]:
-    """So many measured trials at random, no configuration twice."""
+    """Returns `count` measured trials of different random configurations."""
     rows = space.sample(count, seed=seed)
     return [Trial(number=i, config=config, measurement=measure(config)) for i, config in enumerate(rows)]
 
 
 def timed(name: str, space: Space, options: dict[str, Any], trials: int, batch: int, repeats: int) -> dict[str, float]:
-    """Seconds of the first proposal of a fresh sampler, and the median and largest of those that follow."""
+    """Returns the seconds of the first proposal of a fresh sampler, and median and maximum of the following ones."""
     done = trials_of(space, trials, seed=trials)
     sampler = make_sampler(name, space, seed=0, **options)
     seconds = []
@@ -107,7 +108,7 @@ def timed(name: str, space: Space, options: dict[str, Any], trials: int, batch: 
 def memory(
     name: str, space: Space, options: dict[str, Any], trials: int, batch: int
 ) -> Iterator[tuple[int, float, float]]:
-    """Trials, resident set in MiB, and seconds of the batch, while a search of so many trials goes on."""
+    """Yields trials, resident set in MiB, and seconds of the batch during a search of so many trials."""
     process = psutil.Process()
     sampler = make_sampler(name, space, seed=0, **options)
     done: list[Trial] = []
@@ -150,9 +151,9 @@ def main() -> None:
             what = f"{'one' if batch == 1 else batch} at {count:,} trials"
             found = timed(arguments.sampler, space, options, count, batch, arguments.repeats if batch == 1 else 1)
             goal = GOALS.get(what)
-            told = "" if goal is None else f"goal {goal:g} s: {'met' if max(found.values()) <= goal else 'MISSED'}"
+            goal_text = "" if goal is None else f"goal {goal:g} s: {'met' if max(found.values()) <= goal else 'MISSED'}"
             after = f"next {found['next']:.3f} s (worst {found['worst_next']:.3f})"
-            print(f"{what:22}first {found['first']:.3f} s   {after}   {told}", flush=True)
+            print(f"{what:22}first {found['first']:.3f} s   {after}   {goal_text}", flush=True)
             report["seconds"][what] = {key: round(value, 4) for key, value in found.items()}
     if arguments.memory_trials:
         rows = list(memory(arguments.sampler, space, options, arguments.memory_trials, max(arguments.batch)))

@@ -1,9 +1,9 @@
-"""What the requests of attackers, and those of who works meanwhile, take on a server of its own.
+"""The cost of requests from attackers, and of those from regular clients at the same time, on one server.
 
     python bench/attacks.py --seconds 20 --write docs/security.md
 
-Each attack (`tests/support/attacks.py`) is sent in turn by two attackers without a pause, beside 1,100 connections on which a
-request has begun and does not go on, and 50 clients that ask once a second. Written are the median and the 99th
+Each attack (`tests/support/attacks.py`) is sent in turn by two attackers without a pause, beside 1,100 connections
+with an unfinished request and 50 clients that send a request each second. The table has the median and the 99th
 percentile of both, and those of the same clients without attackers.
 """
 
@@ -33,7 +33,7 @@ BEGIN, END = "<!-- attacks -->\n", "<!-- end of attacks -->"
 
 @contextlib.contextmanager
 def server(folder: Path):
-    """`redline serve` without a worker, and a token of each role."""
+    """Runs `redline serve` without a worker, and yields a token of each role."""
     command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder), "--port", "0", "--no-worker"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -52,7 +52,7 @@ def server(folder: Path):
 
 
 def works(client: httpx.Client, end: float) -> list[float]:
-    """What its answers took, s."""
+    """Returns the response times, s."""
     took = []
     while time.monotonic() < end:
         begun = time.monotonic()
@@ -74,8 +74,8 @@ def row(name: str, took: list[float], statuses: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long, with attackers and without")
-    parser.add_argument("--write", type=Path, help="a page with the marks in whose place the table is written")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration in seconds, with attackers and without")
+    parser.add_argument("--write", type=Path, help="a page with the marks between which the table is written")
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
@@ -101,8 +101,8 @@ def main() -> None:
         "",
         "| request | status | times | median / p99, ms |",
         "|---|---|---|---|",
-        row("of who works, without attackers", alone, "200"),
-        row("of who works, beside them", beside, "200"),
+        row("regular clients, without attackers", alone, "200"),
+        row("regular clients, beside attackers", beside, "200"),
     ]
     for name in ATTACKS:
         mine = [(status, seconds) for each, status, seconds in seen if each == name]

@@ -1,22 +1,22 @@
-"""Kills whatever the service consists of, at random and under load, and counts what that loses or does twice: nothing.
+"""Kills processes of the service at random under load, and counts lost and repeated work.
 
     python bench/chaos.py --out bench/results/service-chaos-sqlite.json
     python bench/chaos.py --storage postgresql://redline@localhost/redline --out bench/results/service-chaos-postgres.json
     python bench/chaos.py --ray --kills 60 --searches 15 --out bench/results/service-chaos-ray.json
     python bench/chaos.py --kills 0 --write docs/service.md     # the table of what is in bench/results
 
-`redline serve` and some workers run on this machine, with `--ray` on a local Ray cluster of several nodes, where a dry run
-takes two devices; searches of a short command are submitted at once. Every few seconds one process is killed (SIGKILL): the
-server with all that hangs on it, a searcher, the agent that searchers are forks of, a worker, a host agent, a rank, or of
-Ray a node or the head. Or the database fails: all connections of Postgres are cut, or one of its processes is killed so
-that it starts again with what is on disk; another process has SQLite's file to itself for three seconds. Who would start
-servers, workers and Ray again in life, systemd, Slurm or KubeRay, is this file. Searches are added until there were enough
-kills. Counted are, and the exit code is 1 unless all are zero:
+`redline serve` and some workers run on this machine, with `--ray` on a local Ray cluster of several nodes, where a dry
+run takes two devices; searches of a short command are submitted at the same time. Every few seconds one process is
+killed (SIGKILL): the server with all its child processes, a searcher, the agent from which searchers are forked, a
+worker, a host agent, a rank, or of Ray a node or the head. Or the database fails: all connections of Postgres are cut,
+or one of its processes is killed so that it restarts from disk; for SQLite another process locks the file for three
+seconds. This program restarts servers, workers and Ray, as systemd, Slurm or KubeRay do in production. Searches are
+added until enough processes were killed. The exit code is 1 unless these counts are zero:
 
-- lost: outcomes that were acknowledged and are missing or others in the ledger, and searches that do not end well;
+- lost: acknowledged outcomes that are missing or different in the ledger, and searches that do not end well;
 - repeated: dry runs that were leased after their outcome was acknowledged;
-- slow: kills after which it took longer than ten seconds until what was killed, or what it did, went on; of Ray's own, a
-  minute, as Ray itself starts anew.
+- slow: kills after which the process, or its work, needed more than ten seconds to continue; for Ray's own processes one
+  minute, the time of a restart of Ray itself.
 """
 
 import argparse
@@ -42,44 +42,44 @@ from redline.results import View
 from redline.service.records import DryRunState, SearchState
 
 RECOVERY_S, RAYS_OWN_S = 10.0, 60.0
-"""How long it may take after a kill until what was killed goes on."""
+"""Allowed time from a kill until the work of the process continues."""
 RARE = {"Ray head": 0.25, "Ray node": 0.5}
-"""How often a kind is drawn beside the others: as Ray itself takes long."""
+"""Frequency of a kind relative to the others, as Ray itself restarts slowly."""
 STILL_S = 300.0
-"""Without an event for so long, all of it counts as hung."""
+"""Seconds without an event after which the service counts as hung."""
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """Runs it and writes what came of it."""
+    """Runs the benchmark and writes its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--searches", type=int, default=50)
     parser.add_argument("--trials", type=int, default=5, help="of a search")
     parser.add_argument("--workers", type=int, default=2, help="of two devices each")
     parser.add_argument("--at-once", type=int, default=4, help="searches at once")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds from a recovery to the next kill, on average")
-    parser.add_argument("--kinds", nargs="+", metavar="NAME", help="what is killed; by default all there is")
+    parser.add_argument("--every", type=float, default=1.0, help="average seconds from a recovery to the next kill")
+    parser.add_argument("--kinds", nargs="+", metavar="NAME", help="kinds of processes to kill; by default all")
     parser.add_argument("--ray", action="store_true", help="run dry runs on a local Ray cluster")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", help="URL of a database; by default SQLite in a temporary folder")
-    parser.add_argument("--out", type=Path, help="where to write what came of it, as JSON")
-    parser.add_argument("--write", type=Path, help="a page to write the table of all results into")
+    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
+    parser.add_argument("--write", type=Path, help="a page into which the table of all results is written")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has started ends with it
-    told = tormented(given) if given.kills else {"lost": [], "repeated": [], "slow": []}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its child processes end with it
+    found = tormented(given) if given.kills else {"lost": [], "repeated": [], "slow": []}
     if given.kills:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(found, indent=2))
     if given.out is not None:
-        given.out.write_text(json.dumps(told, indent=2) + "\n")
+        given.out.write_text(json.dumps(found, indent=2) + "\n")
     if given.write is not None:
         found = [json.loads(each.read_text()) for each in sorted(RESULTS.glob("service-chaos-*.json"))]
         put(given.write, "chaos", table([each for each in found if "searches" in each]))
-    sys.exit(bool(told["lost"] or told["repeated"] or told["slow"]))
+    sys.exit(bool(found["lost"] or found["repeated"] or found["slow"]))
 
 
 def tormented(given: argparse.Namespace) -> dict[str, Any]:
-    """What comes of searches with kills on their way."""
+    """Returns the results of searches during which processes are killed."""
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         storage = given.storage or f"sqlite:///{folder}/redline.db"
@@ -93,14 +93,14 @@ def tormented(given: argparse.Namespace) -> dict[str, Any]:
             raise
         finally:
             service.close()
-        return {**chaos.told(), **found}
+        return {**chaos.results(), **found}
 
 
 class Chaos:
-    """Searches to their end, with kills on the way.
+    """Runs searches to their end and kills processes meanwhile.
 
     Args:
-        service: what is killed.
+        service: the service whose processes are killed.
         given: the command line.
     """
 
@@ -117,7 +117,7 @@ class Chaos:
         self._minutes = 0.0
 
     def _submitted(self) -> str:
-        """The id of another search."""
+        """Submits a search and returns its id."""
         store, trials = self.service.store, self._given.trials
         user = next(each for each in store.users() if each.name == "chaos")
         number = len(self.ids)
@@ -142,7 +142,7 @@ class Chaos:
                 if now - moved > STILL_S:
                     break
                 if next_kill == float("inf") and self.service.store.running():
-                    next_kill = now  # it has begun to work
+                    next_kill = now  # it has started to work
                 if self._waiting is not None and self._waiting.over():
                     self._recovered(self._waiting)
                     next_kill = time.monotonic() + self._draw.expovariate(1 / self._given.every)
@@ -156,7 +156,7 @@ class Chaos:
         self._minutes = (time.monotonic() - self._begun) / 60
 
     def _ended(self) -> bool:
-        """Whether there is nothing left to do; a further search where kills are still to come."""
+        """Returns True if all searches have ended and all kills are done; adds a search if kills are left."""
         store = self.service.store
         if any(store.searches(state=state, limit=1) for state in ("running", "queued")) or self._waiting is not None:
             return False
@@ -177,8 +177,8 @@ class Chaos:
         self._waiting = None
         print(f"{self._kills:4} {waiting.kind}: {took:.1f} s", flush=True)
 
-    def told(self) -> dict[str, Any]:
-        """What is to be known of it."""
+    def results(self) -> dict[str, Any]:
+        """Returns the results."""
         waits = [] if self._waiting is None else [f"{self._waiting.kind}: never"]
         slow = [
             f"{kind}: {each:.1f} s" for kind, many in self._seconds.items() for each in many if each > allowed(kind)
@@ -201,12 +201,12 @@ class Chaos:
 
 
 def allowed(kind: str) -> float:
-    """How long a recovery may take, s."""
+    """Returns the allowed time of a recovery, s."""
     return RAYS_OWN_S if kind.startswith("Ray") else RECOVERY_S
 
 
 def counted(service: Service, folder: Path, storage: str, ids: list[str], trials: int) -> dict[str, list[str]]:
-    """What was lost and what was run again, in words."""
+    """Returns descriptions of lost and of repeated work."""
     lost, repeated = [], []
     for search in ids:
         found = service.store.search(search)
@@ -221,10 +221,10 @@ def counted(service: Service, folder: Path, storage: str, ids: list[str], trials
             if run.outcome is None or not number.isdigit() or int(number) not in kept:
                 continue
             trial = kept[int(number)]
-            told = trial.first if trial.first is not None else trial.measured.throughput
-            if told != run.outcome.get("throughput"):
-                lost.append(f"{search} {run.key}: {run.outcome.get('throughput')} was answered, {told} is kept")
-            if "were lost while they ran it" in run.outcome.get("reason", ""):
+            measured = trial.first if trial.first is not None else trial.measured.throughput
+            if measured != run.outcome.get("throughput"):
+                lost.append(f"{search} {run.key}: {run.outcome.get('throughput')} was answered, {measured} is kept")
+            if "were lost while it ran" in run.outcome.get("reason", ""):
                 lost.append(f"{search} {run.key}: {run.outcome['reason']}")
         ended = set()
         for event in service.store.events(search=search, limit=100_000):
@@ -238,7 +238,7 @@ def counted(service: Service, folder: Path, storage: str, ids: list[str], trials
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """What came of several runs, in Markdown."""
+    """Returns the results of several runs as a table in Markdown."""
     names = [each["where"] for each in results]
     kinds = dict.fromkeys(kind for each in results for kind in each["recovery_s"])
     lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
@@ -254,7 +254,7 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     machine = ", ".join(dict.fromkeys(each["machine"] for each in results))
     return "\n".join(
-        [*lines, "", f"Of each victim how many were killed, the median and the worst recovery; on {machine}."]
+        [*lines, "", f"For each kind of process the number of kills, and the median and worst recovery; on {machine}."]
     )
 
 

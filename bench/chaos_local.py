@@ -1,18 +1,18 @@
-"""Kills whatever a search consists of, at random, and counts what that loses, repeats, orphans or hangs: nothing.
+"""Kills processes of a search at random, and counts lost and repeated work, orphans and hangs.
 
     python bench/chaos_local.py --kills 200 --out bench/results/chaos-local.json
 
-Studies of short calls run on this machine, by the local runner, on a Ray of their own, and on a Ray cluster of one node that
-they join, in turn. Every few seconds one of their processes is killed (SIGKILL): the driver, a host agent, a trial's supervisor
-or its rank, and of Ray the process that speaks to it or its guard, the raylet, the head (GCS) or the worker that holds a host's
-agent. A driver that was killed is started again with resume. Of a cluster that was joined nobody brings the raylet back: then
-the driver has to end by itself within two minutes, with what was found, and is resumed on another cluster. Four things are
-counted, and the exit code is 1 unless all of them are zero:
+Studies of short calls run on this machine in turn: with the local runner, on a Ray of their own, and on a Ray cluster
+of one node that they join. Every few seconds one of their processes is killed (SIGKILL): the driver, a host agent, the
+supervisor or rank of a trial, and of Ray the process that uses it or its guard, the raylet, the head (GCS) or the
+worker with the agent of a host. A killed driver is restarted with resume. The raylet of a cluster that was joined is
+not restarted: the driver then has to end by itself within two minutes with its results, and is resumed on another
+cluster. The exit code is 1 unless these counts are zero:
 
-- lost: results that had been written and are missing or others later, and trials without a result in the end;
-- repeated: calls that began after their result had been written;
-- orphaned: processes and temporary folders that are left when a driver has ended, or at the next start;
-- hung: drivers that made no progress for two minutes, or did not end within two minutes when their only node was lost.
+- lost: results that had been written and are later missing or different, and trials without a result at the end;
+- repeated: calls that started after their result had been written;
+- orphaned: processes and temporary folders left after a driver has ended, or at the next start;
+- hung: drivers without progress for two minutes, or that did not end within two minutes after losing their only node.
 """
 
 import argparse
@@ -67,29 +67,29 @@ VICTIMS = {
     JOINED: OF_RAY,
 }
 STILL_S = 120.0
-"""Without progress for so long a driver counts as hung, s."""
+"""Seconds without progress after which a driver counts as hung."""
 GONE_S = 30.0
-"""How long what a killed driver had started may take to end, s."""
+"""Seconds within which the processes of a killed driver must end."""
 
 
 class Study:
-    """One search in processes of its own, killed and resumed until it is finished."""
+    """A search in its own processes, killed and resumed until it is finished."""
 
     def __init__(self, folder: Path, runner: str, trials: int, counts: collections.Counter) -> None:
         self.folder, self.runner, self.trials, self.counts = folder, runner, trials, counts
         self.known: dict[int, tuple] = {}
-        """What has been written of each finished trial."""
+        """The written result of each finished trial."""
         self.since: dict[int, float] = {}
-        """When that was seen first."""
+        """The time at which each was first seen."""
         (folder / "tmp").mkdir(parents=True)
         self.driver: subprocess.Popen | None = None
         self.cluster: subprocess.Popen | None = None
-        """What has started the cluster that the driver joins; None where it joins none."""
+        """The process that started the cluster which the driver joins; None without one."""
         self._nodes: list[psutil.Process] = []
-        """That and what it started."""
+        """That process and its children."""
 
     def start(self) -> None:
-        """Starts the driver, or starts it again."""
+        """Starts or restarts the driver."""
         runner = "ray" if self.runner == JOINED else self.runner
         command = [sys.executable, "-c", textwrap.dedent(STUDY), str(self.folder), runner, str(self.trials)]
         place = {"TMPDIR": str(self.folder / "tmp")}
@@ -99,7 +99,7 @@ class Study:
             self.driver = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **place})
 
     def _joined(self, place: dict[str, str]) -> str:
-        """The address of a cluster of one node, another one where that of the last driver has lost it."""
+        """Returns the address of a cluster of one node; a new one if that of the last driver has lost its node."""
         if self.cluster is None or not any(self._kind(each) == "raylet" for each in self._of_cluster()):
             self.end_cluster()
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -110,7 +110,7 @@ class Study:
         return self.address
 
     def _of_cluster(self) -> list[psutil.Process]:
-        """What runs of the cluster that the driver joined."""
+        """Returns the processes of the cluster that the driver joined."""
         if self.cluster is None:
             return []
         try:
@@ -129,12 +129,15 @@ class Study:
         self.cluster, self._nodes = None, []
 
     def last_words(self) -> str:
-        """The last line that drivers printed."""
+        """Returns the last line that drivers printed."""
         return ([""] + (self.folder / "log").read_text().strip().splitlines())[-1]
 
     def family(self) -> list[psutil.Process]:
-        """The driver and all it started; on a cluster that it joined the host agents and trials, not Ray's own workers, which may
-        outlive a raylet that was killed until the cluster ends."""
+        """Returns the driver and its descendants.
+
+        On a cluster that it joined these are the host agents and trials, without Ray's own workers, which may outlive
+        a killed raylet until the cluster ends.
+        """
         found = [each for each in self._of_cluster() if self._kind(each) in VICTIMS["local"]]
         with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.driver.pid)
@@ -142,7 +145,7 @@ class Study:
         return found
 
     def look(self) -> int:
-        """Reads what is written, counts what is lost; how many trials are finished."""
+        """Reads the written results, counts lost ones, and returns the number of finished trials."""
         if not (self.folder / "run" / "study.log").exists():
             return 0
         try:
@@ -155,20 +158,20 @@ class Study:
             for trial in trials
             if not trial.pending
         }
-        self.counts["lost"] += sum(now.get(number) != told for number, told in self.known.items())
+        self.counts["lost"] += sum(now.get(number) != result for number, result in self.known.items())
         for number in now.keys() - self.known.keys():
             self.since[now[number][0]] = time.time()
         self.known = now
         return len(now)
 
     def victims(self) -> dict[str, list[psutil.Process]]:
-        """The processes that live, by what they are."""
+        """Returns the living processes by kind."""
         found = collections.defaultdict(list)
         for each in sorted({*self.family(), *self._of_cluster()}, key=lambda one: one.pid):
             with contextlib.suppress(psutil.Error):
                 found[self._kind(each)].append(each)
         if self.runner == JOINED and not found["rank"]:
-            found["raylet"].clear()  # a driver that is about to join may wait for a node for five minutes
+            found["raylet"].clear()  # a driver may wait five minutes for a node while it joins
         return found
 
     def _kind(self, process: psutil.Process) -> str:
@@ -180,7 +183,7 @@ class Study:
     def _kind_by(self, process: psutil.Process, words: str) -> str:
         if self.driver is not None and process.pid == self.driver.pid:
             return "driver"
-        if "redline.runners.agent" in words:  # a fork has the command line of what it was forked from
+        if "redline.runners.agent" in words:  # a fork has the command line of its parent
             above = sum("redline.runners.agent" in " ".join(each.cmdline()) for each in process.parents())
             return ("agent", "supervisor", "rank")[min(above, 2)]
         if "ray_driver" in words and self.driver is not None:
@@ -189,7 +192,7 @@ class Study:
         return next((kind for name, kind in names.items() if name in words), "other")
 
     def settle(self, family: list[psutil.Process]) -> None:
-        """Counts what a driver that has ended left behind, and ends it."""
+        """Counts and ends the leftovers of a driver that has ended."""
         self.driver.wait()
         _, alive = psutil.wait_procs(family, timeout=GONE_S)
         alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
@@ -199,7 +202,7 @@ class Study:
         self.counts["orphaned"] += len(alive)
 
     def end_without_node(self, family: list[psutil.Process]) -> None:
-        """Waits until a driver whose only node was lost has ended by itself, and counts where it does not."""
+        """Waits until a driver that has lost its only node ends by itself, and counts it if it does not."""
         try:
             self.driver.wait(STILL_S)
         except subprocess.TimeoutExpired:
@@ -213,7 +216,7 @@ class Study:
             self.counts["lost"] += 1
 
     def end(self) -> None:
-        """Counts what is to be counted when the study is finished."""
+        """Counts the results of the finished study."""
         self.look()
         self.counts["lost"] += self.trials - len(self.known)
         for line in (self.folder / "calls").read_text().splitlines():
@@ -228,7 +231,7 @@ class Study:
 
 
 def torment(study: Study, draw: random.Random, most: int, kills: collections.Counter, only: list[str]) -> None:
-    """Runs a study to its end, killing up to `most` of its processes, of these kinds."""
+    """Runs a study to its end and kills up to `most` of its processes, of these kinds."""
     done, moved, killed = 0, time.monotonic(), 0
     study.start()
     next_kill = time.monotonic() + draw.uniform(0.5, 4)
@@ -289,7 +292,7 @@ def main() -> None:
     counts, kills = collections.Counter(lost=0, repeated=0, orphaned=0, hung=0), collections.Counter()
     begin, studies = time.monotonic(), 0
     while kills.total() < options.kills:
-        # Of a short name: Ray makes sockets in it.
+        # A short name, as Ray creates sockets in it.
         with tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as folder:
             runner = options.runners[studies % len(options.runners)]
             study = Study(Path(folder), runner, options.trials, counts)
@@ -299,7 +302,7 @@ def main() -> None:
                 study.end_cluster()
         studies += 1
         print(f"{kills.total()} kills over {studies} studies: {dict(counts)}", flush=True)
-    told = {
+    results = {
         **counts,
         "kills": dict(sorted(kills.items())),
         "studies": studies,
@@ -310,8 +313,8 @@ def main() -> None:
         "seed": options.seed,
     }
     if options.out:
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps(told, indent=1))
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
     sys.exit(any(counts.values()))
 
 

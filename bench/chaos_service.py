@@ -1,4 +1,4 @@
-"""The service as bench/chaos.py kills it: all its processes, who of them is what, and when each goes on again."""
+"""The service for bench/chaos.py: its processes, their kinds, and the detection of their recovery."""
 
 import contextlib
 import os
@@ -24,12 +24,12 @@ from redline.service.store import Store
 PROGRAM = (
     "import time; time.sleep({seconds}); [print('speed:', {x} + 1, flush=True) or time.sleep(0.05) for _ in range(6)]"
 )
-"""What a dry run runs."""
+"""The program of a dry run."""
 HELD_S = 3.0
-"""How long another process has SQLite's file to itself, s."""
+"""Seconds for which another process locks SQLite's file."""
 AGENT = "redline.runners.agent"
 CPUS, NODES = 2, 2
-"""Cores that Ray's nodes say they have, and how many nodes there are beside the head."""
+"""Cores that each node of Ray reports, and the number of nodes besides the head."""
 CLUSTER = """
 import os, sys, time
 from ray.cluster_utils import Cluster
@@ -49,31 +49,31 @@ os._exit(1)
 
 @dataclass
 class Recovery:
-    """Something that was killed, until it goes on."""
+    """A killed process and the recovery of its work."""
 
     kind: str
-    """Of what."""
+    """Kind of the process."""
     over: Callable[[], bool]
-    """Whether it goes on."""
+    """Returns True if the work continues."""
     began: float = field(default_factory=time.monotonic)
-    """When it was killed, on the monotonic clock."""
+    """Time of the kill, on the monotonic clock."""
 
 
 class Service:
-    """A server, workers and Ray, each started again when it is gone.
+    """A server, workers and Ray, each restarted when it has ended.
 
     Args:
-        folder: of the server's data.
+        folder: folder of the server's data.
         storage: URL of the database.
-        workers: how many there are; with Ray one, which has all of the cluster.
-        searches: how many run at once.
-        ray: whether dry runs run on a Ray cluster.
+        workers: number of workers; with Ray one, which has the whole cluster.
+        searches: number of concurrent searches.
+        ray: True if dry runs run on a Ray cluster.
     """
 
     def __init__(self, folder: Path, storage: str, *, workers: int, searches: int, ray: bool) -> None:
         self._folder, self._storage, self.port = folder, storage, _free_port()
         self.ray = ray
-        self._ray_port, self._ray_folder = _free_port(), tempfile.mkdtemp(prefix="rl")  # of a short name: for sockets
+        self._ray_port, self._ray_folder = _free_port(), tempfile.mkdtemp(prefix="rl")  # a short name, for sockets
         tool = [sys.executable, "-m", "redline.cli"]
         serving = ["--data", str(folder), "--storage", storage, "--port", str(self.port), "--no-worker"]
         self._commands: dict[str, list[str]] = {}
@@ -95,12 +95,12 @@ class Service:
 
     @property
     def kinds(self) -> list[str]:
-        """What can be killed."""
+        """The kinds of processes that can be killed."""
         known = ["server", "searcher", "searchers' agent", "worker", "host agent", "rank", "database"]
         return known + ["Ray node", "Ray head"] * self.ray
 
     def look(self) -> None:
-        """Starts what is not running, but not more than once in a while."""
+        """Starts processes that are not running, at most once per interval."""
         for name, command in self._commands.items():
             running = name in self.processes and self.processes[name].poll() is None
             if running and name == "ray":
@@ -111,7 +111,7 @@ class Service:
             if name == "ray":
                 _kill(self._of_ray)
             self._started[name] = time.monotonic()
-            # On a busy machine its agents take longer to start than it waits for them.
+            # On a busy machine its agents start more slowly than it expects.
             more = {"TMPDIR": self._ray_folder, "RAY_agent_register_timeout_ms": "120000"} if name == "ray" else {}
             with open(self._folder / "log", "ab") as log:
                 self.processes[name] = subprocess.Popen(
@@ -124,7 +124,7 @@ class Service:
                 )
 
     def ready(self) -> bool:
-        """Whether the server says that it can work."""
+        """Returns True if the server reports that it is ready."""
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=1) as answer,
@@ -133,7 +133,7 @@ class Service:
         return False
 
     def strike(self, kind: str, draw: random.Random) -> Recovery | None:
-        """Kills one of a kind; what is to be waited for, None where there is none."""
+        """Kills a process of a kind and returns the recovery to wait for; None if there is no such process."""
         with contextlib.suppress(psutil.Error):
             if kind == "database":
                 return self._strike_database(draw)
@@ -155,7 +155,7 @@ class Service:
         return []
 
     def _runs(self, name: str) -> list[psutil.Process]:
-        """What runs dry runs for a worker: below it, or below Ray."""
+        """Returns the processes that execute dry runs for a worker: its descendants, or those of Ray."""
         return self._below("ray" if self.ray else name)
 
     def _victims(self, kind: str) -> list[psutil.Process]:
@@ -174,7 +174,7 @@ class Service:
             return self._ranks()
         wanted = "gcs_server" if kind == "Ray head" else "raylet/raylet"
         found = [each for each in self._below("ray") if wanted in _words(each)]
-        return found if kind == "Ray head" else found[1:]  # the first is the head's
+        return found if kind == "Ray head" else found[1:]  # the first one belongs to the head
 
     def _ranks(self) -> list[psutil.Process]:
         return [
@@ -186,7 +186,7 @@ class Service:
         ]
 
     def _goes_on(self, kind: str, victim: psutil.Process) -> Callable[[], bool]:
-        """How it shows that what is killed next goes on."""
+        """Returns a function that detects the recovery of the process killed next."""
         store = self.store
         if kind in ("server", "searchers' agent", "searcher"):
             searches = store.searches(state="running", limit=10_000)
@@ -236,13 +236,13 @@ class Service:
         with psycopg.connect(self._storage, autocommit=True) as connection:
             if draw.random() < 0.5:
                 connection.execute(f"SELECT pg_terminate_backend(pid) {others}")
-            else:  # which has Postgres end all its others, and start again with what is on disk
+            else:  # Postgres then ends all its other processes and restarts from disk
                 pids = [each for (each,) in connection.execute(f"SELECT pid {others}")]
                 os.kill(draw.choice(pids), signal.SIGKILL)
         return Recovery("database", self.ready)
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Ends all processes."""
         every = [each for name in self.processes for each in self._below(name)]
         for name, process in self.processes.items():
             if name != "ray":
@@ -258,7 +258,7 @@ class Service:
 
 
 def _lock(path: str, recovery: Recovery) -> None:
-    """Has a SQLite file for a while; the recovery begins when it is let go."""
+    """Locks a SQLite file for a while; the recovery starts at its release."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=30)
     connection.execute("BEGIN IMMEDIATE")
     time.sleep(HELD_S)
@@ -268,7 +268,7 @@ def _lock(path: str, recovery: Recovery) -> None:
 
 
 def _words(process: psutil.Process) -> str:
-    """What tells what a process is: its name, which forks may have changed, and its command line."""
+    """Returns the text that identifies a process: its name, which forks may have changed, and its command line."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return ""
@@ -278,7 +278,7 @@ def _words(process: psutil.Process) -> str:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    """Whether it is a host agent, and none of its forks."""
+    """Returns True if it is a host agent and not a fork of one."""
     with contextlib.suppress(psutil.Error):
         parent = process.parent()
         return AGENT in _words(process) and parent is not None and AGENT not in _words(parent)
@@ -292,14 +292,14 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _address() -> str:
-    """This machine's address as Ray takes it: it reads 127.0.0.1 as that, too."""
+    """Returns the address of this machine that Ray uses, also in place of 127.0.0.1."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # which sends nothing
+        probe.connect(("192.0.2.1", 9))  # this sends nothing
         return str(probe.getsockname()[0])
 
 
 def _free_port() -> int:
-    """A port that outgoing connections do not take."""
+    """Returns a port outside the range of outgoing connections."""
     for port in random.Random().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,15 +1,16 @@
-"""What drawing by our own layer costs against uPlot and Observable Plot: bytes, and time until a chart shows.
+"""The cost of redline's drawing layer compared with uPlot and Observable Plot: bytes, and time until a chart is
+shown.
 
     python bench/charts.py [--trials 200 2000 20000] [--rounds 5] [--packages DIR]
 
-Draws the best so far, throughput over peak memory and parallel coordinates of a made-up run by each, in
-headless Chromium (Debian's `chromium`, and playwright). The libraries and esbuild, which makes one file of
-each, come from npm into a temporary folder, or are under DIR/node_modules. Prints tables in Markdown; without
-npm only our own part of them.
+Each draws the best so far, throughput over peak memory and parallel coordinates of a synthetic run, in headless
+Chromium (Debian's `chromium`, and playwright). The libraries and esbuild, which bundles each into one file, come from
+npm into a temporary folder, or are under DIR/node_modules. Prints tables in Markdown; without npm only those of
+redline's own layer.
 
-For each chart: `work` is what the page's main thread did, by Chromium's own count; `shown` the time until a
-picture of the window is taken, less that of an empty one, so with rasterisation, and to a frame or two at
-best; `hover` the work of one move of the pointer; `elements` what was added to the page. Medians of rounds.
+For each chart: `work` is the work of the page's main thread, as counted by Chromium; `shown` the time until a
+screenshot of the window, less that of an empty one, so with rasterisation, and accurate to a frame or two; `hover` the
+work of one move of the pointer; `elements` the number of added elements. Medians of rounds.
 """
 
 import argparse
@@ -29,21 +30,21 @@ from dashboard import FLAGS, runs_on_disk
 HERE = Path(__file__).parent / "charts"
 PACKAGES = ("uplot@1.6.32", "@observablehq/plot@0.6.17", "esbuild@0.28.2")
 ENTRIES = {
-    # Its style as a script would put it there.
+    # Its style, added as a script would do it.
     "uplot": 'import uPlot from "uplot"; import style from "uplot/dist/uPlot.min.css"; window.uPlot = uPlot;'
     ' const sheet = document.createElement("style"); sheet.textContent = style; document.head.append(sheet);',
     "plot": """
         import {plot, dot, line, lineY, ruleY, barX, rect, text, boxY, tip, pointer} from "@observablehq/plot"
         window.Plot = {plot, dot, line, lineY, ruleY, barX, rect, text, boxY, tip, pointer}""",
 }
-"""One file of each library, with no more of it than our charts would need."""
+"""The entry file of each library, limited to the parts that the charts need."""
 
 TITLES = {"ours": "ours", "uplot": "uPlot", "plot": "Observable Plot and its part of d3"}
 
 MOVES = 30
 """Moves of the pointer across a chart."""
 
-# Draws a chart and resolves when two frames have passed.
+# Draws a chart and resolves after two frames.
 DRAW = """(name) => new Promise((resolve) => {
   const host = document.getElementById("host");
   const made = CHARTS[name]();
@@ -57,7 +58,7 @@ CLEAR = """() => new Promise((resolve) => {
 
 
 def libraries(folder: Path | None, place: Path) -> dict[str, str]:
-    """The text of one minified file of each library; empty without npm."""
+    """Returns each library as one minified file; empty without npm."""
     if folder is None:
         if shutil.which("npm") is None:
             return {}
@@ -71,14 +72,14 @@ def libraries(folder: Path | None, place: Path) -> dict[str, str]:
 
 
 def minified(folder: Path, text: str, *options: str) -> str:
-    """What esbuild makes of a script."""
+    """Returns a script minified by esbuild."""
     command = [folder / "node_modules" / ".bin" / "esbuild", "--minify", "--log-level=error", *options]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
 def sizes(drawing: str, libs: dict[str, str], packages: Path | None) -> list[list[Any]]:
-    """Name, bytes, and bytes by gzip of each layer."""
-    layers = {"our layer, as it is shipped": drawing}
+    """Returns name, bytes, and bytes with gzip of each layer."""
+    layers = {"our layer, as shipped": drawing}
     if packages is not None:
         layers["our layer, minified"] = minified(packages, drawing)
     layers |= {f"{TITLES[name]}, minified": text for name, text in libs.items()}
@@ -88,7 +89,7 @@ def sizes(drawing: str, libs: dict[str, str], packages: Path | None) -> list[lis
 
 
 def made_up(place: Path, trials: int) -> dict[str, Any]:
-    """The document of a run with that many trials."""
+    """Returns the document of a run with that many trials."""
     from redline.views.report import Source, document
 
     runs_on_disk().write_run(place / str(trials), trials)
@@ -96,14 +97,14 @@ def made_up(place: Path, trials: int) -> dict[str, Any]:
 
 
 def page_of(kind: str, libs: dict[str, str]) -> str:
-    """A page in which `CHARTS` draws by one of the libraries."""
+    """Returns a page whose `CHARTS` draw with one of the libraries."""
     from redline.views.report.page import SCRIPTS, asset
 
     ours = [asset(f"js/{name}.js") for name in SCRIPTS] + [
         (HERE / f"{kind}.js").read_text(),
         "Object.assign(window, { begin, CHARTS });",
     ]
-    # Ours in a scope of its own, as in a report.
+    # Our scripts in their own scope, as in a report.
     scripts = [libs.get(kind, ""), "(() => {" + "\n".join(ours) + "})();"]
     tags = "".join("<script>" + each.replace("</script", "<\\/script") + "</script>" for each in scripts)
     host = '<div id="host" style="width: 1040px; height: 880px; overflow: hidden"></div>'
@@ -111,7 +112,7 @@ def page_of(kind: str, libs: dict[str, str]) -> str:
 
 
 def measure(page: Any, chart: str, rounds: int) -> list[str]:
-    """One chart's figures as texts, in milliseconds but for the elements."""
+    """Returns the figures of one chart as texts; times in ms."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable")
 
@@ -133,7 +134,7 @@ def measure(page: Any, chart: str, rounds: int) -> list[str]:
 
     names = ("nothing", "idle", "shown", "work", "hover", "elements")
     found: list[tuple[float, ...]] = []
-    for _ in range(rounds + 1):  # the first to warm up
+    for _ in range(rounds + 1):  # the first one warms up
         page.evaluate(CLEAR)
         empty = timed(lambda: page.evaluate(CLEAR))
         drawn = timed(lambda: page.evaluate(DRAW, chart))
@@ -154,7 +155,7 @@ def measure(page: Any, chart: str, rounds: int) -> list[str]:
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
-    """Markdown."""
+    """Returns a table in Markdown."""
     return "\n".join("| " + " | ".join(map(str, each)) + " |" for each in (header, ["---"] * len(header), *rows))
 
 

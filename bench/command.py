@@ -1,11 +1,11 @@
-"""What a trial of a command costs beyond the command itself.
+"""The overhead of a trial of a command over the command itself.
 
     python bench/command.py [--trials 20]
 
-In one run and in turns: a command started by `subprocess.run`, and the same one as a trial on the local runner, from the
-request to the measurement. The command imports nothing and tells its speed at its end, so that all of the difference is the
-trial's: a process of its own, its folder, the log, what watches over memory and output, and the end of all it started.
-Goal: a median below 0.2 s.
+One run alternates between a command started by `subprocess.run` and the same command as a trial on the local runner,
+from the request to the measurement. The command imports nothing and prints its speed at its end, so that the
+difference is the cost of the trial: its process, folder and log, the supervision of memory and output, and the end of
+all its processes. Goal: a median below 0.2 s.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What the dashboard takes: the first page over many runs, and scrolling, sorting and following a large one.
+"""The speed of the dashboard: the first page with many runs, and scrolling, sorting and following a large one.
 
     python bench/dashboard.py [--runs 200] [--trials 5000]
 
-Makes the runs (a run.yaml, a best.yaml and 40 trials each, one of --trials), serves them by `redline dashboard`
-in a process of its own, and asks it over HTTP and by headless Chromium (Debian's `chromium`, and playwright).
-Every figure starts at a request or a key press and ends when the answer is in or the next frame is drawn.
-Prints one JSON object; without a browser only what the server takes.
+Creates the runs (a run.yaml, a best.yaml and 40 trials each, one of --trials), serves them by `redline dashboard` in
+another process, and requests pages over HTTP and in headless Chromium (Debian's `chromium`, and playwright). Every
+time starts at a request or a key press and ends when the response has arrived or the next frame is drawn. Prints one
+JSON object; without a browser only the times of the server.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FLAGS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 
-# Calls `act`, and resolves with the milliseconds until the frame after it is drawn.
+# Calls `act`, and resolves with the milliseconds until the next frame is drawn.
 UNTIL_DRAWN = """(act) => new Promise((resolve) => {
   const begin = performance.now();
   act();
@@ -41,7 +41,7 @@ UNTIL_DRAWN = """(act) => new Promise((resolve) => {
 
 
 def runs_on_disk() -> Any:
-    """The module of the browser tests that makes runs up."""
+    """Returns the module of the browser tests that creates runs."""
     spec = importlib.util.spec_from_file_location("runs_on_disk", ROOT / "tests" / "browser" / "runs_on_disk.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,7 +49,7 @@ def runs_on_disk() -> Any:
 
 
 def make_runs(root: Path, runs: int, trials: int) -> None:
-    """The folders."""
+    """Creates the folders of runs."""
     from redline.results import Measurement, RunFolder, Status
 
     disk = runs_on_disk()
@@ -73,7 +73,7 @@ def make_runs(root: Path, runs: int, trials: int) -> None:
 
 
 def seconds_of(address: str) -> tuple[float, int]:
-    """Seconds an answer takes, and its bytes as they travel."""
+    """Returns the seconds of a response, and its bytes as transferred."""
     begin = time.perf_counter()
     request = urllib.request.Request(address, headers={"accept-encoding": "gzip"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -82,7 +82,7 @@ def seconds_of(address: str) -> tuple[float, int]:
 
 
 def touch(path: Path) -> None:
-    """Appends a trial to a table, as a search would: by replacing the file."""
+    """Appends a trial to a table as a search does, by replacing the file."""
     lines = path.read_text().splitlines(keepends=True)
     last = lines[-1].split(",", 1)
     new = path.with_suffix(".new")
@@ -91,7 +91,7 @@ def touch(path: Path) -> None:
 
 
 def of_server(address: str, large: Path) -> dict[str, float]:
-    """What the server takes, s."""
+    """Returns the times of the server, s."""
     run = "api/run?run=group-0%2Frun-0"
     out = {"list_first_s": seconds_of(address + "api/runs")[0]}
     out["list_again_s"] = statistics.median(seconds_of(address + "api/runs")[0] for _ in range(5))
@@ -105,7 +105,7 @@ def of_server(address: str, large: Path) -> dict[str, float]:
 
 
 def of_browser(address: str, large: Path, chromium: str) -> dict[str, float]:
-    """What a person waits for, s and ms."""
+    """Returns the times that a user waits, s and ms."""
     from playwright.sync_api import expect, sync_playwright
 
     out = {}
@@ -173,7 +173,7 @@ def main() -> None:
         root = Path(place) / "runs"
         make_runs(root, options.runs, options.trials)
         large = root / "group-0" / "run-0" / "trials.csv"
-        # A server of its own for each, so that both find nothing remembered.
+        # A new server for each, so that nothing is cached.
         for kind in ("server", "browser"):
             if kind == "browser" and (chromium is None or importlib.util.find_spec("playwright") is None):
                 continue

@@ -1,12 +1,11 @@
-"""How well the estimator predicts redline's own dry runs on this machine: memory and time over a grid of
-knobs.
+"""Accuracy of the estimator for redline's own dry runs on this machine: memory and time over a grid of knobs.
 
     python bench/dry_runs.py [--model gpt2-tiny] [--devices 1] [--trials 16] [--calibrate 3] [--save FILE]
     python bench/dry_runs.py --model gpt2-tiny --load FILE
 
-Tries configurations spread over the model's default space with the local runner and prints what was measured
-beside what was predicted: the largest differences, and median absolute errors before and after `--calibrate`
-trials, on the others. On a machine without GPUs ranks are processes and memory is a rank's own.
+Runs configurations spread over the model's default space with the local runner and prints measured and predicted
+values: the largest differences, and median absolute errors before and after calibration with `--calibrate` trials, on
+the others. On a machine without GPUs ranks are processes and memory is that of each rank.
 """
 
 import argparse
@@ -31,8 +30,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--calibrate", type=int, default=3)
-    parser.add_argument("--save", metavar="FILE", help="keep configurations and measurements, as JSON")
-    parser.add_argument("--load", metavar="FILE", help="what was kept, instead of trying any")
+    parser.add_argument("--save", metavar="FILE", help="save configurations and measurements as JSON")
+    parser.add_argument("--load", metavar="FILE", help="load saved measurements instead of running trials")
     parser.add_argument("--fix", action="append", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
 
@@ -77,7 +76,7 @@ def main() -> None:
 
 
 def show(options, estimator, done) -> None:
-    """Prints what was measured beside what is predicted."""
+    """Prints measured and predicted values."""
     ok = [trial for trial in done if trial.measurement.ok]
     shown = [name for name in KNOBS if any(name in trial.config for trial in ok)]
     table = estimator.table([trial.config for trial in ok])
@@ -106,7 +105,7 @@ def save(path, trials) -> None:
 
 
 def load(path, space):
-    """The trials of a file that `save` wrote; their configurations must be of the space."""
+    """Returns the trials of a file written by `save`; their configurations must belong to the space."""
     from redline.results import Measurement, Trial
 
     free = {knob.name for knob in space.free}
@@ -121,7 +120,7 @@ def load(path, space):
 
 
 def errors(estimator, trials) -> tuple[float, float]:
-    """Median absolute errors of memory and time."""
+    """Returns the median absolute errors of memory and time."""
     table = estimator.table([trial.config for trial in trials])
     memory = np.array([trial.measurement.peak_memory_mib for trial in trials])
     step = np.array([trial.measurement.step_ms for trial in trials])

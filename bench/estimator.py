@@ -1,25 +1,32 @@
-"""How well the estimator predicts measured clusters, and how fast.
+"""Accuracy of the estimator against measured clusters, and its speed.
 
     python bench/estimator.py --surfaces DIR [--calibrate K] [--seeds N] [--only NAME] [--conventions]
     python bench/estimator.py --tables DIR [--source NAME] [--rows] [--conventions]
+    python bench/estimator.py --tables DIR [--surfaces DIR] --leave-out
+    python bench/estimator.py --tables DIR [--source NAME] --check [--most N]
     python bench/estimator.py --speed [--preset NAME]
 
-DIR holds tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
-global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and beside each a YAML that names the
-model's shape, the training set-up and the hardware. Nothing else is read: what such a YAML does not say is
-inferred from the framework it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`.
+DIR contains tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
+global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and for each a YAML with the shape of the model,
+the training setup and the hardware. Nothing else is read: values that the YAML lacks are inferred from the framework
+it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`.
 
---tables DIR is a folder of public tables as their sources publish them, a folder a source: each file is read by the
-form that it has (`bench/tables/`), and for each source one line is printed, over all its models and devices.
+--tables DIR is a folder of public tables as published, with a folder for each source: each file is read by its form
+(`bench/tables/`), and one line is printed for each source, over all its models and devices.
 
-Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time
-and of peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failed
-(a failure is whatever left no number, crashes included), and the share of measurements inside the 80 %
-intervals. With `--calibrate K` also after K random measurements of the table, mean over seeds, on the
-measurements left out.
+Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time and of
+peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failures (trials
+without a number, including crashes), and the share of measurements inside the 80 % intervals. With `--calibrate K`
+also after K random measurements of the table, mean over seeds, on the other measurements.
 
-`--speed` times `Estimator.table` on 100,000 configurations of a space for 512 devices, and the first answer
-for a preset in a new process with nothing cached, which includes imports and tracing.
+`--leave-out` fits the few free constants anew to all sources of --tables and --surfaces (one source for each trainer)
+except one, and states the error on that source, beside that of the package's constants and of those fitted to all.
+
+`--check` asks `redline check` about the recipes of --tables, N of each source: each as its framework's file would state
+it, its model traced. It prints the share called unfit among runs that ran, and called fit among those that failed.
+
+`--speed` measures the time of `Estimator.table` on 100,000 configurations of a space for 512 devices, and of the first
+answer for a preset in a new process with an empty cache, including imports and tracing.
 """
 
 import argparse
@@ -43,13 +50,13 @@ from redline.base.errors import RedlineError, UsageError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.estimate import Z80
 from redline.results import Measurement, Status, Trial
-from tables import read_tables
+from tables import checking, read_tables, refitting
 from tables.judging import auc, judge
 from tables.surfaces import Measured, load
 
 
 def evaluate(surface: Measured, estimator: Estimator, without: np.ndarray | None = None) -> dict[str, float]:
-    """The columns of the report for one table, rows in `without` left out."""
+    """Returns the columns of the report for one table, without the rows in `without`."""
     keep = np.ones(len(surface.table), bool)
     if without is not None:
         keep[without] = False
@@ -62,7 +69,7 @@ def evaluate(surface: Measured, estimator: Estimator, without: np.ndarray | None
     if "peak_memory_gib" in surface.table:
         measured = surface.table["peak_memory_gib"].to_numpy(float) * 1024
         known = ok & np.isfinite(measured)
-        # These runs lived, so they stayed below the limit.
+        # These runs succeeded, so they stayed below the limit.
         peak = np.minimum(made.peak_memory_mib, made.memory_limit_mib)
         out |= _errors("memory", peak[known] / measured[known], made.log_memory_std[known])
     failed = ~surface.ok & keep
@@ -90,7 +97,7 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def calibrated(surface: Measured, count: int, seed: int) -> dict[str, float]:
-    """As `evaluate`, after `count` random successes, which are left out."""
+    """Returns the columns as `evaluate` does, after calibration with `count` random successes, which are left out."""
     chosen = np.random.default_rng(seed).permutation(np.flatnonzero(surface.ok))[:count]
     rows = surface.configs.to_dict("records")
     trials = []
@@ -127,8 +134,10 @@ def show(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[
             value = row.get(column, math.nan)
             if math.isnan(value):
                 cells.append("-")
-            elif column in ("rows", "left", "time_rows", "memory_rows", "failed"):
+            elif column in ("rows", "left", "time_rows", "memory_rows", "failed", "ran"):
                 cells.append(f"{value:.0f}")
+            elif column == "seconds":
+                cells.append(f"{value:.2f} s")
             elif column in ("auc", "auc_runs", "spearman", "tau"):
                 cells.append(f"{value:.3f}")
             else:
@@ -137,7 +146,7 @@ def show(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[
 
 
 def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each column over tables that have it."""
+    """Returns the mean of each column over the tables that have it."""
     out = {}
     for column in COLUMNS:
         values = [row[column] for row in rows.values() if not math.isnan(row.get(column, math.nan))]
@@ -147,9 +156,11 @@ def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def pooled_auc(surfaces: list[Measured]) -> dict[str, dict[str, float]]:
-    """The areas under the curve over all tables of a model together: by memory alone, by memory alone without
-    the failures that were no lack of memory (see `outlived`), and with stalls; and how many those failures
-    are."""
+    """Returns the areas under the curve over all tables of a model together, and a number of failures.
+
+    The areas are those by memory alone, by memory alone without failures for other reasons than memory (see
+    `outlived`), and with stalls; the number is that of these failures.
+    """
     pools: dict[str, list[Measured]] = {}
     for surface in surfaces:
         if not surface.ok.all():
@@ -176,11 +187,11 @@ def pooled_auc(surfaces: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def outlived(configs: pd.DataFrame, ok: np.ndarray) -> np.ndarray:
-    """Which failures cannot have been a lack of memory: a run of the same model on the same device that needs
-    at least as much lived. Booleans, shape (n,).
+    """Returns the failures that cannot be a lack of memory, as booleans, shape (n,).
 
-    It has the same tp, pp and ZeRO stage and all else the same, at least the micro-batch, at least as many
-    micro-batches in flight, and states shared by at most as many replicas. No prediction has a part in this.
+    Another run of the same model on the same device succeeded that needs at least as much memory: with the same tp,
+    pp, ZeRO stage and other settings, at least the micro-batch, at least as many micro-batches in flight, and states
+    sharded over at most as many replicas. This does not depend on predictions.
     """
     tables = configs.reset_index(drop=True)
     same = [name for name in tables if name not in ("dp", "micro_batch", "grad_accum")]
@@ -205,7 +216,7 @@ def outlived(configs: pd.DataFrame, ok: np.ndarray) -> np.ndarray:
 
 
 def many_configs(count: int, devices: int, global_batch: int) -> list[dict[str, Any]]:
-    """`count` different valid configurations for so many devices."""
+    """Returns `count` different valid configurations for a number of devices."""
     axes = {
         "attention": ("sdpa", "eager", "flash_attention_2"),
         "fusion": (False, True),
@@ -250,7 +261,7 @@ def speed(preset: str) -> None:
     )
     with tempfile.TemporaryDirectory() as empty:
         start = time.perf_counter()
-        # Without a cache from an earlier run.
+        # An empty cache.
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "XDG_CACHE_HOME": empty},
@@ -258,12 +269,57 @@ def speed(preset: str) -> None:
             capture_output=True,
         )
         took = time.perf_counter() - start
-    # What of it was work: the rest is waiting for a core on a machine that does other things too.
+    # CPU time; the rest is waiting for a core on a busy machine.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"first answer for {preset} in a new process: {took:.1f} s, "
         f"{usage.ru_utime + usage.ru_stime:.1f} s of them on a core ({done.stdout.decode().strip()})"
     )
+
+
+def leave_out(options: argparse.Namespace) -> None:
+    """Prints each source's error of time by constants that it had no part in."""
+    sources = read_tables(options.tables, options.source)
+    if options.surfaces is not None:
+        sources += refitting.by_trainer(options.surfaces)
+    found, whole = refitting.leave_out(sources)
+    print(
+        f"\n{'source':34}{'rows':>8}{'package':>10}{'fitted':>10}{'held out':>10}   largest change of a constant, held out"
+    )
+    for each in found:
+        name, scale = max(each.scales.items(), key=lambda item: abs(math.log(item[1] / whole[item[0]])))
+        shares = "".join(f"{100 * value:8.1f} %" for value in (each.plain, each.together, each.out))
+        print(f"{each.name:34}{each.rows:>8}{shares}   {name} x {scale:.3f} (fitted to all: x {whole[name]:.3f})")
+    print("fitted to all, against the package's:", ", ".join(f"{name} x {scale:.3f}" for name, scale in whole.items()))
+
+
+def checked(options: argparse.Namespace) -> None:
+    """Prints what `redline check` says of each source's recipes."""
+    columns = (
+        "ran",
+        "failed",
+        "unfit",
+        "called fit",
+        "time_median",
+        "time_bias",
+        "memory_median",
+        "memory_bias",
+        "seconds",
+    )
+    out = {}
+    for source in read_tables(options.tables, options.source):
+        found = list(checking.verdicts(source, options.most))
+        verdicts = [each for each in found if isinstance(each, checking.Verdict)]
+        out[source.name] = checking.summary(verdicts)
+        for each in found if options.rows else ():
+            if isinstance(each, str):
+                print(f"not asked: {each}")
+            elif each.found.fits == each.run.failed:
+                peak, limit = each.found.estimate.peak_memory_mib / 1024, each.found.estimate.memory_limit_mib / 1024
+                print(
+                    f"{each.run.where}: {'failed' if each.run.failed else 'ran'}, {peak:.1f} of {limit:.1f} GiB predicted"
+                )
+    show(f"redline check, at most {options.most} recipes of a source", out, columns)
 
 
 def public(options: argparse.Namespace) -> None:
@@ -297,6 +353,11 @@ def main() -> None:
     parser.add_argument(
         "--source", action="append", default=[], help="of --tables only this; several times for several"
     )
+    parser.add_argument(
+        "--leave-out", action="store_true", help="of --tables and --surfaces: errors of each source held out"
+    )
+    parser.add_argument("--check", action="store_true", help="what `redline check` says of recipes of --tables")
+    parser.add_argument("--most", type=int, default=40, metavar="N", help="recipes of a source that --check asks about")
     parser.add_argument("--rows", action="store_true", help="of --tables every row too")
     parser.add_argument("--speed", action="store_true", help="how fast it answers")
     parser.add_argument("--preset", default="llama2-7b", help="whose first answer --speed times")
@@ -307,6 +368,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.speed:
         speed(options.preset)
+    if options.leave_out:
+        if options.tables is None:
+            parser.error("--leave-out needs --tables DIR")
+        leave_out(options)
+        return
+    if options.check:
+        if options.tables is None:
+            parser.error("--check needs --tables DIR")
+        checked(options)
+        return
     if options.tables is not None:
         public(options)
     if options.surfaces is None:
@@ -322,7 +393,7 @@ def main() -> None:
         try:
             surfaces.append(load(path))
         except (RedlineError, KeyError) as error:
-            # The other tables are still worth their figures.
+            # The figures of the other tables are still useful.
             print(f"{path.stem} is left out: {error}", file=sys.stderr)
             unread += 1
     if options.conventions:

@@ -1,16 +1,15 @@
-"""The train.py of an export, for each trainer: what `bench/exports.py` measures, and the tests of exports run.
+"""The train.py of an export for each trainer: measured by `bench/exports.py` and run by the tests of exports.
 
     torchrun --nproc-per-node 2 bench/export_trainers.py trainer trainer.yaml --model llama-tiny --steps 8
 
-Each function is a training as the framework's own documentation has it, of a preset from the dry run's weights on
-the dry run's batches, at the micro-batch, accumulation, precision, optimizer and whatever else the file of the
-export says. What a file leaves to its user (`--micro-batch`, `--grad-accum`, `--attention`) is an argument, and so is
-what the framework has no setting for. Losses are gathered when all is done; the last line of rank 0 is JSON:
+Each function trains a preset as in the documentation of its framework, with the weights and batches of the dry run, at
+the micro-batch, accumulation, precision, optimizer and other settings in the file of the export. Settings that a file
+leaves to its user (`--micro-batch`, `--grad-accum`, `--attention`), or that the framework does not have, are
+arguments. Losses are gathered at the end; the last line of rank 0 is JSON:
 
     losses      of each optimizer step, the mean over micro-batches and ranks
-    step_ms     of each optimizer step but the first, on the slowest rank: from its predecessor's end to its own
-    cpu_ms      the same steps' processor time, on the rank that took most: what others do on the machine, and
-                waiting, are not in it
+    step_ms     of each optimizer step but the first, on the slowest rank: from the end of the one before to its own
+    cpu_ms      CPU time of the same steps, on the rank with the most; it excludes waiting and other processes
     gradient    Euclidean norm of the first step's gradient, averaged over micro-batches and ranks
     optimizer   for each group of parameters: class, learning rate, betas, epsilon, weight decay, fused, tensors
 """
@@ -45,25 +44,25 @@ class Record:
 
     def __init__(self) -> None:
         self.losses: list[list[Any]] = [[]]
-        """Of the micro-batches of each optimizer step."""
+        """Losses of the micro-batches of each optimizer step."""
         self.ends: list[float] = []
-        """When optimizer steps ended, s."""
+        """Times at the end of the optimizer steps, s."""
         self.used: list[float] = []
-        """Processor time until then, s."""
+        """CPU time up to then, s."""
         self.gradient = 0.0
-        """Norm of the first step's gradient."""
+        """Norm of the gradient of the first step."""
         self.norm: Callable[[], float] | None = None
-        """Tells the gradient's norm where the optimizer's state does not."""
+        """Function that returns the norm of the gradient if the state of the optimizer does not give it."""
 
     def begin(self) -> None:
-        """The first step begins: dropout draws what the dry run's replica of this rank drew."""
+        """Called before the first step: seeds dropout as in the replica of this rank in the dry run."""
         torch.manual_seed(RANK)
 
     def loss(self, value: torch.Tensor) -> None:
         self.losses[-1].append(value.detach().float())
 
     def end(self, optimizer: Any) -> None:
-        """An optimizer step has ended."""
+        """Called after an optimizer step."""
         if not self.ends:
             self.gradient = float(self.norm()) if self.norm else first_gradient(optimizer)
         if CUDA:
@@ -73,7 +72,7 @@ class Record:
         self.losses.append([])
 
     def tell(self, optimizer: Any) -> None:
-        """Prints what all ranks recorded."""
+        """Prints the records of all ranks."""
         optimizer = unwrapped(optimizer)
         mine = (
             [float(sum(step) / len(step)) for step in self.losses if step],
@@ -88,7 +87,7 @@ class Record:
             + [len(group["params"])]
             for group in optimizer.param_groups
         ]
-        told = {
+        summary = {
             "losses": [sum(each) / WORLD_SIZE for each in zip(*(losses for losses, _, _ in ranks))],
             "step_ms": [max(each) for each in zip(*(times for _, times, _ in ranks))],
             "cpu_ms": [max(each) for each in zip(*(used for _, _, used in ranks))],
@@ -96,18 +95,18 @@ class Record:
             "optimizer": groups,
         }
         if RANK == 0:
-            print(json.dumps(told), flush=True)
+            print(json.dumps(summary), flush=True)
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """PyTorch's optimizer within a framework's."""
+    """Returns the PyTorch optimizer inside that of a framework."""
     while type(optimizer).__module__.partition(".")[0] != "torch":
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def first_gradient(optimizer: Any) -> float:
-    """Norm of the gradient that AdamW's first step has seen: its mean of gradients began at zero."""
+    """Returns the norm of the gradient of AdamW's first step: its moving average started at zero."""
     optimizer = unwrapped(optimizer)
     norms = []
     for group in optimizer.param_groups:
@@ -118,7 +117,7 @@ def first_gradient(optimizer: Any) -> float:
 
 
 class Task:
-    """What is trained: a preset with the weights and the batches of its dry run, of seed 0."""
+    """A preset with the weights and the batches of its dry run, with seed 0."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -128,7 +127,7 @@ class Task:
     def model(self) -> torch.nn.Module:
         with seeded(0, DEVICE), DEVICE:
             model = self.workload.build_model({"attention": self.options.attention}).train()
-        # For the Trainer, which otherwise takes the loss of these for a sum over labels.
+        # For the Trainer, which otherwise takes their loss to be a sum over labels.
         if self.workload.model.task in ("masked", "seq2seq"):
             model.accepts_loss_kwargs = False
         if self.options.checkpoint:
@@ -136,7 +135,7 @@ class Task:
         return model
 
     def micro_batches(self, size: int, accumulate: int) -> list[list[dict[str, torch.Tensor]]]:
-        """For each optimizer step this rank's micro-batches."""
+        """Returns the micro-batches of this rank for each optimizer step."""
         whole = [self._whole(step) for step in range(self.options.steps)]
         share = size * accumulate
         return [
@@ -148,7 +147,7 @@ class Task:
         ]
 
     def samples(self, size: int, accumulate: int) -> list[dict[str, torch.Tensor]]:
-        """All samples, in the order in which batches dealt to the ranks in turn give each its micro-batches."""
+        """Returns all samples, in the order in which batches assigned to the ranks in turn give each its micro-batches."""
         order = [
             (rank * accumulate + micro) * size + sample
             for micro in range(accumulate)
@@ -163,7 +162,7 @@ class Task:
 
 
 def redline(task: Task) -> None:
-    """The loop that a dry run times, to compare processor time with."""
+    """The loop of a dry run, for the comparison of CPU time."""
     from redline.training import Training
 
     if WORLD_SIZE > 1:
@@ -186,7 +185,7 @@ def trainer(task: Task) -> None:
     parse = parser.parse_json_file if task.options.file.endswith(".json") else parser.parse_yaml_file
     (arguments,) = parse(task.options.file)
     arguments.max_steps = task.options.steps
-    # What belongs to the comparison and not to the training: the order of the data, and no checkpoint at the end.
+    # Settings of the comparison, not of the training: the order of the data, and no checkpoint at the end.
     arguments.train_sampling_strategy = "sequential"
     arguments.save_strategy = transformers.trainer_utils.SaveStrategy.NO
     arguments.disable_tqdm = True
@@ -194,7 +193,7 @@ def trainer(task: Task) -> None:
     class Recorded(transformers.Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().training_step(*args, **kwargs)
-            # The Trainer has divided it by the micro-batches, or by the labels of all of them and of all ranks.
+            # The Trainer has divided it by the micro-batches, or by the labels of all of them on all ranks.
             task.record.loss(loss * self.args.gradient_accumulation_steps)
             return loss
 
@@ -217,7 +216,7 @@ def trainer(task: Task) -> None:
 
 
 def accelerate(task: Task) -> None:
-    """accelerate, in its documentation's loop; what its file says comes by `accelerate launch`."""
+    """accelerate, with the loop of its documentation; the settings of its file come from `accelerate launch`."""
     from accelerate import Accelerator
 
     size, accumulate = task.options.micro_batch, task.options.grad_accum
@@ -229,7 +228,7 @@ def accelerate(task: Task) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
         if number == 0:
-            task.record.begin()  # only now: a loader that begins draws a seed
+            task.record.begin()  # only here, because starting a loader draws a seed
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
@@ -286,7 +285,7 @@ def lightning(task: Task) -> None:
                 fully_shard(each, mesh=self.device_mesh["data_parallel"], reshard_after_forward=task.options.reshard)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            # LightningCLI puts the file's in its place, which is missing only where the file says so.
+            # LightningCLI replaces it by that of the file, unless the file has none.
             assert isinstance(self.trainer.strategy, ModelParallelStrategy), "the file has no optimizer"
             return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01, fused=task.options.fused or None)
 
@@ -304,7 +303,7 @@ def lightning(task: Task) -> None:
                 task.record.end(self.optimizers())
 
     class Batches(torch.utils.data.IterableDataset):
-        """This rank's micro-batches: Lightning's own sampler would deal samples in another order."""
+        """The micro-batches of this rank: Lightning's own sampler would assign samples in another order."""
 
         def __iter__(self) -> Iterator[Any]:
             return iter([batch for step in task.micro_batches(size, accumulate) for batch in step])
@@ -346,16 +345,16 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps")
     options = parser.parse_args()
-    # Nobody's own seed must decide: only what is recorded as the dry run's may make the losses equal.
+    # Losses may be equal only through the recorded state of the dry run, not through a common default seed.
     random.seed()
     torch.manual_seed(random.randrange(2**31))
     with tempfile.TemporaryDirectory() as folder:
         if options.file:
             options.file = os.path.abspath(options.file)
-        os.chdir(folder)  # where frameworks leave checkpoints and logs
+        os.chdir(folder)  # for checkpoints and logs of frameworks
         TRAINERS[options.trainer](Task(options))
-    # Frameworks keep process groups until the end; gloo's threads, which may still hold tensors then, abort the exit of
-    # a few processes in a hundred (PyTorch's pull request 179291).
+    # Frameworks keep process groups until the end; gloo's threads, which may then still own tensors, abort a few per
+    # cent of the processes at exit (PyTorch's pull request 179291).
     sys.stdout.flush()
     os._exit(0)
 

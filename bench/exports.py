@@ -1,19 +1,19 @@
-"""Whether an export trains in its framework what the dry run trained, and as fast: side by side in one run.
+"""Comparison of exports with the dry run: their losses and their speed in each framework, measured in the same run.
 
     python bench/exports.py                                  # llama-tiny and bert-tiny on two CPU ranks
     python bench/exports.py --models llama-tiny --turns 5
 
-`redline tune` finds the winner, `redline export` writes it for every trainer, and the line that the export
-names starts it (bench/export_trainers.py is its train.py). In turns the dry run is repeated and every
-export trains, each in fresh processes; medians of steps are taken alike, of the slowest rank, and the
-median over turns counts. The first loss is held to the dry run's by `redline.schedule.rounding`: format,
-depth and number of tokens say how far rounding may bring two orders of the same sums.
+`redline tune` finds the winner, `redline export` writes it for every trainer, and the command in the export starts it
+(bench/export_trainers.py is its train.py). The dry run and every export train in turns, each in fresh processes; step
+times are medians of the slowest rank, and then the median over turns. The first loss is compared with that of the dry
+run by `redline.schedule.rounding`: format, depth and number of tokens limit the rounding difference of two orders of
+the same sums.
 
-The table is printed, and kept as `bench/results/exports-MODEL-DEVICES.md` with the command, the hardware and the
-versions. Blocks are not compiled (`--fix fusion=false`): compiled code draws its dropout otherwise, so that
-the first losses of a model with dropout could not be compared, and most trainers compile a model as a whole
-or not at all. The loss holds all logits (`--fix kernels=false`), as it does in every trainer but the script:
-what those lose without the knob is `--fix kernels=true`.
+The table is printed and saved as `bench/results/exports-MODEL-DEVICES.md` with the command, the hardware and the
+versions. Blocks are not compiled (`--fix fusion=false`): compiled code draws other dropout masks, so that the first
+losses of a model with dropout could not be compared, and most trainers compile a model as a whole or not at all. The
+loss keeps all logits (`--fix kernels=false`), as in every trainer but the script: the cost of that is visible with
+`--fix kernels=true`.
 """
 
 import argparse
@@ -39,20 +39,20 @@ FILES = {
     "python": "train.py", "trainer": "trainer.yaml", "accelerate": "accelerate.yaml",
     "deepspeed": "deepspeed.json", "lightning": "lightning.yaml",
 }  # fmt: skip
-"""What is exported: targets, and what their files are called."""
+"""The export targets and their file names."""
 WARM_UP = 2
-"""Steps of an export that do not count, the first of which is in no time."""
+"""Steps of an export that are not counted; the first one is in no time."""
 
 
 @dataclass
 class Row:
-    """What was measured of a side."""
+    """Measurements of one side."""
 
     name: str
     loss: float = float("nan")
-    """Of the first step."""
+    """Loss of the first step."""
     step_ms: list[float] = field(default_factory=list)
-    """Median step of each turn."""
+    """Median step time of each turn."""
     failed: str = ""
 
     @property
@@ -67,10 +67,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument(
-        "--fix", action="append", help="a knob held; fusion=false and kernels=false where none is named"
-    )
-    parser.add_argument("--turns", type=int, default=3, help="how often each side is measured")
+    parser.add_argument("--fix", action="append", help="a fixed knob; fusion=false and kernels=false if none is given")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each side")
     parser.add_argument("--steps", type=int, default=16, help="steps of an export in a turn")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -86,7 +84,7 @@ def main() -> None:
 
 
 def compare(name: str, device: Device, options: argparse.Namespace, folder: Path) -> str:
-    """Tunes a model, exports the winner, measures all sides; the section of the report."""
+    """Tunes a model, exports the winner, measures all sides, and returns the section of the report."""
     import yaml
 
     folder.mkdir()
@@ -116,13 +114,13 @@ def compare(name: str, device: Device, options: argparse.Namespace, folder: Path
             dry.step_ms.append(measured.step_ms)
             for target, row in rows.items():
                 try:
-                    told = train(target, starts[target], config, name, options, folder)
+                    printed = train(target, starts[target], config, name, options, folder)
                 except subprocess.CalledProcessError as error:
                     row.failed = error.stderr.strip().splitlines()[-1][:200]
                     print(f"{error.stdout[-1000:]}\n{error.stderr[-4000:]}\n{target} failed", flush=True)
                     continue
-                row.loss = told["losses"][0]
-                row.step_ms.append(statistics.median(told["step_ms"][WARM_UP - 1 :]))
+                row.loss = printed["losses"][0]
+                row.step_ms.append(statistics.median(printed["step_ms"][WARM_UP - 1 :]))
     return report(load, config, dry, list(rows.values()))
 
 
@@ -148,7 +146,7 @@ def dry_run(trials: Any, config: dict[str, Any], number: int) -> Any:
 def train(
     target: str, start: str, config: dict[str, Any], name: str, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Starts an export by the line it names; the losses and the step times (ms) that its training told.
+    """Runs an export by the command it names; returns the losses and step times (ms) that its training printed.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -163,7 +161,7 @@ def train(
         more += ["--micro-batch", str(config["micro_batch"]), "--grad-accum", str(config["grad_accum"])]
         more += ["--attention", config["attention"]] if config.get("attention") else []
         more += ["--fused"] if config.get("fused_optimizer") else []
-        # Of these the Trainer's file says what it wants itself.
+        # The Trainer's file contains these settings itself.
         more += ["--checkpoint"] if config.get("checkpoint_ratio") and target != "trainer" else []
         more += ["--reshard"] if config.get("zero") == 3 and target == "lightning" else []
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -179,7 +177,7 @@ def train(
 
 
 def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
-    """The section of a model, in Markdown."""
+    """Returns the section of a model in Markdown."""
     import torch
     from redline.schedule.rounding import allowance, loss_allowance
 
@@ -199,7 +197,7 @@ def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
             continue
         apart = abs(row.loss / dry.loss - 1)
         turns = ", ".join(f"{each:.0f}" for each in row.step_ms)
-        # The script prints six decimals.
+        # The script prints six decimal places.
         equal = "" if row is dry else "yes" if apart <= allowed + 5e-7 / dry.loss else "**no**"
         lines.append(
             f"| {row.name} | {row.loss:.6f} | {'' if row is dry else f'{apart:.1e}'} | {equal} | "
@@ -210,7 +208,7 @@ def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
 
 
 def footer(options: argparse.Namespace) -> str:
-    """Where the numbers come from."""
+    """Returns the command, hardware and versions."""
     where = host()
     frameworks = ("accelerate", "deepspeed", "lightning")
     known = {**versions(), **{name: metadata.version(name) for name in frameworks}}

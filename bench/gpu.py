@@ -1,12 +1,13 @@
-"""Measures on one GPU what redline's CPU tests cannot show.
+"""Checks on one GPU that redline's CPU tests cannot make.
 
     python bench/gpu.py --out DIR                       # eight minutes on the first GPU
     python bench/gpu.py --out DIR --only models,ranks   # these checks
     python bench/gpu.py --out DIR --tiny --device cpu   # the same code at tiny sizes, for its tests
 
-Every check runs in a process of its own with its own time limit, in the order of bench/gpu_checks/__init__.py. DIR gets gpu.jsonl
-with a line a check, gpu.md with the table, and NAME.log with whatever a check printed. The status is 1 where a check does
-not hold. Needs torch, transformers, psutil and cloudpickle; neither Ray nor Optuna nor an installed redline.
+Every check runs in its own process with its own time limit, in the order of bench/gpu_checks/__init__.py. DIR receives
+gpu.jsonl with a line for each check, gpu.md with the table, and NAME.log with the output of each check. The exit
+status is 1 if a check fails. Needs torch, transformers, psutil and cloudpickle, but neither Ray nor Optuna nor an
+installed redline.
 """
 
 import argparse
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 LEAST_S = 10.0
-"""A check is not begun with less time than this left, s."""
+"""Seconds that must be left to start a check."""
 MARKS = {"ok": "ok", "failed": "**FAILED**", "crash": "**CRASH**", "timeout": "**TIMEOUT**", "skipped": "skipped"}
 
 
 def main() -> int:
-    """Runs the checks, prints each line as it comes, and the table."""
+    """Runs the checks and prints each line as it comes, then the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for all checks (8)")
@@ -42,7 +43,7 @@ def main() -> int:
         _importable(Path(place))
         from redline.runners.host import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
 
-        # One for the trials of all checks; it imports beside this process.
+        # One agent for the trials of all checks; it imports while this process does.
         agent = HostAgent(PLAIN_IMPORTS if options.tiny else COMMON_IMPORTS)
         held.callback(agent.close)
         _import_once()
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def _importable(place: Path) -> None:
-    """Makes this repository `redline` for this process and all that it starts, wherever it is, installed or not."""
+    """Makes this repository importable as `redline` in this process and its children, installed or not."""
     (place / "redline").symlink_to(Path(__file__).resolve().parents[1])
     sys.path.insert(0, str(place))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
@@ -76,7 +77,7 @@ def _importable(place: Path) -> None:
 
 
 def _import_once() -> None:
-    """Imports what the checks have in common. It must not initialise CUDA, which no fork could use then."""
+    """Imports the common modules of the checks. It must not initialise CUDA, which a fork could not use then."""
     import torch
     import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -84,12 +85,12 @@ def _import_once() -> None:
 
 
 def outcomes(names: list[str], setting: Any, end: float) -> Iterator[dict[str, Any]]:
-    """What each check comes to, until the time is up; the others are skipped.
+    """Yields the outcome of each check until the time is up; later checks are skipped.
 
     Args:
-        names: of checks, in order.
+        names: names of the checks, in order.
         setting: a `gpu_checks.Setting`.
-        end: of all, on the monotonic clock.
+        end: end of the time for all checks, on the monotonic clock.
     """
     from gpu_checks import CHECKS
 
@@ -102,7 +103,7 @@ def outcomes(names: list[str], setting: Any, end: float) -> Iterator[dict[str, A
 
 
 def outcome(name: str, setting: Any, limit_s: float) -> dict[str, Any]:
-    """What one check comes to, in a process of its own: `rows` has what it reported, up to its end or its limit."""
+    """Runs one check in its own process; `rows` of the outcome are its reports up to its end or its limit."""
     from redline.runners.process import kill_tree
 
     context = multiprocessing.get_context("fork")
@@ -137,7 +138,7 @@ def outcome(name: str, setting: Any, limit_s: float) -> dict[str, Any]:
 
 
 def _serve(name: str, setting: Any, receiver: Connection, sender: Connection) -> None:
-    """A check's own process."""
+    """Runs a check in its own process."""
     from gpu_checks import CHECKS, Skipped
 
     receiver.close()
@@ -162,7 +163,7 @@ def _rounded(value: Any) -> Any:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results in Markdown: a line a row."""
+    """Returns the results in Markdown, with a line for each row."""
     lines = ["| check | s | status | what | values |", "|---|---|---|---|---|"]
     for each in results:
         head = f"| {each['check']} | {each['seconds']:.0f} | {MARKS[each['status']]} |"

@@ -1,11 +1,11 @@
-"""Whether every family computes in every combination of parallel knobs what one process computes.
+"""Checks that every family computes the same in every combination of parallel knobs as on one process.
 
     python bench/numerics.py                                  # the whole table, some minutes on two cores
     python bench/numerics.py --family t5 --combination tp2    # one cell
-    python bench/numerics.py --keep cells.json --write docs/numerics.md    # in as many runs as it takes
+    python bench/numerics.py --keep cells.json --write docs/numerics.md    # in several runs, if needed
 
-Each cell trains a tiny model of the family for three steps on one process and spread over ranks (gloo), and
-compares the first step's loss, every gradient and every weight. Ends with status 1 where a cell departs.
+Each cell trains a tiny model of the family for three steps on one process and on several ranks (gloo), and compares
+the loss of the first step, every gradient and every weight. The exit status is 1 if a cell deviates.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from queue import Empty
 from redline.testing import numerics
 
 CELL_SECONDS = 300
-"""Longest wait for one cell: compilation of every block on every rank included."""
+"""Longest time of a cell, including compilation of every block on every rank."""
 
 
 def main() -> int:
-    """Runs the table, prints it, and where asked writes it."""
+    """Runs the table, prints it, and writes it if requested."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
     parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
     parser.add_argument("--write", type=Path, help="a Markdown file")
-    parser.add_argument("--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again")
+    parser.add_argument("--keep", type=Path, help="a JSON file: passed cells are written to it and not run again")
     options = parser.parse_args()
     families = options.family or list(numerics.FAMILIES)
     combinations = options.combination or list(numerics.COMBINATIONS)
@@ -75,8 +75,10 @@ def main() -> int:
 
 
 def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, str], str | float]]":
-    """Outcomes of cells on `size` ranks with one process group, until all are done or one fails: the largest
-    departure of a gradient, or what went wrong."""
+    """Yields the outcomes of cells on `size` ranks with one process group, until all are done or one fails.
+
+    An outcome is the largest deviation of a gradient, or an error.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers = context.Queue()
@@ -95,7 +97,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                     except Empty:
                         values.append(f"no answer within {CELL_SECONDS} s")
                     if isinstance(values[-1], str):
-                        # The others may wait for that rank for ever.
+                        # The others may wait for that rank indefinitely.
                         yield cell, values[-1]
                         return
                 wrong = next((value.wrong for value in values if not value.holds), None)
@@ -108,7 +110,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
 
 
 def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue") -> None:
-    """One rank: checks the cells in order."""
+    """Runs one rank, which checks the cells in order."""
     import torch
     import torch.distributed as dist
 
@@ -120,7 +122,7 @@ def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answer
         except Exception:
             answers.put(f"rank {rank}: {traceback.format_exc()}")
             return
-    # Until the parent ends them: the others may still exchange something.
+    # Until the parent ends them, as other ranks may still be communicating.
     threading.Event().wait()
 
 
@@ -130,7 +132,7 @@ def table(
     combinations: list[str],
     failed: list[tuple[str, str]],
 ) -> str:
-    """A Markdown table with a note for each cell that cannot be."""
+    """Returns a Markdown table with a note for each unsupported cell."""
     notes: list[str] = []
     lines = ["| family | " + " | ".join(combinations) + " |", "|---" * (len(combinations) + 1) + "|"]
     for family in families:
@@ -151,7 +153,7 @@ def table(
 
 
 def page(text: str) -> str:
-    """docs/numerics.md."""
+    """Returns docs/numerics.md."""
     import torch
     import transformers
 
@@ -169,44 +171,44 @@ def page(text: str) -> str:
 
 EXPERTS = """## Experts over ranks
 
-Families with experts, which `ep` ranks [share](parallel.md#experts-over-ranks), beside all else: `ep2·dp2` is four replicas, of
-which two share the experts. A family without experts refuses `ep`: the model has no experts, so that ep must be 1.
+Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
+replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
 """
 PAGE = """# Equal numerics
 
-A configuration may change how fast a model trains, never what it computes. For every family and combination of
-parallel knobs below, a tiny model of the family (two blocks, four where there are as many stages, an odd
-vocabulary, dropout off, float32) trains for {steps} steps on one process and spread over ranks, from the same seed,
-on the same {samples} samples a step. The first step's loss, every gradient of it and every weight after the last step
+A configuration may change the speed of a training, but not its results. For every family and combination of
+parallel knobs below, a tiny model of the family (two blocks, or four for as many stages, an odd
+vocabulary, dropout off, float32) trains for {steps} steps on one process and on several ranks, from the same seed,
+on the same {samples} samples in each step. The loss of the first step, all its gradients and all weights after the last step
 (AdamW, learning rate {rate:.0e}, epsilon
-{epsilon:.0e}) must agree but for rounding: sums of n terms in another order depart by sqrt(n) 2^-24 of their magnitude,
-and five standard deviations of that through all layers are allowed, 2e-05 for most of these families.
-`redline/schedule/rounding.py` derives it, for losses and for weights behind AdamW as well.
+{epsilon:.0e}) must agree up to rounding: sums of n terms in another order differ by sqrt(n) 2^-24 of their magnitude,
+and the tolerance is five standard deviations of that through all layers, 2e-05 for most of these families.
+`redline/schedule/rounding.py` derives it, also for losses and for weights after AdamW.
 
-A number is the largest departure of a gradient, relative to the largest in its tensor; float32 itself rounds at
-6e-08. A note says why a combination cannot be: the same sentence with which the default space leaves it out.
-With `kernels` the loss is computed [without all logits](kernels.md), alone on one process with two micro-batches.
-`tp2+sp` is `sequence_parallel`, the sequence cut between layers that are cut; `sp2` and `sp4` are
-[sequences over ranks](parallel.md#sequences-over-ranks), four of them with two heads of keys; `cp2` and `cp4` are rings.
+A number is the largest difference of a gradient, relative to the largest in its tensor; float32 itself rounds at
+6e-08. A note has the reason why a combination is not supported; the default space excludes it with the same reason.
+With `kernels` the loss is computed [without all logits](kernels.md), on one process with two micro-batches.
+`tp2+sp` is `sequence_parallel`, which shards the sequence between sharded layers; `sp2` and `sp4` are
+[sequences over ranks](parallel.md#sequences-over-ranks), the latter with two heads of keys; `cp2` and `cp4` are rings.
 
 {table}
 ## Sizes that ranks do not divide
 
-- **Vocabulary**: padded. Embedding and head are filled up with rows of zeros (GPT-2's 50,257 to 50,258 over two ranks), no
-  token looks them up, the loss leaves their logits out (Shoeybi et al., 2019), and a checkpoint has none of them.
-  `redline space` says so beside `tp`. The odd vocabularies of the table are padded.
-- **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, for the rest of
-  the model would compute on zeros. The degree is a constraint of the default space, with the numbers:
+- **Vocabulary**: padded. Embedding and head get rows of zeros (GPT-2's 50,257 become 50,258 over two ranks), which
+  no token uses, which the loss ignores (Shoeybi et al., 2019), and which are not in checkpoints.
+  `redline space` reports that for `tp`. The odd vocabularies of the table are padded.
+- **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, as the rest of
+  the model would compute with zeros. The degree is a constraint of the default space, with the numbers:
   "tp: 8 ranks must divide the 12 attention heads".
-- **Blocks and pipeline stages**: the first stages have a block more.
-- **Parameters and ZeRO**: padded by PyTorch, unseen.
+- **Blocks and pipeline stages**: the first stages have one more block.
+- **Parameters and ZeRO**: padded by PyTorch internally.
 
-## How it is measured
+## Measurement
 
 Written by `python bench/numerics.py --write docs/numerics.md` on gloo ranks of one CPU host: Python {python},
 torch {torch}, transformers {transformers}. `redline/testing/numerics.py` declares the table, `tests/training/test_numerics.py`
-holds it. Dropout is compared too: under tensor parallelism masks agree where ranks hold the same activations
-and differ where each has its own.
+tests it. Dropout is compared too: with tensor parallelism masks agree for activations that ranks share
+and differ for others.
 """
 
 

@@ -1,11 +1,11 @@
-"""What trying costs: seconds a trial takes beyond its own build and steps.
+"""The overhead of a trial: seconds beyond its own build and steps.
 
     python bench/overhead.py [--model gpt2-tiny] [--trials 10]
 
-Compares, in one run and in turns, the local runner, the Ray runner, and a fresh interpreter for every
-trial, which is how DeepSpeed's autotuner and Slapo's tuner try candidates. All three run the same dry run
-of the same configuration; its own build, warm-up and measurement are taken off the wall time seen from
-outside. The start of the host agent or of Ray, once a search, is reported apart.
+Compares in turns, in one run, the local runner, the Ray runner, and a fresh interpreter for every trial, as in
+DeepSpeed's autotuner and Slapo's tuner. All three run the same dry run of the same configuration; its build, warm-up
+and measurement are subtracted from the wall time outside. The start of the host agent or of Ray, once for each search,
+is reported separately.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from redline.models import flops_of, make_space
 
 PLAN = {"warmup_min_steps": 1, "warmup_max_steps": 1, "min_steps": 1, "max_steps": 1, "seconds": 0.0}
 
-# The whole of a fresh interpreter's trial: import, build, step, tell. No limit, no supervision.
+# A complete trial in a fresh interpreter: import, build, step, print. No limit, no supervision.
 FRESH = """
 import json, sys
 model, micro_batch, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -57,7 +57,7 @@ def main() -> None:
     device = detect()
     threads = usable_cores()
     load = workload(options.model)
-    flops_of(load).per_sample  # counted once a search, as `tune` does, and sent along with the workload
+    flops_of(load).per_sample  # counted once for each search, as `tune` does, and sent along with the workload
     space = make_space(load, device, devices=1)
     chosen = {knob.name: space.default()[knob.name] for knob in space.free}
     config = space.config(**{**chosen, "micro_batch": options.micro_batch})

@@ -1,4 +1,4 @@
-"""Tables that benchmarks write into pages, each between marks of its own."""
+"""Writes tables of benchmarks into pages, each between its own marks."""
 
 from pathlib import Path
 
@@ -14,5 +14,5 @@ def put(page: Path, name: str, text: str) -> None:
     before, found, rest = whole.partition(marks[0])
     _, end, after = rest.partition(marks[1])
     if not found or not end:
-        raise SystemExit(f"{page} has no place for this: it is to have the lines {marks[0]} and {marks[1]}")
+        raise SystemExit(f"{page} has no marks for this table: it must have the lines {marks[0]} and {marks[1]}")
     page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")

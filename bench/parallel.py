@@ -1,19 +1,19 @@
-"""What tuning over several devices gains over what a person would start from, side by side in one run.
+"""The gain of tuning over several devices over usual starting points, measured in the same run.
 
     python bench/parallel.py                               # llama-tiny and bert-tiny on two CPU ranks
     python bench/parallel.py --models llama-tiny --trials 12 --runner local
-    python bench/parallel.py --devices 8 --surface         # where there are GPUs: gpt2, bert-large, llama3.2-1b
+    python bench/parallel.py --devices 8 --surface         # with GPUs: gpt2, bert-large, llama3.2-1b
 
-First redline tunes the model. Then, in turns, every side trains it on the same global batch: plain data parallelism
-with micro-batch 1, transformers.Trainer under DDP and FSDP2 as accelerate sets it up, both with the Trainer's
-micro-batch of 8, redline's default configuration (the same as the Trainer's), and the winner. Where transformers has a
-plan, layers cut over all devices by DTensor stand beside redline's own cut (`tp`). Each turn is a fresh set of
-processes; steps are timed alike, and the slowest rank counts. Baselines run in float32 on a CPU and in bf16 on GPUs,
-where a person would switch it on.
+First redline tunes the model. Then every side trains it in turn on the same global batch: plain data parallelism with
+micro-batch 1, transformers.Trainer with DDP and with FSDP2 as accelerate configures it, both with the Trainer's
+micro-batch of 8, redline's default configuration (the same as the Trainer's), and the winner. If transformers has a
+plan for the model, layers sharded over all devices by DTensor are compared with redline's own sharding (`tp`). Each
+turn is a fresh set of processes; steps are timed alike, and the slowest rank counts. Baselines run in float32 on a CPU
+and in bf16 on GPUs, where users would enable it.
 
-A table is printed for each model, and kept as `bench/results/parallel-MODEL-DEVICES.md` with the command, the hardware and
-the versions. With `--surface` the whole grid of the space is measured first (bench/record.py), failures and memory
-included, into a CSV beside it; the search then has one more thing to be compared with, the best of the grid.
+A table is printed for each model, and saved as `bench/results/parallel-MODEL-DEVICES.md` with the command, the
+hardware and the versions. With `--surface` the whole grid of the space is measured first (bench/record.py), including
+failures and memory, into a CSV beside it; the search is then also compared with the best of the grid.
 """
 
 import argparse
@@ -39,17 +39,17 @@ CPU_MODELS = ("llama-tiny", "bert-tiny")
 GPU_MODELS = ("gpt2", "bert-large", "llama3.2-1b")
 
 BUSY = 1.3
-"""How far the turns of a side may be apart on a quiet machine."""
+"""Largest difference between the turns of a side on a quiet machine."""
 
 
 @dataclass
 class Row:
-    """What was measured of one side."""
+    """Measurements of one side."""
 
     name: str
     program: sides.Side
     step_ms: list[float] = field(default_factory=list)
-    """Median step of each turn."""
+    """Median step time of each turn."""
     memory_mib: float = 0.0
     failed: str = ""
 
@@ -64,10 +64,12 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--runner", default="ray", choices=("ray", "local"))
-    parser.add_argument("--turns", type=int, default=3, help="how often each side is measured")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each side")
     parser.add_argument("--steps", type=int, default=8, help="steps measured in a turn")
     parser.add_argument("--surface", action="store_true", help="measure the whole grid first, into a CSV")
-    parser.add_argument("--surface-time", default="2h", help="for the grid of one model; an unfinished one goes on")
+    parser.add_argument(
+        "--surface-time", default="2h", help="for the grid of one model; an unfinished one is continued"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     device = detect()
@@ -79,7 +81,7 @@ def main() -> None:
 
 
 def compare(name: str, device: Device, devices: int, options: argparse.Namespace) -> None:
-    """Tunes one model, measures all sides, prints and keeps the table."""
+    """Tunes one model, measures all sides, and prints and saves the table."""
     import redline as rl
     from redline.models import workload
 
@@ -101,7 +103,7 @@ def compare(name: str, device: Device, devices: int, options: argparse.Namespace
 
 
 def measure(load: Any, device: Device, devices: int, result: Any, options: argparse.Namespace) -> list[Row]:
-    """Every side, `turns` times in turns."""
+    """Measures every side `turns` times, in turns."""
     import cloudpickle
     from redline.results import Status
     from redline.runners.host import COMMON_IMPORTS, HostAgent
@@ -148,7 +150,7 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
 
 
 def cut_layers(load: Any, devices: int, result: Any, micro_batch: int, common: dict[str, Any]) -> list[Row]:
-    """Tensor parallelism over all devices, by DTensor and by redline; nothing where the model has no plan."""
+    """Returns tensor parallelism over all devices, by DTensor and by redline; empty if the model has no plan."""
     from redline.space import Config
 
     if result.default is None or not getattr(load.build_model({}), "tp_plan", None):
@@ -168,7 +170,7 @@ def report(
     load: Any, device: Device, devices: int, result: Any, rows: list[Row], best_of_grid: float | None,
     options: argparse.Namespace,
 ) -> str:  # fmt: skip
-    """The table and where it comes from, in Markdown."""
+    """Returns the table with its command, hardware and versions, in Markdown."""
     tuned = statistics.median(rows[-1].step_ms) if rows[-1].step_ms else float("nan")
     per_step = load.global_batch * (load.seq_len or 1)
     header = f"| {'side':<42} | step, ms (turns) | {load.unit} | peak, MiB a rank | MFU | tuned is faster by |"
@@ -194,8 +196,8 @@ def report(
     apart = max((max(row.step_ms) / min(row.step_ms) for row in rows if row.step_ms), default=1.0)
     if apart > BUSY:
         lines.append(
-            f"\nTurns of one side differ by up to {apart:.1f} times: the machine was busy with other work, and smaller "
-            "ratios than that say little."
+            f"\nTurns of one side differ by up to {apart:.1f} times: the machine had other load, so that "
+            "smaller ratios are not significant."
         )
     where = host()
     lines += [
@@ -214,7 +216,7 @@ def report(
 
 
 def surface(load: Any, devices: int, options: argparse.Namespace, stem: str) -> float | None:
-    """Measures the whole grid; its best throughput."""
+    """Measures the whole grid and returns its best throughput."""
     table = options.out / f"{stem}.csv"
     command = [sys.executable, str(HERE / "record.py"), load.name, "--devices", str(devices), "--out", str(table)]
     command += ["--global-batch", str(load.global_batch), "--time", options.surface_time]

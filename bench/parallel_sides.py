@@ -1,4 +1,4 @@
-"""What `bench/parallel.py` compares: programs that the ranks of one trial run, each timed alike.
+"""The sides of `bench/parallel.py`: programs that the ranks of a trial run, each timed alike.
 
 Every side trains the same model on the same global batch of the same data. A program returns the milliseconds of each
 measured optimizer step on its rank.
@@ -19,7 +19,7 @@ from redline.runners.dry_run import join
 from redline.runners.rank import RankContext
 
 IMPORTS = ("accelerate", "transformers.trainer", "torch.distributed.fsdp", __name__)
-"""What the sides import, for a host agent to import once."""
+"""Modules that a host agent imports once for all sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,14 @@ class Side:
     """One way of training a workload on several ranks; called on each of them."""
 
     workload: Workload
-    """What is trained."""
     micro_batch: int = 1
-    """Samples in one forward pass of one replica."""
+    """Samples in a forward pass of a replica."""
     precision: str = "fp32"
     """`fp32`, or `bf16` for autocast."""
     warmup: int = 3
-    """Steps that do not count."""
+    """Steps that are not measured."""
     steps: int = 8
-    """Steps that do."""
+    """Steps that are measured."""
 
     def __call__(self, context: RankContext) -> list[float]:
         import torch
@@ -55,7 +54,7 @@ class Side:
         return self.train(context, device)[self.warmup :]
 
     def train(self, context: RankContext, device: Any) -> list[float]:
-        """Trains for `warmup + steps` steps; the milliseconds of each."""
+        """Trains for `warmup + steps` steps and returns the milliseconds of each."""
         step = self.make_step(context, device)
         taken = []
         for number in range(self.warmup + self.steps):
@@ -65,15 +64,15 @@ class Side:
         return taken
 
     def make_step(self, context: RankContext, device: Any) -> Callable[[int], None]:
-        """A function that does optimizer step s."""
+        """Returns a function that runs optimizer step s."""
         raise NotImplementedError
 
     def accumulate(self, context: RankContext) -> int:
-        """Micro-batches of a replica's share."""
+        """Returns the micro-batches in the share of a replica."""
         return self.workload.global_batch // (context.world_size * self.micro_batch)
 
     def share(self, context: RankContext, step: int, device: Any) -> list[Any]:
-        """A replica's micro-batches of a step."""
+        """Returns the micro-batches of a replica in a step."""
         whole = make_batch(self.workload, self.workload.global_batch, step % 8)
         size = self.workload.global_batch // context.world_size
         mine = to_device(batch_slice(whole, context.rank * size, (context.rank + 1) * size), device)
@@ -86,7 +85,7 @@ class Side:
 
 
 def now(device: Any) -> float:
-    """Seconds, after all work issued so far."""
+    """Returns the time in seconds after all work issued so far."""
     if device.type == "cuda":
         import torch
 
@@ -95,7 +94,7 @@ def now(device: Any) -> float:
 
 
 class PlainDDP(Side):
-    """DistributedDataParallel in a loop as its tutorial has it, gradients accumulated under `no_sync`."""
+    """DistributedDataParallel with the loop of its tutorial; gradients are accumulated under `no_sync`."""
 
     def make_step(self, context: RankContext, device: Any) -> Callable[[int], None]:
         import torch
@@ -119,8 +118,10 @@ class PlainDDP(Side):
 
 
 def blocks_of(model: Any) -> set[str]:
-    """Class names of the modules that transformers keeps in one piece, but for those that hold tied weights (BERT's
-    embeddings): FSDP2 wants these in one group with what they are tied to."""
+    """Returns the class names of the modules that transformers does not split, but for those with tied weights.
+
+    FSDP2 requires these (BERT's embeddings) in one group with the modules they are tied to.
+    """
     seen: set[int] = set()
     tied: set[int] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -134,9 +135,11 @@ def blocks_of(model: Any) -> set[str]:
 
 
 class FSDP2(Side):
-    """FSDP2 as accelerate sets it up: each block that transformers names sharded, and the whole around them.
+    """FSDP2 as accelerate configures it: each block that transformers names is sharded, and the whole model around
+    them.
 
-    accelerate itself on GPUs. On a CPU it does not do FSDP, so there `fully_shard` is called as it would.
+    On GPUs it is accelerate itself. On a CPU accelerate does not support FSDP, so `fully_shard` is called in the same
+    way.
     """
 
     def make_step(self, context: RankContext, device: Any) -> Callable[[int], None]:
@@ -180,7 +183,9 @@ class FSDP2(Side):
 
 
 class TensorParallel(Side):
-    """Layers cut over all ranks by torch's DTensor, by transformers' plan of the model: as torchtitan cuts its Llama."""
+    """Layers sharded over all ranks by torch's DTensor with transformers' plan of the model, as torchtitan does for
+    Llama.
+    """
 
     def make_step(self, context: RankContext, device: Any) -> Callable[[int], None]:
         import torch
@@ -196,7 +201,7 @@ class TensorParallel(Side):
             "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         }
         mesh = init_device_mesh(context.device_type, (context.world_size,))
-        # What is both embedding and head stays whole.
+        # A tied embedding and head is not sharded.
         tied = model.config.tie_word_embeddings
         plan = {path: style for path, style in model.tp_plan.items() if not tied or "layers" in path}
         parallelize_module(model, mesh, {path: styles[style] for path, style in plan.items()})
@@ -216,7 +221,7 @@ class TensorParallel(Side):
 
 
 class Trainer(Side):
-    """transformers.Trainer with its defaults: its data loader, its optimizer, its schedule, clipping at 1."""
+    """transformers.Trainer with its default data loader, optimizer, schedule, and clipping at 1."""
 
     def train(self, context: RankContext, device: Any) -> list[float]:
         import transformers
@@ -258,7 +263,7 @@ class Trainer(Side):
 
 @dataclass(frozen=True, kw_only=True)
 class Redline(Side):
-    """A configuration that redline proposed, trained as its trials are."""
+    """A configuration proposed by redline, trained as in its trials."""
 
     config: Any
 

@@ -1,4 +1,4 @@
-"""Other people's search methods, each through its own library, for `bench/search.py`."""
+"""Search methods of other tools, each through its own library, for `bench/search.py`."""
 
 import contextlib
 import io
@@ -13,11 +13,11 @@ from redline.tuner.samplers.encoding import Encoding
 from tables import Surface
 
 Ask = Callable[[list[Trial]], Config | None]
-"""The next configuration given the trials so far; None where there is none."""
+"""Returns the next configuration for the trials so far; None if there is none."""
 
 
 def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:
-    """Optuna's own sampler, failures as a violated constraint."""
+    """Optuna's own sampler, with failures as violated constraints."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -59,7 +59,7 @@ def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:
 
 
 def peer_hebo(surface: Surface, seed: int) -> Ask:
-    """HEBO by suggest and observe, as ATorch calls it: a failure is a throughput of 0."""
+    """HEBO by suggest and observe, as called by ATorch: a failure is a throughput of 0."""
     import pandas as pd
     import torch
 
@@ -98,7 +98,7 @@ def peer_hebo(surface: Surface, seed: int) -> Ask:
 
 
 def peer_batch_search(surface: Surface, seed: int) -> Ask:
-    """DeepSpeed's and Slapo's way: per layout, the micro-batch doubles until it fails or slows down."""
+    """The method of DeepSpeed and Slapo: for each layout, the micro-batch doubles until it fails or slows down."""
     rng = np.random.default_rng(seed)
     layouts: dict[tuple, list[Config]] = {}
     for config in surface.rows:

@@ -1,15 +1,15 @@
-"""Whether the numeric tests pass on other machines, by what another machine would change on this one.
+"""Checks that the numeric tests pass on other machines, by varying what differs between machines.
 
     python bench/portability.py                                       # or: make test-portable
     python bench/portability.py --seeds 3 tests/schedule -k pipeline  # with options of pytest
-    python bench/portability.py --keep portability.json               # in as many runs as it takes
+    python bench/portability.py --keep portability.json               # in several runs, if needed
 
-Each numeric test (one that takes the fixture `seed`) runs with many seeds on the paths that the maths
-libraries have: the vector instructions of ATen and oneDNN, MKL as this processor has it and as every
-processor has it, one thread and two. By default every two of these values meet in one of six conditions,
-each of which has half of the seeds, so that every value meets all; `--all` takes all twelve, with all seeds
-each. A test's share is its largest departure over what it allows; it must stay below a third, and a fault
-that is planted must be above three. Ends with status 1 where one is not, or where a test failed.
+Each numeric test (one with the fixture `seed`) runs with many seeds on the code paths of the maths libraries: the
+vector instructions of ATen and oneDNN, MKL with the instructions of this processor and with those of every processor,
+one thread and two. By default every two of these values occur together in one of six conditions, each with half of the
+seeds, so that every value is combined with all others; `--all` runs all twelve, each with all seeds. The share of a
+test is its largest deviation relative to its tolerance; it must be below a third, and a planted fault must be above
+three. The exit status is 1 if one is not, or if a test failed.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MARGIN = 3.0
-"""Between a sound result's departure and its tolerance, and between that and a fault's."""
+"""Factor between the deviation of a correct result and its tolerance, and between that and a fault."""
 CAPABILITIES = {"default": "SSE41", "avx2": "AVX2", "avx512": "ALL"}
-"""ATen's names of vector instructions, lowest first, and oneDNN's for the same."""
+"""ATen's names of vector instructions, lowest first, with oneDNN's names for the same."""
 MKL = {"MKL native": {}, "MKL compatible": {"MKL_CBWR": "COMPATIBLE"}}
 THREADS = (1, 2)
 PAIRS = {
@@ -38,16 +38,18 @@ PAIRS = {
     ("avx512", "MKL native", 1): 1,
     ("avx512", "MKL compatible", 2): 0,
 }
-"""Conditions in which every two values meet, and which half of the seeds each has."""
+"""Conditions that contain every two values together, with the half of the seeds of each."""
 
 
 def main() -> int:
-    """Runs the numeric tests under every condition and prints what each used of its tolerance."""
+    """Runs the numeric tests under every condition and prints the share of the tolerance that each used."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--capability", action="append", choices=list(CAPABILITIES), help="by default all")
     parser.add_argument("--all", action="store_true", help="every condition instead of every pair of values")
-    parser.add_argument("--mark", default="numeric and not exhaustive", help="which tests, as `pytest -m` has it")
+    parser.add_argument(
+        "--mark", default="numeric and not exhaustive", help="expression of `pytest -m` that selects the tests"
+    )
     parser.add_argument("--keep", type=Path, help="a JSON file: conditions that passed are not run again")
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     options, selected = parser.parse_known_args()
@@ -79,12 +81,12 @@ def main() -> int:
     for name in failed:
         print(f"FAILED: {name}")
     for name in beyond:
-        print(f"too near to its tolerance: {name}")
+        print(f"too close to its tolerance: {name}")
     return 1 if failed or beyond else 0
 
 
 def available() -> list[str]:
-    """The vector instructions that this processor has."""
+    """Returns the vector instructions of this processor."""
     import torch
 
     highest = torch.backends.cpu.get_cpu_capability().lower()
@@ -95,13 +97,13 @@ def available() -> list[str]:
 def run(
     capability: str, mkl: str, threads: int, seeds: str, mark: str, selected: list[str]
 ) -> tuple[int, dict[str, Any]]:
-    """pytest's status under one condition, and by test the share of its tolerance that it used."""
+    """Returns pytest's status under one condition, and the share of its tolerance that each test used."""
     environment = {
         **{name: value for name, value in os.environ.items() if name != "MKL_CBWR"},
         **MKL[mkl],
         "ATEN_CPU_CAPABILITY": capability,
         "ONEDNN_MAX_CPU_ISA": CAPABILITIES[capability],
-        # Ranks on several threads each are more than the cores: those that wait must not spin.
+        # Ranks with several threads exceed the cores, so that waiting threads must not spin.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +117,7 @@ def run(
 
 
 def table(kept: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """A Markdown table, the nearest to its tolerance first, and the tests that came too near."""
+    """Returns a Markdown table, the closest to the tolerance first, and the tests that came too close."""
     tests: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for condition, shares in kept.items():
         for name, each in shares.items():

@@ -1,14 +1,15 @@
-"""Measures every configuration of a space, as a table: `python bench/record.py MODEL --out bench/surfaces/NAME.csv`.
+"""Measures every configuration of a space into a table: `python bench/record.py MODEL --out bench/surfaces/NAME.csv`.
 
-The table is what `bench/tables/recorded.py` and `bench/search.py` read: one row a configuration, its knobs, `status`
-(`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for images),
-`step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, what the trial cost. A knob that does not apply to a
-configuration (`zero` on one replica) is written with its default. `--passes N` measures what ran N times, spread over
-the recording, and keeps the fastest (`measured` counts them): other load on the machine only ever adds time. A YAML
-beside the table holds the facts: the model's shape, the training, the hardware, the versions, and the command.
+The table is the input of `bench/tables/recorded.py` and `bench/search.py`: one row for each configuration, its knobs,
+`status` (`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for
+images), `step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, the cost of the trial. A knob that does not
+apply to a configuration (`zero` on one replica) has its default. `--passes N` measures successful configurations N
+times, spread over the recording, and keeps the fastest (`measured` counts them): other load on the machine only adds
+time. A YAML beside the table has the facts: the shape of the model, the training, the hardware, the versions, and the
+command.
 
-Configurations are measured in an order drawn from `--seed`, so that an unfinished table is a fair sample. A call
-that is ended (or whose `--time` is up) loses at most one row: the same command goes on where it stopped.
+Configurations are measured in an order drawn from `--seed`, so that an unfinished table is a fair sample. A call that
+is ended (or whose `--time` is up) loses at most one row: the same command continues it.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.task import Task, resolve_task
 
 MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total", "measured")
-# What a transformers configuration calls the numbers of a shape, by the column of the facts.
+# Names of the numbers of a shape in a transformers configuration, by the column of the facts.
 SHAPE = {
     "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
@@ -50,12 +51,12 @@ SHAPE = {
 
 
 def knobs_of(space: Space, config: Config) -> dict[str, Any]:
-    """A value for every knob of the space; the default of one that does not apply."""
+    """Returns a value for every knob of the space; the default of one that does not apply."""
     return {knob.name: config.get(knob.name, knob.default) for knob in space.knobs}
 
 
 def facts_of(task: Task, terms: TrialTerms, arguments: list[str]) -> dict[str, Any]:
-    """What the YAML beside the table says."""
+    """Returns the contents of the YAML beside the table."""
     workload = task.workload
     assert workload is not None
     model: dict[str, Any] = {"name": workload.name}
@@ -101,7 +102,7 @@ def facts_of(task: Task, terms: TrialTerms, arguments: list[str]) -> dict[str, A
 
 
 def numbers_of(terms: TrialTerms) -> dict[str, Any] | None:
-    """The machine as the estimator takes it, where it is not in its table: measured, a rank's share of it."""
+    """Returns the machine as hardware of the estimator if it is not in its table: the measured share of a rank."""
     if terms.device.type != "cpu":
         return None
     found = measure(ranks=terms.devices, short=True).to_hardware()
@@ -117,7 +118,7 @@ def numbers_of(terms: TrialTerms) -> dict[str, Any] | None:
 
 
 class Table:
-    """The CSV: read where there is one, written whole after every row, so that it is never half a table."""
+    """The CSV: read if it exists, and replaced as a whole after every row, so that it is never incomplete."""
 
     def __init__(self, path: Path, space: Space, objective: str) -> None:
         self.path = path
@@ -132,7 +133,7 @@ class Table:
                 if reader.fieldnames != self.columns:
                     raise UsageError(
                         f"'{path}' has the columns {reader.fieldnames}, but this space's table has {self.columns}; "
-                        "give the command that began it, or another --out"
+                        "give the command that started it, or another --out"
                     )
                 for row in reader:
                     self.rows[tuple(row[knob.name] for knob in space.knobs)] = row
@@ -143,12 +144,12 @@ class Table:
         return tuple(str(value) for value in knobs_of(self.space, config).values())
 
     def done(self, config: Config, passes: int) -> bool:
-        """Whether it was measured so often. What did not run once does not run again."""
+        """Returns True if it was measured so often; a failed configuration does not run again."""
         row = self.rows.get(self.key(config))
         return row is not None and (row["status"] != "ok" or int(row["measured"]) >= passes)
 
     def add(self, config: Config, measurement: Any) -> None:
-        """Keeps a row, and the table on disk."""
+        """Adds a row and writes the table."""
         peak = measurement.peak_memory_mib
         values = {
             "status": str(measurement.status),
@@ -178,7 +179,7 @@ def _text(value: float | None, digits: int) -> str:
 
 
 def record(table: Table, runner: Runner, left: list[Config], reference: Reference | None, watch: Stopwatch) -> int:
-    """Measures configurations until none is left or the time is up; how many were measured."""
+    """Measures configurations until none is left or the time is up; returns how many were measured."""
     failed: set[Config] = set()
     for done, config in enumerate(left):
         if watch.left <= 0:
@@ -189,13 +190,13 @@ def record(table: Table, runner: Runner, left: list[Config], reference: Referenc
         table.add(config, measurement)
         if not measurement.ok:
             failed.add(config)
-        said = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
-        print(f"{len(table.rows):5d}  {measurement.status:<8}{said:<62}{config}", flush=True)
+        outcome = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
+        print(f"{len(table.rows):5d}  {measurement.status:<8}{outcome:<62}{config}", flush=True)
     return len(left)
 
 
 def reference_of(runner: Runner, space: Space) -> Reference | None:
-    """What all must reproduce: the default configuration, at the largest micro-batch that fits."""
+    """Returns the reference of all trials: the default configuration, at the largest micro-batch that fits."""
     default = space.default()
     fixed = {name: default[name] for name in default if name not in ("micro_batch", "grad_accum")}
     alike = [config for config in space if all(config.get(name) == value for name, value in fixed.items())]
@@ -210,7 +211,7 @@ def reference_of(runner: Runner, space: Space) -> Reference | None:
 
 @contextlib.contextmanager
 def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, Runner]]:
-    """The terms of every trial, and the runner, ready."""
+    """Returns the terms of every trial, and the started runner."""
     limit = parse_memory(options.memory_limit)
     threads = options.threads or max(1, usable_cores() // task.devices)
     terms = TrialTerms(
@@ -235,20 +236,20 @@ def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, 
 
 
 def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, anew: bool) -> None:
-    """Writes the YAML beside the table, where there is none or `anew`; the machine is measured for it.
+    """Writes the YAML beside the table if there is none or if `anew`; it measures the machine.
 
     Raises:
-        UsageError: there is one, of rows measured on other terms.
+        UsageError: there is one, with rows measured on other terms.
     """
     import yaml
 
     if path.is_file():
         before = yaml.safe_load(path.read_text())
         for part in ("model", "training", "hardware"):
-            told, now = ({k: v for k, v in each.get(part, {}).items() if k != "numbers"} for each in (before, facts))
-            if told != now:
+            earlier, now = ({k: v for k, v in each.get(part, {}).items() if k != "numbers"} for each in (before, facts))
+            if earlier != now:
                 raise UsageError(
-                    f"the rows so far were measured with {part} {told}, but now it is {now}; "
+                    f"the rows so far were measured with {part} {earlier}, but now it is {now}; "
                     f"give the command in '{path}', or another --out"
                 )
         if not anew:
@@ -273,10 +274,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--measure-time", default="1s", help="of each configuration (never fewer than 3 steps)")
     parser.add_argument("--trial-timeout", default="60s")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data, and the order")
-    parser.add_argument("--passes", type=int, default=1, help="how often what runs is measured")
-    parser.add_argument("--time", help="stop after this long, as in 6m; the same command goes on")
-    parser.add_argument("--facts", action="store_true", help="only write the YAML anew, its numbers measured again")
-    parser.add_argument("--count", action="store_true", help="print how many configurations there are, and stop")
+    parser.add_argument("--passes", type=int, default=1, help="measurements of each successful configuration")
+    parser.add_argument("--time", help="stop after this time, for example 6m; the same command continues")
+    parser.add_argument(
+        "--facts", action="store_true", help="only write the YAML again, with new measurements of the machine"
+    )
+    parser.add_argument("--count", action="store_true", help="print the number of configurations, and stop")
     options = parser.parse_args(arguments)
     watch = Stopwatch(parse_duration(options.time))
     task = resolve_task(

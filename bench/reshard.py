@@ -1,13 +1,13 @@
-"""Whether a training that is saved in any strategy goes on in any other as if nothing had happened.
+"""Checks that a training saved in any strategy continues exactly in any other.
 
     python bench/reshard.py                                     # the whole table, half an hour on two cores
     python bench/reshard.py --family t5 --strategy tp2+sp       # from and to one strategy
-    python bench/reshard.py --keep cells.json --write docs/checkpoints.md    # in as many runs as it takes
+    python bench/reshard.py --keep cells.json --write docs/checkpoints.md    # in several runs, if needed
 
-Each cell trains a tiny model for four steps in one strategy, takes it up in another, on up to four ranks (gloo), saves it
-again at once, and trains five steps more. It holds where both checkpoints are equal bit for bit, optimizer state and moving
-averages included, and where the five losses are those of one process that never stopped. Ends with status 1 where a cell
-does not.
+Each cell trains a tiny model for four steps in one strategy, resumes it in another, on up to four ranks (gloo), saves
+it again at once, and trains five more steps. It passes if both checkpoints are equal bit for bit, including optimizer
+state and moving averages, and if the five losses equal those of one uninterrupted process. The exit status is 1 if a
+cell fails.
 """
 
 import argparse
@@ -27,20 +27,22 @@ from redline.runners.host import PLAIN_IMPORTS, HostAgent
 from redline.runners.job import Job, Rendezvous
 from redline.runners.rank import RankContext
 from redline.testing import resharding
-from redline.testing.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, Went
+from redline.testing.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, PartResult
 
 CELL_SECONDS = 300.0
 MARKS = "<!-- table -->", "<!-- end of table -->"
-"""Between these a page holds the table."""
+"""Marks around the table in a page."""
 
 
 def main() -> int:
-    """Runs the table, prints it, and where asked writes it into a page."""
+    """Runs the table, prints it, and writes it into a page if requested."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--family", action="append", choices=TABLE_FAMILIES)
-    parser.add_argument("--strategy", action="append", choices=list(STRATEGIES), help="taken up in; repeatable")
+    parser.add_argument(
+        "--strategy", action="append", choices=list(STRATEGIES), help="the resuming strategy; repeatable"
+    )
     parser.add_argument("--write", type=Path, help="a Markdown page with the table's marks")
-    parser.add_argument("--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again")
+    parser.add_argument("--keep", type=Path, help="a JSON file: passed cells are written to it and not run again")
     options = parser.parse_args()
     kept: dict[str, float] = {}
     if options.keep and options.keep.exists():
@@ -71,21 +73,21 @@ def main() -> int:
 
 
 def run(agent: HostAgent, folder: Path, family: str, targets: list[str], kept: dict[str, float]) -> Any:
-    """Outcomes of a family's cells that are not known: by how much losses depart, or what is wrong."""
+    """Returns the unknown outcomes of a family's cells: the difference of the losses, or an error."""
     able = [each for each in STRATEGIES if not resharding.obstacle(family, each)]
     due = [(a, b) for b in able if b in targets for a in able if name(family, a, b) not in kept]
     if not due:
         return
     workload = resharding.tiny(family)
-    whole = went(agent, "one", partial(resharding.part, workload, "one", BEFORE + AFTER))
+    whole = on_ranks(agent, "one", partial(resharding.part, workload, "one", BEFORE + AFTER))
     for first in dict.fromkeys(a for a, _ in due):
         begin = folder / family / first
-        went(agent, first, partial(resharding.part, workload, first, BEFORE, save=begin))
+        on_ranks(agent, first, partial(resharding.part, workload, first, BEFORE, save=begin))
     for first, second in due:
         begin, again = folder / family / first, folder / family / "again" / first / second
         given = partial(resharding.part, workload, second, BEFORE + AFTER, begin=begin, copy=again)
         try:
-            found = went(agent, second, given)
+            found = on_ranks(agent, second, given)
         except RuntimeError as error:
             yield name(family, first, second), str(error)
             continue
@@ -94,19 +96,19 @@ def run(agent: HostAgent, folder: Path, family: str, targets: list[str], kept: d
         if differ:
             yield name(family, first, second), f"{len(differ)} tensors differ: {', '.join(differ[:3])}"
         elif not departs <= resharding.tolerance(first, second):
-            yield name(family, first, second), f"losses depart by {departs:.1e}"
+            yield name(family, first, second), f"losses differ by {departs:.1e}"
         else:
             yield name(family, first, second), departs
 
 
-def went(agent: HostAgent, strategy: str, what: Callable[[], Went]) -> Went:
-    """What rank 0 of a strategy's ranks returns."""
+def on_ranks(agent: HostAgent, strategy: str, function: Callable[[], PartResult]) -> PartResult:
+    """Returns the result of rank 0 in a strategy."""
     size = resharding.ranks(strategy)
 
-    def program(context: RankContext) -> Went:
+    def program(context: RankContext) -> PartResult:
         if context.world_size > 1:
             join(context)
-        return what()
+        return function()
 
     job = Job(
         program=cloudpickle.dumps(program),
@@ -122,12 +124,12 @@ def went(agent: HostAgent, strategy: str, what: Callable[[], Went]) -> Went:
 
 
 def name(family: str, first: str, second: str) -> str:
-    """Of a cell."""
+    """Returns the name of a cell."""
     return f"{family}: {first} -> {second}"
 
 
 def table(kept: dict[str, float]) -> str:
-    """The cells that hold, by family: saved in the row's strategy, taken up in the column's."""
+    """Returns the table of passed cells by family: saved in the strategy of the row, resumed in that of the column."""
     lines = []
     for family in TABLE_FAMILIES:
         known = [a for a in STRATEGIES if any(name(family, a, b) in kept for b in STRATEGIES)]
@@ -142,9 +144,9 @@ def table(kept: dict[str, float]) -> str:
         ]
         lines += [
             "",
-            f"### {family}: {held} of {len(known) ** 2} cells hold, in float32 losses depart by {max(exact):.0e} at most",
+            f"### {family}: {held} of {len(known) ** 2} cells pass, in float32 losses differ by {max(exact):.0e} at most",
             "",
-            f"| saved in \\ taken up in | {' | '.join(known)} |",
+            f"| saved in \\ resumed in | {' | '.join(known)} |",
             f"|---|{'---|' * len(known)}",
         ]
         for a in known:

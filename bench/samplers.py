@@ -1,9 +1,9 @@
-"""How soon each sampler comes near the fastest configuration: `python bench/samplers.py`.
+"""Dry runs that each sampler needs to come near the fastest configuration: `python bench/samplers.py`.
 
-Throughput surfaces with out-of-memory regions, given by formulas, so that the fastest configuration is
-known and a trial costs nothing. Prints, for each surface and sampler, the share of the fastest throughput
-reached after 5, 10, 20 and 30 trials (mean over seeds), the share of trials that failed, and the seconds a
-proposal took. The first trial of every search is the space's default configuration, as in a real search.
+Throughput and out-of-memory regions are given by formulas, so that the fastest configuration is known and a trial
+costs nothing. Prints, for each surface and sampler, the share of the fastest throughput reached after 5, 10, 20 and 30
+trials (mean over seeds), the share of failed trials, and the seconds of a proposal. The first trial of every search is
+the default configuration of the space, as in a real search.
 """
 
 import argparse
@@ -22,12 +22,12 @@ CHECKPOINTS = (5, 10, 20, 30)
 
 @dataclass(frozen=True)
 class Surface:
-    """A space, and what every configuration of it would measure."""
+    """A space with a formula for the measurement of every configuration."""
 
     name: str
     space: Space
     model: Callable[[Mapping], tuple[float, float, str]]
-    """Configuration -> throughput, GiB it needs, and why it crashes (empty where it does not)."""
+    """Configuration -> throughput, required GiB, and the reason of a crash (empty without one)."""
     limit_gib: float
 
     def measure(self, config: Config) -> Measurement:
@@ -37,12 +37,12 @@ class Surface:
             return Measurement(status=Status.CRASH, reason=crash)
         if need > self.limit_gib:
             return Measurement(status=Status.OOM, reason="out of memory", **memory)
-        wobble = np.random.default_rng(int(config.id, 16)).normal(0.0, 0.01)  # as measurements spread
+        wobble = np.random.default_rng(int(config.id, 16)).normal(0.0, 0.01)  # the spread of a measurement
         return Measurement(status=Status.OK, throughput=throughput * math.exp(wobble), **memory)
 
 
 def one_device() -> Surface:
-    """A 1.3 B model on one 80 GiB device: micro-batch against memory, with knobs that interact."""
+    """A 1.3 B model on one 80 GiB device: micro-batch against memory, with interacting knobs."""
     space = Space()
     space.choice("micro_batch", [1, 2, 4, 8, 16, 32, 64])
     space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1], default=1)
@@ -72,7 +72,7 @@ def one_device() -> Surface:
 
 
 def eight_devices() -> Surface:
-    """A 7 B model on eight 80 GiB devices: parallel degrees whose product is bound, ZeRO, bubbles."""
+    """A 7 B model on eight 80 GiB devices: parallel degrees with a constrained product, ZeRO, bubbles."""
     space = Space()
     tp = space.choice("tp", [1, 2, 4, 8])
     pp = space.choice("pp", [1, 2, 4, 8])
@@ -80,7 +80,7 @@ def eight_devices() -> Surface:
     space.choice("zero", [0, 1, 2, 3])
     space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1], default=1)
     space.flag("sequence_parallel", when=tp > 1)
-    space.require(tp * pp <= 8, "more devices than there are")
+    space.require(tp * pp <= 8, "more devices than available")
     space.require(tp * pp * 32 >= micro, "global batch")
 
     def model(c: Mapping) -> tuple[float, float, str]:
@@ -105,7 +105,7 @@ def eight_devices() -> Surface:
 
 
 def many_knobs() -> Surface:
-    """Sixty-four devices and every knob at once: a large space, little of it fast."""
+    """Sixty-four devices and every knob: a large space with few fast configurations."""
     base = eight_devices()
     space = Space()
     tp = space.choice("tp", [1, 2, 4, 8])
@@ -119,7 +119,7 @@ def many_knobs() -> Surface:
     space.flag("fusion")
     space.flag("kernels")
     space.choice("offload", ["none", "optimizer"])
-    space.require(tp * pp <= 32, "two replicas at least")
+    space.require(tp * pp <= 32, "at least two replicas")
 
     def model(c: Mapping) -> tuple[float, float, str]:
         throughput, need, crash = base.model({**c, "tp": c["tp"], "pp": min(c["pp"], 8 // c["tp"] or 1)})
@@ -139,7 +139,7 @@ def many_knobs() -> Surface:
 
 
 def run(surface: Surface, sampler_name: str, seed: int, trials: int) -> tuple[list[float], float, float]:
-    """Best throughput after each trial, share of trials that failed, seconds a proposal."""
+    """Returns the best throughput after each trial, the share of failed trials, and the seconds of a proposal."""
     sampler = make_sampler(sampler_name, surface.space, seed=seed)
     first = surface.space.default()
     done = [Trial(number=0, config=first, measurement=surface.measure(first))]

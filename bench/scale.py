@@ -1,9 +1,9 @@
-"""How fast the driver drives: `python bench/scale.py [--workers 256] [--trials 5000] [--out bench/results/scale.json]`.
+"""Speed of the driver: `python bench/scale.py [--workers 256] [--trials 5000] [--out bench/results/scale.json]`.
 
-A search of no-op trials, each a call to a worker in Ray, with everything else as in a real one: sampler, search loop,
-ledger with its fsync, trials.csv replaced after every trial. The workers are simulated: `--processes` Ray actors hold
-them, so that 256 do not need 256 processes here (with `--processes 256` they do). `--seconds` is what a trial takes on
-its worker. Afterwards the ledger and trials.csv are read back: every trial is there, finished, once.
+A search of no-op trials, each a call to a worker in Ray; everything else is real: sampler, search loop, ledger with
+its fsync, trials.csv replaced after every trial. The workers are simulated in `--processes` Ray actors, so that 256 do
+not need 256 processes (with `--processes 256` they have them). `--seconds` is the duration of a trial on its worker.
+Afterwards the ledger and trials.csv are read back: they must contain every trial, finished, once.
 
 Goal: 5,000 trials on 256 workers at 50 trials/s or more with the random sampler, none lost.
 """
@@ -32,10 +32,10 @@ GOAL = 50.0
 
 
 class Worker:
-    """One process that stands for several workers."""
+    """A process that simulates several workers."""
 
     def run(self, values: dict[str, Any], seconds: float) -> float:
-        """A trial that does nothing; its throughput."""
+        """Runs a trial that does nothing; returns its throughput."""
         if seconds:
             time.sleep(seconds)
         return 1000.0 / (1 + abs(values["micro_batch"] - 24) + abs(values["a"] - values["b"]))
@@ -75,7 +75,7 @@ class RayWorkers(Runner):
 
 
 def space_of() -> Space:
-    """About 100,000 configurations."""
+    """Returns a space of about 100,000 configurations."""
     space = Space()
     space.choice("micro_batch", list(range(1, 33)))
     space.integer("a", 1, 40)
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=256)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--trials", type=int, default=5000)
-    parser.add_argument("--seconds", type=float, default=0.0, help="what a trial takes on its worker")
+    parser.add_argument("--seconds", type=float, default=0.0, help="duration of a trial on its worker, s")
     parser.add_argument("--sampler", default="random", choices=sampler_names())
     parser.add_argument("--out", type=Path, help="JSON with the figures, the machine and the versions")
     arguments = parser.parse_args()

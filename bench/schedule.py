@@ -1,11 +1,12 @@
-"""What a schedule costs and gains: nothing applied, each primitive, each fused part, and a block traced and verified.
+"""Cost and gain of a schedule: nothing applied, each primitive, each fused part, and tracing and verification of a
+block.
 
     python bench/schedule.py                                                   # everything, some minutes on two cores
     python bench/schedule.py --only fused --rounds 20
     python bench/schedule.py --out bench/results/schedule.json --write docs/schedule.md
 
-Ratios are medians over turns in which one follows the other, with the 95 % notch of the median: on a machine that others
-use too, means say little.
+Ratios are medians over alternating turns, with the 95 % notch of the median: means are not meaningful on a machine
+with other load.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import transformers
 from torch import nn
 
 MARKS = "<!-- measured -->", "<!-- end of measured -->"
-"""Between these a page holds the tables."""
+"""Marks around the tables in a page."""
 WARM_UP = 3
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -36,7 +37,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """How long one call takes, the device's work included."""
+    """Returns the seconds of a call, including the work on the device."""
     start = time.perf_counter()
     run()
     if DEVICE.type == "cuda":
@@ -45,7 +46,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def in_turns(one: Callable[[], Any], other: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """Median times of both, in ms, and the ratio of the second to the first with its notch."""
+    """Returns the median times of both, in ms, and the ratio of the second to the first with its notch."""
     times: list[tuple[float, float]] = []
     for number in range(rounds + WARM_UP):
         if number % 2:
@@ -64,7 +65,7 @@ def in_turns(one: Callable[[], Any], other: Callable[[], Any], rounds: int) -> d
 
 
 def passes(model: nn.Module, *given: Any, **named: Any) -> Callable[[], None]:
-    """A forward and a backward pass."""
+    """Returns a function that runs a forward and a backward pass."""
 
     def run() -> None:
         out = model(*given, **named)
@@ -74,11 +75,11 @@ def passes(model: nn.Module, *given: Any, **named: Any) -> Callable[[], None]:
     return run
 
 
-# What is measured
+# Measurements
 
 
 def nothing(rounds: int) -> dict[str, Any]:
-    """Step time of a scheduled BERT with nothing applied over that of the original."""
+    """Step time of a scheduled BERT with nothing applied, relative to the original."""
     config = transformers.BertConfig(
         vocab_size=1024, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512
     )
@@ -100,12 +101,12 @@ APPLIED: dict[str, Callable[[Any], Any]] = {
     "fuse": lambda sch: sch.fuse(sch.find("dropout.*")[0], compiler="none"),
     "fused_attention": lambda sch: sch.fused_attention(),
 }
-"""Primitives, on the schedule of one BERT-large block."""
+"""Primitives, applied to the schedule of one BERT-large block."""
 OF_GRAPHS = ("find", "decompose", "fuse", "fused_attention")
 
 
 def primitives(rounds: int) -> dict[str, float]:
-    """Milliseconds to apply each primitive to a block of BERT-large, and seconds for all of BERT-large's tp=8."""
+    """Milliseconds to apply each primitive to a block of BERT-large, and seconds to apply tp=8 to all of BERT-large."""
     out: dict[str, float] = {}
     for name, apply in APPLIED.items():
         times = []
@@ -119,7 +120,7 @@ def primitives(rounds: int) -> dict[str, float]:
 
 
 def block_of_bert(device: str) -> Any:
-    """The schedule of one block of BERT-large, with attention written out and an example of its call."""
+    """Returns the schedule of one block of BERT-large, with attention in plain operations and an example of its call."""
     config = transformers.BertConfig(**BERT_LARGE, attn_implementation="eager")
     with torch.device(device):
         from transformers.models.bert.modeling_bert import BertLayer
@@ -130,7 +131,7 @@ def block_of_bert(device: str) -> Any:
 
 
 def tensor_parallel() -> dict[str, float]:
-    """Seconds to schedule BERT-large over 8 ranks, half of the blocks checkpointed."""
+    """Seconds to schedule BERT-large over 8 ranks, with half of the blocks checkpointed."""
     from redline.models.families import schedule_of
     from redline.schedule.parallel.collectives import PlannedMesh
 
@@ -159,19 +160,19 @@ def bert_large_block(rounds: int) -> dict[str, float]:
 
 
 class First(nn.Module):
-    """The first of what a module returns."""
+    """Returns the first output of a module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (samples, tokens, features); returns as many."""
+        """x: (samples, tokens, features); returns the same shape."""
         return self.inner(x)[0]
 
 
 def attention(dropout: float) -> nn.Module:
-    """BERT-large's attention, written out."""
+    """BERT-large's attention in plain operations."""
     from transformers.models.bert.modeling_bert import BertAttention
 
     rates = {"attention_probs_dropout_prob": dropout, "hidden_dropout_prob": dropout}
@@ -179,7 +180,7 @@ def attention(dropout: float) -> nn.Module:
 
 
 def cases() -> dict[str, tuple[nn.Module, tuple[Any, ...], Callable[[Any], Any]]]:
-    """What is fused: a module, what it is given, and how."""
+    """Returns the fused cases: a module, its inputs, and the fusion."""
     from transformers.activations import NewGELUActivation
 
     def hidden(*shape: int) -> torch.Tensor:
@@ -188,13 +189,13 @@ def cases() -> dict[str, tuple[nn.Module, tuple[Any, ...], Callable[[Any], Any]]
     parts = {
         "attention of 512 tokens": (attention(0.0), (hidden(2, 512, 1024),), lambda s: s.fused_attention()),
         "attention of 512 tokens, dropout": (attention(0.1), (hidden(2, 512, 1024),), lambda s: s.fused_attention()),
-        "GELU by tanh, written out": (NewGELUActivation(), (hidden(2, 512, 4096),), lambda s: s.fused_gelu()),
+        "GELU by tanh, in plain operations": (NewGELUActivation(), (hidden(2, 512, 4096),), lambda s: s.fused_gelu()),
     }
     return {name: (module.to(DEVICE), given, apply) for name, (module, given, apply) in parts.items()}
 
 
 def fused(rounds: int) -> dict[str, Any]:
-    """Forward and backward of modules, as they are and fused."""
+    """Forward and backward passes of modules, original and fused."""
     out = {}
     for name, (module, given, apply) in cases().items():
         sch = rl.create_schedule(copy.deepcopy(module))
@@ -213,11 +214,11 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
 }
 
 
-# What is told of it
+# Output
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Returns the figures in Markdown."""
     lines = []
     if step := found.get("nothing"):
         lines += [
@@ -236,7 +237,7 @@ def tables(found: dict[str, Any]) -> str:
         names = ", ".join(f"`{name}` {value:.2g}" for name, value in each.items())
         lines += [f"Milliseconds to apply to one block of BERT-large: {names}."]
     if rows := found.get("fused"):
-        table = ["| forward and backward | as it is, ms | fused, ms | ratio |", "|---|---|---|---|"]
+        table = ["| forward and backward | original, ms | fused, ms | ratio |", "|---|---|---|---|"]
         for name, row in rows.items():
             table.append(
                 f"| {name} | {row['one_ms']:.2f} | {row['other_ms']:.2f} | {row['ratio']:.2f} ± {row['notch']:.2f} |"
@@ -251,14 +252,14 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def device_name() -> str:
-    """The device in words."""
+    """Returns the name of the device."""
     if DEVICE.type == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), {torch.get_num_threads()} threads"
 
 
 def main() -> None:
-    """Measures, prints, and writes where asked."""
+    """Measures, prints, and writes if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="turns of each pair")
     parser.add_argument("--only", action="append", choices=list(SECTIONS), help="repeatable")

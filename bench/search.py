@@ -1,19 +1,20 @@
-"""How many dry runs each search method needs: `python bench/search.py --surfaces DIR --samplers bayes,tpe,...`.
+"""Dry runs that each search method needs: `python bench/search.py --surfaces DIR --samplers bayes,tpe,...`.
 
-Replays recorded tables (see `bench/tables/recorded.py`): a dry run looks a row up. For each sampler and table:
-the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
-failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
-intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
-(`estimate`, or `reversed`, `random`; `default`, what knobs' names say without a model, or `default-reversed`, `default-renamed`,
-where they mislead), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own
-libraries:
+Replays recorded tables (see `bench/tables/recorded.py`): a dry run looks up a row. For each sampler and table it
+reports the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of failures among the first 10 and
+all dry runs, dry runs to 99 %, and seconds of a proposal; then a summary over the tables, with 95 % confidence
+intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior (`estimate`,
+or `reversed`, `random`; `default`, which knows the names of knobs but no model, or `default-reversed`,
+`default-renamed`, where the names mislead), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through
+their own libraries:
 
-    optuna-tpe, optuna-gp   Optuna's samplers as they come, failures violating a constraint
+    optuna-tpe, optuna-gp   Optuna's samplers with defaults, failures violate a constraint
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
     batch-search            the largest micro-batch that fits, by doubling, for one layout after the other
 
-A peer's suggestion that is no row, or was tried, is replaced by the nearest row left: that favours them.
-A table of which every row failed is reported apart: whether the search ended in "nothing feasible", and when.
+A peer's suggestion that is not a row, or was tried before, is replaced by the nearest remaining row, which favours
+peers. A table whose rows all failed is reported separately: the number of dry runs until the search ended with
+"nothing feasible".
 """
 
 import argparse
@@ -60,7 +61,7 @@ def ours(surface: Surface, seed: int, name: str) -> Ask:
 
 
 def make_prior(surface: Surface, kind: str, seed: int) -> Any:
-    """The prior of that kind: the estimate from the table's YAML, the same reversed, or noise; or the default one."""
+    """Returns the prior of a kind: the estimate from the table's YAML, the same reversed, noise, or the default one."""
     if kind == "random":
         rng = np.random.default_rng(seed)
         noise = {config: float(np.exp(rng.normal())) for config in surface.rows}
@@ -77,16 +78,16 @@ def make_prior(surface: Surface, kind: str, seed: int) -> Any:
 
 
 def estimator_of(surface: Surface) -> Any:
-    """redline's estimator for the model, training and hardware that the table's YAML states.
+    """Returns redline's estimator for the model, training and hardware in the table's YAML.
 
     Raises:
-        LookupError: it states none, or none that the estimator knows.
+        LookupError: the YAML lacks them, or the estimator does not know them.
     """
     from tables.surfaces import load
 
     missing = [part for part in ("model", "training", "hardware") if not surface.facts.get(part)]
     if missing:
-        raise LookupError(f"no estimate, as no YAML beside the table states {' and '.join(missing)}")
+        raise LookupError(f"no estimate, as no YAML beside the table has {' and '.join(missing)}")
     try:
         return load(surface.path).estimator
     except rl.UsageError as error:
@@ -94,14 +95,14 @@ def estimator_of(surface: Surface) -> Any:
 
 
 def default_prior_of(surface: Surface) -> Any:
-    """What is known where nobody names the model: the knobs, and kind and number of the devices.
+    """Returns the default prior, which knows the knobs and the kind and number of the devices, but not the model.
 
     Raises:
-        LookupError: the table's YAML states no hardware, or too few of the knobs have a standard name.
+        LookupError: the table's YAML has no hardware, or too few of the knobs have a standard name.
     """
     hardware = surface.facts.get("hardware") or {}
     if "device" not in hardware:
-        raise LookupError("no default prior, as no YAML beside the table states hardware")
+        raise LookupError("no default prior, as no YAML beside the table has hardware")
     machine = CPU if hardware["device"] == "cpu" else find_hardware(hardware["device"])
     devices = hardware.get("gpus")
     prior = default_prior(surface.space, devices if isinstance(devices, int) else 1, machine)
@@ -111,13 +112,13 @@ def default_prior_of(surface: Surface) -> Any:
 
 
 class Misleading(ShapePrior):
-    """A default prior in a world where the knobs have the standard names and mean something else.
+    """A default prior whose knobs have the standard names with other meanings.
 
     Args:
-        prior: what it would be.
-        rows: the table's configurations.
-        how: `reversed`, what should be fast and large is slow and small; `renamed`, each of the knobs that count
-            something has the name of the next.
+        prior: the correct prior.
+        rows: configurations of the table.
+        how: `reversed`: fast and large configurations are predicted slow and small; `renamed`: each knob that counts
+            something has the name of the next one.
     """
 
     def __init__(self, prior: DefaultPrior, rows: Sequence[Mapping[str, Any]], how: str) -> None:
@@ -127,7 +128,7 @@ class Misleading(ShapePrior):
         self._names = [name for name in ("tp", "pp", "micro_batch", "dp", "grad_accum") if name in rows[0]]
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> Any:
-        """What it says of many configurations."""
+        """Returns the predictions of many configurations."""
         if self._how == "renamed":
             after = dict(zip(self._names, [*self._names[1:], *self._names[:1]]))
             return self._prior.table([{name: each[after.get(name, name)] for name in each} for each in configs])
@@ -138,7 +139,7 @@ class Misleading(ShapePrior):
 
 
 def beginning(surface: Surface, how: str, seed: int) -> list[Trial]:
-    """What is measured before anybody proposes: nothing, the default configuration, or a random one."""
+    """Returns the configuration measured first: none, the default one, or a random one."""
     if how == "sampler":
         return []
     rows = list(surface.rows)
@@ -147,7 +148,7 @@ def beginning(surface: Surface, how: str, seed: int) -> list[Trial]:
 
 
 def replay(surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
-    """One search: throughput (0 where it failed) and failure of each dry run, seconds a proposal."""
+    """Returns throughput (0 for a failure) and failure of each dry run of one search, and seconds of a proposal."""
     ask = PEERS[name](surface, seed) if name in PEERS else ours(surface, seed, name)
     done = beginning(surface, begin, seed)
     seconds = 0.0
@@ -165,7 +166,7 @@ def replay(surface: Surface, name: str, seed: int, trials: int, begin: str) -> d
 
 
 def measures(run: dict[str, Any], best: float) -> dict[str, float]:
-    """The figures of one search."""
+    """Returns the figures of one search."""
     values = np.array(run["values"])
     so_far = np.maximum.accumulate(values) / best
     out = {f"after_{n}": float(so_far[min(n, len(so_far)) - 1]) for n in CHECKPOINTS}
@@ -178,7 +179,7 @@ def measures(run: dict[str, Any], best: float) -> dict[str, float]:
 
 
 def interval(rows: np.ndarray) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval, by bootstrap over the rows (one a table)."""
+    """Returns the mean and the half-width of its 95 % interval, by bootstrap over the rows (one for each table)."""
     rng = np.random.default_rng(0)
     means = rng.choice(rows, size=(2000, len(rows))).mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
@@ -186,7 +187,7 @@ def interval(rows: np.ndarray) -> tuple[float, float]:
 
 
 def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
-    """The search, read from `folder` where the same code made it before on the same table."""
+    """Returns a search, read from `folder` if the same code ran it before on the same table."""
     if folder is None:
         return replay(surface, name, seed, trials, begin)
     rows = sorted((c.id, m.throughput or 0.0) for c, m in surface.rows.items())
@@ -203,7 +204,7 @@ def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: 
 
 @cache
 def sources() -> str:
-    """A digest of everything that decides what our samplers and the estimate do."""
+    """Returns a digest of all code that affects redline's samplers and the estimate."""
     root = Path(rl.__file__).parent
     digest = hashlib.sha256()
     for folder in ("tuner/samplers", "estimator", "space"):
@@ -218,7 +219,7 @@ def sources() -> str:
 
 
 def plot(path: Path, curves: Mapping[str, np.ndarray]) -> None:
-    """Mean fraction of the best over dry runs, one line a sampler, as SVG."""
+    """Writes the mean fraction of the best over dry runs as SVG, with a line for each sampler."""
     width, height, left, top = 640, 400, 50, 12
     trials = max(len(curve) for curve in curves.values())
 
@@ -250,7 +251,7 @@ def plot(path: Path, curves: Mapping[str, np.ndarray]) -> None:
 
 
 def infeasible(surface: Surface, name: str, seed: int) -> str:
-    """What the whole search says of a table of which every row failed."""
+    """Returns the result of a whole search on a table whose rows all failed."""
     name, _, kind = name.partition("+")
     try:
         prior = make_prior(surface, kind, seed) if kind else None
@@ -264,14 +265,14 @@ def infeasible(surface: Surface, name: str, seed: int) -> str:
 
 
 def table_figures(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of one table: means over seeds, of dry runs to 99 % the median."""
+    """Returns the figures of one table: means over seeds, and the median of dry runs to 99 %."""
     figures = {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
     figures["to_99"] = float(np.median([run["to_99"] for run in runs]))
     return figures
 
 
 def machine() -> str:
-    """What this ran on, in a line."""
+    """Returns a line that describes this machine."""
     versions = []
     for package in ("numpy", "scipy", "torch", "optuna", "HEBO"):
         try:
@@ -282,7 +283,7 @@ def machine() -> str:
 
 
 def summarise(tables: Mapping[str, Tables], seeds: Mapping[str, int]) -> list[dict[str, Any]]:
-    """One row a sampler: means over tables with 95 % intervals, and how far it is behind the first sampler."""
+    """Returns a row for each sampler: means over tables with 95 % intervals, and the distance to the first sampler."""
     rows = []
     first = next(iter(tables.values()))
     for name, found in tables.items():
@@ -302,7 +303,7 @@ def summarise(tables: Mapping[str, Tables], seeds: Mapping[str, int]) -> list[di
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The summary as two tables."""
+    """Returns the summary as two tables."""
 
     def cell(row: Mapping[str, Any], key: str, form: str = ".1f") -> str:
         return f"{format(row[key], form)} ± {row[f'{key}_half']:.1f}".rjust(15)
@@ -321,7 +322,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write(folder: Path, records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
-    """search.csv (one row a search) and search-summary.csv (one row a sampler)."""
+    """Writes search.csv (a row for each search) and search-summary.csv (a row for each sampler)."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("search.csv", records), ("search-summary.csv", rows)):
         with (folder / name).open("w", newline="") as file:
@@ -346,11 +347,9 @@ def main() -> None:
         "--begin",
         default="sampler",
         choices=("sampler", "default", "random"),
-        help="the first dry run: what the sampler proposes, the default configuration as in `redline tune`, or one drawn",
+        help="the first dry run: the sampler's proposal, the default configuration as in `redline tune`, or a random one",
     )
-    parser.add_argument(
-        "--cache", type=Path, help="folder in which searches are kept, for the next run of the same code"
-    )
+    parser.add_argument("--cache", type=Path, help="folder that caches searches for the next run of the same code")
     parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
     arguments = parser.parse_args()
     wanted = [part for part in arguments.only.split(",") if part]

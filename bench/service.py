@@ -1,23 +1,24 @@
-"""How the service shares a pool, and how fast it answers: the figures of docs/service.md.
+"""Sharing of a pool by the service, and its response times: the figures of docs/service.md.
 
     python bench/service.py --out bench/results/service.json --write docs/service.md --storage sqlite:///new.db --storage URL
 
-`--storage` names empty databases; without, it is a SQLite file. `--part` measures one part, and leaves the others in `--out`
-as they are.
+`--storage` names empty databases; the default is a SQLite file. `--part` measures one part and keeps the others in
+`--out`.
 
-First (`pool`) a pool on paper, with time that is simulated and everything else as the server has it (`service/scheduling.py`):
-1,024 devices on hosts of 8, and 1,000 searches that 20 users submitted at once, the users from small to large. A search
-has 4 dry runs waiting or running, each on 1 to 8 devices, all at once on one host, and each takes a time that scheduling
-knows only as the average of those before. Told are utilisation while work waits that could run, Jain's index of the
-device-seconds of the users while each of them has work (over their weights), how long what was submitted last waited, and
-what a decision costs (time of the processor).
+The first part (`pool`) simulates the time of a pool with the server's own scheduling (`service/scheduling.py`): 1,024
+devices on hosts of 8, and 1,000 searches that 20 users submit at once, with few or many searches each. A search has 4
+dry runs waiting or running, each on 1 to 8 devices of one host; their durations are known to scheduling only as the
+average of earlier ones. The results are utilisation while work waits that could run, Jain's index of the users'
+device-seconds while each of them has work (over their weights), the waiting time of the last submitted search, and the
+CPU time of a decision.
 
-Then (`http`) a server and real sockets, see `service_http.py`. Then (`store`) the store alone, a database for real: what a
-submission costs, and how many dry runs a second can be asked for, leased and answered, by one process. Last (`filled`, alone
-by `--filled`) what lists, the queue and usage take with 12,500 searches and 250,000 trials, see `service_filled.py`.
+The second (`http`) runs a server with real sockets, see `service_http.py`. The third (`store`) measures the store
+alone on a real database: the cost of a submission, and the dry runs per second that one process can request, lease and
+complete. The last (`filled`, alone with `--filled`) measures lists, the queue and usage with 12,500 searches and
+250,000 trials, see `service_filled.py`.
 
-Goals: utilisation 95 % while work waits, a decision within 50 ms; over HTTP submissions and estimates that were asked before
-within 100 ms (p99), and 200 events a second to 200 listeners, none missed and all in order.
+Goals: utilisation 95 % while work waits, a decision within 50 ms; over HTTP submissions and repeated estimates within
+100 ms (p99), and 200 events per second to 200 listeners, none missed and all in order.
 """
 
 import argparse
@@ -44,20 +45,20 @@ from service_http import over_http, rows, words
 PARTS = ("pool", "http", "store", "filled")
 FILLED = "<!-- filled -->", "<!-- end of filled -->"
 MARKS = "<!-- figures -->", "<!-- end of figures -->"
-"""Between these a page holds the figures."""
+"""Marks around the figures in a page."""
 NAMES = {"sqlite": "SQLite", "postgresql": "Postgres"}
 H100 = {"type": "cuda", "name": "NVIDIA H100"}
 SIZES = {1: 0.4, 2: 0.2, 4: 0.2, 8: 0.2}
-"""Devices of a search's dry runs, and the share of searches that have them."""
+"""Devices of a search's dry runs, and the share of searches with them."""
 RUNNERS = 8
-"""Searches that run at once, of as many as are submitted, on a pool of 64 devices."""
+"""Concurrent searches, of the submitted ones, on a pool of 64 devices."""
 AT_ONCE = 4
-"""Dry runs that a search has waiting or running."""
+"""Waiting or running dry runs of a search."""
 
 
 @dataclass
 class Search:
-    """A search on paper."""
+    """A simulated search."""
 
     id: str
     user: int
@@ -70,12 +71,12 @@ class Search:
 
     @property
     def average(self) -> float | None:
-        """What scheduling knows of its dry runs."""
+        """Average duration of its dry runs, as scheduling knows it."""
         return self.seconds / self.finished if self.finished else None
 
 
 class PaperPool:
-    """A pool in simulated time: dry runs begin as `decide` says, and end when they do."""
+    """A pool in simulated time: dry runs start as `decide` says, and end after their duration."""
 
     def __init__(
         self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int,
@@ -107,14 +108,14 @@ class PaperPool:
                 self.begin(each.id)
 
     def begin(self, search: str) -> None:
-        """Has a search ask for its first dry runs."""
+        """Requests the first dry runs of a search."""
         self.active.add(search)
         for _ in range(AT_ONCE):
             self.ask(self.queued[search])
         del self.queued[search]
 
     def contenders(self) -> list[Contender]:
-        """The searches that run or want to."""
+        """Returns the searches that run or want to run."""
         return [
             Contender(
                 search=each.id, user=each.user, priority=0, device="", kind="", devices=each.devices, simulated=False,
@@ -124,7 +125,7 @@ class PaperPool:
         ]  # fmt: skip
 
     def share(self) -> None:
-        """Begins the searches that get a slot, as the server does."""
+        """Starts the searches that receive a slot, as the server does."""
         asked = {each.search for each in [*self.waiting.values(), *self.running.values()]}
         self.active &= asked
         if self.slots is None or len(self.active) >= self.slots or not self.queued:
@@ -137,7 +138,7 @@ class PaperPool:
             self.begin(each)
 
     def ask(self, search: Search) -> None:
-        """One more dry run of a search, where there is one."""
+        """Requests another dry run of a search, if it has one left."""
         if not search.left:
             return
         search.left -= 1
@@ -148,7 +149,7 @@ class PaperPool:
         )  # fmt: skip
 
     def shares(self, *, week: bool = False) -> list[Share]:
-        """What users had lately, as the store tells it."""
+        """Returns the recent usage of the users, as the store does."""
         recent, longer = self._faded(RECENT_S), self._faded(WEEK_S) if week else {}
         return [
             Share(user=user, weight=weight, recent=recent.get(user, 0.0), week=longer.get(user, 0.0))
@@ -159,7 +160,7 @@ class PaperPool:
         since = self.now - window_s
         out: dict[int, float] = defaultdict(float)
         for user, had in self.had.items():
-            for each in reversed(had):  # in the order in which they ended
+            for each in reversed(had):  # in order of their ends
                 if each[1] <= since:
                     break
                 out[user] += _fading(*each, since, window_s)
@@ -168,7 +169,7 @@ class PaperPool:
         return out
 
     def decide(self) -> float:
-        """Begins what is to begin; what deciding took, s."""
+        """Starts dry runs by the decision, and returns its time, s."""
         shares, waiting, running = self.shares(), list(self.waiting.values()), list(self.running.values())
         began = time.thread_time()
         placed = decide(waiting, running, self.workers, shares, self.now)
@@ -185,7 +186,7 @@ class PaperPool:
         return took
 
     def advance(self, least_s: float) -> None:
-        """Goes on to when something ends, and a decision's distance at least."""
+        """Advances to the next end of a dry run, and at least by the interval of decisions."""
         self.now = max(self.now + least_s, self.ends[0][0])
         while self.ends and self.ends[0][0] <= self.now:
             end, number = heapq.heappop(self.ends)
@@ -197,7 +198,7 @@ class PaperPool:
 
     @property
     def busy(self) -> int:
-        """Devices that run something."""
+        """Returns the busy devices."""
         return sum(each.devices for each in self.running.values())
 
 
@@ -207,7 +208,7 @@ def _fading(began: float, ended: float, devices: int, since: float, window_s: fl
 
 
 def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:
-    """Searches of users from small to large, in the order in which they were submitted."""
+    """Returns searches of users with few to many searches, in the order of submission."""
     owners = rng.choices(range(users), [1 + 4 * user / users for user in range(users)], k=number)
     sizes = rng.choices(list(SIZES), list(SIZES.values()), k=number)
     return [
@@ -220,16 +221,18 @@ def searches_of(number: int, users: int, trials: int, rng: random.Random) -> lis
 
 
 def jain(values: list[float]) -> float:
-    """Jain's index of fairness: 1 where all have the same, 1/n where one has all."""
+    """Returns Jain's index of fairness: 1 for equal values, 1/n if one has everything."""
     return sum(values) ** 2 / (len(values) * sum(each**2 for each in values)) if any(values) else 1.0
 
 
 def on_paper(
     devices: int, searches: int, users: int, trials: int, seed: int, slots: int | None = None
 ) -> dict[str, Any]:
-    """What a pool does with that many searches, of which so many run at once; all of them without `slots`."""
+    """Returns the results of a simulated pool with that many searches, of which `slots` run at once; without `slots`
+    all.
+    """
     rng = random.Random(seed)
-    # Every fourth user counts double.
+    # Every fourth user has double weight.
     weights = {user: 2.0 if user % 4 == 3 else 1.0 for user in range(users)}
     pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed, slots)
     decisions, busy_s, waiting_s, fair = [], 0.0, 0.0, None
@@ -273,35 +276,35 @@ def _device_seconds(pool: PaperPool) -> dict[int, float]:
 
 
 def largest_decision(devices: int, searches: int) -> dict[str, Any]:
-    """What a decision on an empty pool costs, where everything waits, and what saying why costs."""
+    """Returns the cost of a decision on an empty pool where everything waits, and of the reasons for waiting."""
     rng = random.Random(0)
     pool = PaperPool(devices // 8, 8, searches_of(searches, 20, 16, rng), dict.fromkeys(range(20), 1.0), 0)
     waiting, shares = list(pool.waiting.values()), pool.shares()
-    took, said = [], []
+    took, waiting_ms = [], []
     for _ in range(20):
         began = time.thread_time()
         decide(waiting, [], pool.workers, shares, 0.0)
         took.append(1000 * (time.thread_time() - began))
         began = time.thread_time()
         why_waiting(waiting, [], pool.workers, shares, 0.0)
-        said.append(1000 * (time.thread_time() - began))
+        waiting_ms.append(1000 * (time.thread_time() - began))
     queued = PaperPool(devices // 8, 8, list(pool.searches.values()), dict.fromkeys(range(20), 1.0), 0, 8).contenders()
-    told = []
+    cpu_ms = []
     for _ in range(20):
         began = time.thread_time()
         why_no_slot(queued, [], pool.workers, shares, 8)
-        told.append(1000 * (time.thread_time() - began))
+        cpu_ms.append(1000 * (time.thread_time() - began))
     return {
         "waiting": len(waiting),
         "decide_cpu_ms": _spread(took),
-        "why_waiting_cpu_ms": _spread(said),
+        "why_waiting_cpu_ms": _spread(waiting_ms),
         "queued": len(queued),
-        "why_no_slot_cpu_ms": _spread(told),
+        "why_no_slot_cpu_ms": _spread(cpu_ms),
     }
 
 
 def in_store(url: str, searches: int) -> dict[str, Any]:
-    """What the store's own work costs, s, on a database that fills up meanwhile."""
+    """Returns the cost of the store's work, s, on a database that fills up meanwhile."""
     with Store.open(url) as store:
         ann = store.add_user(f"bench-{time.time_ns()}")
         request = {"model": "llama2-7b", "devices": 8, "trials": 30, "filler": "x" * 1000}
@@ -340,7 +343,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """What a page says of it."""
+    """Returns the text of a page."""
     pool, decision = result["pool"], result["one_decision"]
     machine = (
         f"{result['host']['usable_cores']} cores of {result['host']['system']}, Python {result['versions']['python']}"
@@ -350,18 +353,19 @@ def figures(result: dict[str, Any]) -> str:
     store = ", ".join(f"{each['dry_runs_per_s']:.0f} on {NAMES[each['database']]}" for each in result["store"])
     used, slots = pool["decision_cpu_ms"], result["slots"]
     lines = [
-        f"`python bench/service.py --write docs/service.md` on {machine}; server, database and whoever asks on one host.",
+        f"`python bench/service.py --write docs/service.md` on {machine}; server, database and clients on one host.",
         "",
-        f"A pool on paper of {pool['devices']:,} devices, scheduled as the server does: {pool['searches']:,} searches of",
+        f"A simulated pool of {pool['devices']:,} devices, scheduled as the server does: {pool['searches']:,} searches of",
         f"{pool['users']} users are submitted at once; {100 * pool['utilisation_while_work_waits']:.1f} % of the devices",
         f"are busy while work waits (goal 95 %), Jain's index of the users' shares is {pool['jain_of_weighted_shares']:.3f},",
-        f"a decision takes {used['median']:.1f} ms of a processor ({used['p99']:.1f} p99), one of",
+        f"a decision takes {used['median']:.1f} ms of CPU time ({used['p99']:.1f} p99), one of",
         f"{decision['waiting']:,} waiting dry runs on an empty pool {decision['decide_cpu_ms']['median']:.1f} ms.",
-        f"Of {slots['searches']:,} searches {slots['slots']} run at once on {slots['devices']} devices: Jain's index is",
+        f"With {slots['searches']:,} searches, of which {slots['slots']} run at once, on {slots['devices']} devices:",
+        "Jain's index is",
         f"{slots['jain_of_weighted_shares']:.3f}, {100 * slots['utilisation_while_work_waits']:.1f} % of the devices are busy,",
-        f"and who gets the next slot is decided in {slots['slots_cpu_ms']['median']:.1f} ms of a processor"
+        f"and the user of the next slot is chosen in {slots['slots_cpu_ms']['median']:.1f} ms of CPU time"
         f" ({slots['slots_cpu_ms']['p99']:.1f} p99).",
-        f"Asked for, leased and answered by one process are {store} dry runs a second.",
+        f"Dry runs per second that one process requests, leases and completes: {store}.",
         "",
         table([head, *rows(result["http"])]),
         "",
@@ -371,7 +375,7 @@ def figures(result: dict[str, Any]) -> str:
 
 
 def of_filled(result: dict[str, Any]) -> str:
-    """What a page says of a database that is full."""
+    """Returns the text of a page about a filled database."""
     found = result["filled"]
     machine = (
         f"{result['host']['usable_cores']} cores of {result['host']['system']}, Python {result['versions']['python']}"
@@ -381,26 +385,26 @@ def of_filled(result: dict[str, Any]) -> str:
         "",
         table(filled_words(found)),
         "",
-        f"Ten times as many searches take {growth(found):.2f} times the processor time (median of the rows); the larger database",
-        f"has {found[-1]['database_mib']:,} MiB. In brackets: processor time, which others on the machine change less.",
+        f"Ten times as many searches take {growth(found):.2f} times the CPU time (median of the rows); the larger database",
+        f"has {found[-1]['database_mib']:,} MiB. In brackets: CPU time, which other load changes less.",
     ])  # fmt: skip
 
 
 def write(page: Path, marks: tuple[str, str], text: str) -> None:
-    """Puts a text between two marks of a page."""
+    """Writes a text between two marks of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
     _, _, after = rest.partition(marks[1])
     page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")
 
 
 def table(lines: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     first, *others = [f"| {' | '.join(each)} |" for each in lines]
     return "\n".join([first, "|" + "---|" * len(lines[0]), *others])
 
 
 def main() -> None:
-    """Runs it and writes the results."""
+    """Runs the benchmark and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1024)
     parser.add_argument("--searches", type=int, default=1000)
@@ -408,7 +412,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=16, help="of a search, on average")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", action="append", help="URL of an empty database; may be given several times")
-    parser.add_argument("--filled", action="store_true", help="only the part with a database that is full")
+    parser.add_argument("--filled", action="store_true", help="only the part with a filled database")
     parser.add_argument("--part", action="append", choices=PARTS, help="by default all; may be given several times")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--write", type=Path, help="a Markdown page with the marks of the figures")

@@ -1,8 +1,8 @@
-"""What the service answers when it has been in use for long: the part of `bench/service.py` with a database that is full.
+"""Response times of the service after long use: the part of `bench/service.py` with a filled database.
 
-The rows are those that searches leave (users, searches, dry runs with payload and outcome, events, usage a day), written at
-once; all else is the server: `redline serve` as a process of its own. 8 searches run and 100 wait at either size, so that what
-differs is what has ended.
+The rows are those of searches (users, searches, dry runs with payload and outcome, events, daily usage), written at
+once; the server is a separate `redline serve` process. 8 searches run and 100 wait at either size, so that only the
+number of ended searches differs.
 """
 
 import random
@@ -20,7 +20,7 @@ from service_http import Server, Spread
 from sqlalchemy import insert
 
 SIZES = (1_250, 12_500)
-"""Searches that have ended. SkyPilot's load suite has as many jobs as the larger one."""
+"""Ended searches. SkyPilot's load suite has as many jobs as the larger number."""
 TRIALS = 20
 USERS, RUNNING, QUEUED, ASKED = 20, 8, 100, 200
 DAY_S = 86400.0
@@ -43,9 +43,9 @@ MEASURED = {
 PATHS = {
     "the queue": "/v1/queue",
     "100 searches": "/v1/searches?limit=100",
-    "100 searches that are done": "/v1/searches?state=done&limit=100",
+    "100 finished searches": "/v1/searches?state=done&limit=100",
     "100 searches of one's own": "/v1/searches?mine=true&limit=100",
-    "a page further down": "/v1/searches?limit=100&after={middle}",
+    "a later page": "/v1/searches?limit=100&after={middle}",
     "a search": "/v1/searches/{middle}",
 }
 IN_PROCESS: dict[str, Callable[[Store], Any]] = {
@@ -56,7 +56,7 @@ IN_PROCESS: dict[str, Callable[[Store], Any]] = {
 
 
 def filled(folder: Path, spread: Spread) -> list[dict[str, Any]]:
-    """What is asked often, at each of `SIZES`."""
+    """Returns the times of frequent requests at each of `SIZES`."""
     found = []
     for size in SIZES:
         url = f"sqlite:///{folder / f'filled-{size}.db'}"
@@ -85,7 +85,7 @@ def filled(folder: Path, spread: Spread) -> list[dict[str, Any]]:
 
 
 def fill(server: Server, size: int) -> str:
-    """Writes what so many searches of `USERS` users left within 30 days, and what waits and runs; an id in the middle."""
+    """Writes the rows of `size` searches of `USERS` users within 30 days and of waiting and running ones; returns an id."""
     rng, store, now = random.Random(0), server.store, time.time()
     users = [store.add_user(f"user{each}").id for each in range(USERS - 1)]
     users.append(next(each.id for each in store.users() if each.name.startswith("http-")))
@@ -113,7 +113,7 @@ def fill(server: Server, size: int) -> str:
             for each in some
             for trial in range(TRIALS)
         ]  # fmt: skip
-        told = [
+        event_rows = [
             {
                 "search": each["search"],
                 "time": each["ended"],
@@ -122,7 +122,9 @@ def fill(server: Server, size: int) -> str:
             }
             for each in left
         ]
-        store.database.write(lambda one, some=some, left=left, told=told: _insert(one, some, left, told))
+        store.database.write(
+            lambda one, some=some, left=left, event_rows=event_rows: _insert(one, some, left, event_rows)
+        )
     totals = [{"user": user, "day": day, "device_seconds": had[user, day]} for user, day in had]
     store.database.write(lambda one: one.execute(insert(usage), totals))
     for number in range(RUNNING + QUEUED):
@@ -135,11 +137,11 @@ def fill(server: Server, size: int) -> str:
 
 
 def _insert(
-    connection: Any, some: list[dict[str, Any]], left: list[dict[str, Any]], told: list[dict[str, Any]]
+    connection: Any, some: list[dict[str, Any]], left: list[dict[str, Any]], event_rows: list[dict[str, Any]]
 ) -> None:
     connection.execute(insert(searches), some)
     connection.execute(insert(dry_runs), left)
-    connection.execute(insert(events), told)
+    connection.execute(insert(events), event_rows)
 
 
 def _timed(ask: Callable[[], Any]) -> float:
@@ -149,9 +151,9 @@ def _timed(ask: Callable[[], Any]) -> float:
 
 
 def words(found: list[dict[str, Any]]) -> list[list[str]]:
-    """A table: a row for what is asked, a column for each size."""
+    """Returns a table with a row for each request and a column for each size."""
     head = [
-        "median / p99 (of a processor), ms",
+        "median / p99 (CPU time), ms",
         *(f"{each['searches']:,} searches, {each['trials']:,} trials" for each in found),
         "goal (p99)",
     ]
@@ -166,6 +168,6 @@ def words(found: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def growth(found: list[dict[str, Any]]) -> float:
-    """By how much processor time grows from the first size to the last: the median over all that is asked."""
+    """Returns the growth of CPU time from the first size to the last: the median over all requests."""
     first, last = found[0]["ms"], found[-1]["ms"]
     return statistics.median(last[name]["server_cpu_ms"] / first[name]["server_cpu_ms"] for name in first)

@@ -1,10 +1,10 @@
-"""What the service answers over HTTP, and how fast: the part of `bench/service.py` with a real server and real sockets.
+"""Response times of the service over HTTP: the part of `bench/service.py` with a real server and real sockets.
 
-`redline serve` runs as a process of its own, without devices, so that what is submitted waits. Measured are submissions,
-one after another and from several people at once; estimates, new ones and ones that were asked before; 200 events a second
-to 200 listeners, each of whom must get every event in order; and what requests take while 500 idle streams are held open.
-The listeners are a process of their own. Beside times stands the processor time of the server, which others on the machine
-change less.
+`redline serve` runs as a separate process without devices, so that submitted searches wait. Measured are submissions,
+one after another and by several clients at once; new and repeated estimates; 200 events per second to 200 listeners,
+each of which must receive every event in order; and the response times while 500 idle streams are open. The listeners
+are a separate process. Besides times the CPU time of the server is reported, which other load on the machine changes
+less.
 """
 
 import asyncio
@@ -31,47 +31,47 @@ ESTIMATES, ASKED_AGAIN = 5, 300
 LISTENERS, EVENTS_A_SECOND, TELLING_S = 200, 200, 10.0
 IDLE, REQUESTS = 500, 300
 START_S = 120.0
-"""How long a server may take to start, and listeners to hear the rest, s."""
+"""Seconds for the start of a server, and for listeners to receive the remaining events."""
 _NUMBER = re.compile(rb'"number":(\d+)')
 Spread = Callable[[list[float]], dict[str, float]]
 
 
 class Server(AbstractContextManager["Server"]):
-    """A server process on a database, and a token of an admin."""
+    """A server process on a database, and the token of an admin."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.store = Store.open(url)
         self.token = self.store.new_token(self.store.add_user(f"http-{time.time_ns()}", "admin"), "bench")
-        said = folder / f"said-{time.time_ns()}"
+        output = folder / f"output-{time.time_ns()}"
         command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / f"data-{time.time_ns()}")]
         command += ["--storage", url, "--port", "0", "--no-worker", "--rate", "1000000"]
-        with open(said, "wb") as out:
+        with open(output, "wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out)
-        self.address = self._said(said, r"serve on (http://[^,]*),")
+        self.address = self._wait_for(output, r"serve on (http://[^,]*),")
         self.itself = psutil.Process(self._process.pid)
 
-    def _said(self, said: Path, pattern: str) -> str:
+    def _wait_for(self, output: Path, pattern: str) -> str:
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._process.poll() is None:
-            if found := re.search(pattern, said.read_text()):
+            if found := re.search(pattern, output.read_text()):
                 return found[1]
             time.sleep(0.1)
-        raise SystemExit(f"the server does not start: {said.read_text()}")
+        raise SystemExit(f"the server does not start: {output.read_text()}")
 
     def client(self) -> httpx.Client:
-        """A client of it, with a connection that it keeps."""
+        """Returns a client with a persistent connection."""
         headers = {"authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=self.address, headers=headers, timeout=180, trust_env=False)
 
     @property
     def cpu_s(self) -> float:
-        """Processor time that it has had, without the processes that it started."""
+        """CPU time of the server process, without its children."""
         used = self.itself.cpu_times()
         return used.user + used.system
 
     @property
     def memory_mib(self) -> float:
-        """What of it is in memory."""
+        """Resident memory of the server process."""
         return round(self.itself.memory_info().rss / 2**20, 1)
 
     def __exit__(self, *exc: object) -> None:
@@ -81,7 +81,7 @@ class Server(AbstractContextManager["Server"]):
 
 
 def over_http(url: str, folder: Path, spread: Spread) -> dict[str, Any]:
-    """All of it, on an empty database."""
+    """Runs all measurements on an empty database."""
     with Server(folder, url) as server:
         found: dict[str, Any] = {"database": "sqlite" if server.store.database.sqlite else "postgresql"}
         for name, measure in MEASURED.items():
@@ -92,7 +92,7 @@ def over_http(url: str, folder: Path, spread: Spread) -> dict[str, Any]:
 
 
 def _timed(ask: Callable[[], httpx.Response]) -> float:
-    """What a request took, ms.
+    """Returns the time of a request, ms.
 
     Raises:
         SystemExit: it was refused.
@@ -106,7 +106,7 @@ def _timed(ask: Callable[[], httpx.Response]) -> float:
 
 
 def submissions(server: Server, spread: Spread) -> dict[str, Any]:
-    """Searches that are submitted, the queue filling up, one after another and by several people at once."""
+    """Searches submitted while the queue fills up, one after another and by several clients at once."""
 
     def some(number: int) -> list[float]:
         with server.client() as client:
@@ -131,8 +131,9 @@ def submissions(server: Server, spread: Spread) -> dict[str, Any]:
 
 
 def estimates(server: Server, spread: Spread) -> dict[str, Any]:
-    """Estimates without a device: the first of a server, which starts the process that computes them; others that are
-    new; and those that were asked before, which come from memory."""
+    """Estimates without a device: the first one, which starts the computing process; new ones; and repeated ones from
+    cache.
+    """
     asked = [
         {"target": "gpt2-tiny", "hardware": "h100-80gb", "devices": 8, "global_batch": 64, "seq_len": 64 * (1 + each)}
         for each in range(ESTIMATES + 1)
@@ -151,7 +152,7 @@ def estimates(server: Server, spread: Spread) -> dict[str, Any]:
 
 
 def events(server: Server, spread: Spread) -> dict[str, Any]:
-    """Events that a process beside the server tells at a rate, and who hears them when."""
+    """Events that another process sends at a constant rate, and the times at which listeners receive them."""
     count = int(EVENTS_A_SECOND * TELLING_S)
     with _Listeners(server, LISTENERS, count) as listeners:
         before, began, sent = server.cpu_s, time.monotonic(), []
@@ -160,30 +161,30 @@ def events(server: Server, spread: Spread) -> dict[str, Any]:
             sent.append(time.monotonic())
             server.store.tell(None, "said", {"number": number, "message": "x" * 60})
         seconds = time.monotonic() - began
-        heard: list[list[tuple[int, float]]] = listeners.heard()
+        received: list[list[tuple[int, float]]] = listeners.received()
         used = server.cpu_s - before
     wanted = list(range(count))
-    delays = [1000 * (at - sent[number]) for each in heard for number, at in each if number < count]
+    delays = [1000 * (at - sent[number]) for each in received for number, at in each if number < count]
     return {
-        "listeners": len(heard),
+        "listeners": len(received),
         "events": count,
         "told_per_s": round(count / seconds, 1),
-        "listeners_who_missed_some": sum({number for number, _ in each} != set(wanted) for each in heard),
-        "listeners_out_of_order": sum([number for number, _ in each] != wanted for each in heard),
+        "listeners_who_missed_some": sum({number for number, _ in each} != set(wanted) for each in received),
+        "listeners_out_of_order": sum([number for number, _ in each] != wanted for each in received),
         "delay_ms": spread(delays),
         "server_cpu_share": round(used / seconds, 3),
     }
 
 
 def idle_streams(server: Server, spread: Spread) -> dict[str, Any]:
-    """What requests take without streams, and beside many on which nothing happens."""
+    """Response times without streams, and with many idle ones."""
     found: dict[str, Any] = {"streams": IDLE, "memory_mib": server.memory_mib, "without": asked(server, spread)}
     with _Listeners(server, IDLE, 0):
         return found | {"with": asked(server, spread), "memory_with_mib": server.memory_mib}
 
 
 def asked(server: Server, spread: Spread) -> dict[str, Any]:
-    """What a request takes: whose a token is, and the latest searches."""
+    """Response times of the owner of a token, and of the latest searches."""
     out: dict[str, Any] = {}
     with server.client() as client:
         for path in ("/v1/me", "/v1/searches?limit=20"):
@@ -194,11 +195,11 @@ def asked(server: Server, spread: Spread) -> dict[str, Any]:
 
 
 MEASURED = {"idle_streams": idle_streams, "events": events, "submit": submissions, "estimate": estimates}
-"""In the order in which it is measured: what is submitted stays in the queue."""
+"""The measurements in order: submitted searches stay in the queue."""
 
 
 class _Listeners(AbstractContextManager["_Listeners"]):
-    """Event streams that a process of its own holds open."""
+    """Event streams opened by another process."""
 
     def __init__(self, server: Server, number: int, wanted: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -213,8 +214,8 @@ class _Listeners(AbstractContextManager["_Listeners"]):
             raise SystemExit(f"{number} streams could not be opened within {START_S:g} s")
         self._pipe.recv()
 
-    def heard(self) -> list[list[tuple[int, float]]]:
-        """Of each listener the numbers of the events it got and when, in the order in which they came."""
+    def received(self) -> list[list[tuple[int, float]]]:
+        """Returns, for each listener, the numbers of the received events and their times, in order of arrival."""
         return self._pipe.recv()  # type: ignore[no-any-return]
 
     def __exit__(self, *exc: object) -> None:
@@ -230,8 +231,8 @@ async def _listening(address: str, token: str, number: int, wanted: int, after: 
     streams = [await _opened(address, token, after) for _ in range(number)]
     pipe.send("open")
     if wanted:
-        told = await asyncio.gather(*(_heard(reader, wanted) for reader, _ in streams))
-        pipe.send([list(_numbers(data, marks)) for data, marks in told])
+        sent = await asyncio.gather(*(_heard(reader, wanted) for reader, _ in streams))
+        pipe.send([list(_numbers(data, marks)) for data, marks in sent])
     await asyncio.to_thread(_closed, pipe)
     for _, writer in streams:
         writer.close()
@@ -245,7 +246,7 @@ def _closed(pipe: Connection) -> None:
 
 
 async def _opened(address: str, token: str, after: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A stream whose first words have come."""
+    """Returns a stream after its first bytes."""
     place = urlsplit(address)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     lines = [f"GET /v1/events?after={after} HTTP/1.1", f"Host: {place.netloc}", f"Authorization: Bearer {token}"]
@@ -258,7 +259,7 @@ async def _opened(address: str, token: str, after: int) -> tuple[asyncio.StreamR
 
 
 async def _heard(reader: asyncio.StreamReader, wanted: int) -> tuple[bytes, list[tuple[int, float]]]:
-    """What a stream brings until its last event, and up to which byte it had come at which time."""
+    """Returns the contents of a stream up to its last event, and the number of bytes received at each time."""
     data, marks, last = bytearray(), [], f'"number":{wanted - 1},'.encode()
     until = time.monotonic() + TELLING_S + START_S
     while last not in data[-400:]:
@@ -280,46 +281,47 @@ def _numbers(data: bytes, marks: list[tuple[int, float]]) -> Iterable[tuple[int,
 
 
 def rows(found: list[dict[str, Any]]) -> list[list[str]]:
-    """What a table says: a row for each figure, a column for each database, and the goal."""
+    """Returns the rows of a table: a row for each figure, a column for each database, and the goal."""
 
     def row(name: str, goal: str, say: Callable[[dict[str, Any]], str]) -> list[str]:
         return [name, *(say(each) for each in found), goal]
 
     first = found[0]
-    told, idle = first["events"], first["idle_streams"]["streams"]
+    sent, idle = first["events"], first["idle_streams"]["streams"]
     out = [
         row("a submission", "100", lambda each: _pair(each["submit"]["ms"])),
         row(
-            f"a submission, {first['submit']['people']} people at once", "",
+            f"a submission, {first['submit']['people']} clients at once", "",
             lambda each: _pair(each["submit"]["by_people_at_once_ms"]),
         ),
         row(
             f"the queue, {first['submit']['searches']:,} searches in it", "",
             lambda each: _pair(each["submit"]["queue_of_all_ms"]),
         ),
-        row("an estimate that was asked before", "100", lambda each: _pair(each["estimate"]["asked_before_ms"])),
-        row("an estimate that is new", "", lambda each: f"{1000 * each['estimate']['new_s']['median']:,.0f}"),
+        row("a repeated estimate", "100", lambda each: _pair(each["estimate"]["asked_before_ms"])),
+        row("a new estimate", "", lambda each: f"{1000 * each['estimate']['new_s']['median']:,.0f}"),
         row(
-            f"an event to {told['listeners']} listeners, {told['told_per_s']:.0f} a second", "",
+            f"an event to {sent['listeners']} listeners, {sent['told_per_s']:.0f} a second", "",
             lambda each: _pair(each["events"]["delay_ms"]),
         ),
     ]  # fmt: skip
-    for path, name in (("/v1/me", "whose a token is"), ("/v1/searches?limit=20", "20 searches")):
-        for key, beside in (("without", ""), ("with", f", {idle} idle streams held open")):
+    for path, name in (("/v1/me", "the owner of a token"), ("/v1/searches?limit=20", "20 searches")):
+        for key, beside in (("without", ""), ("with", f", with {idle} idle streams")):
             out.append(row(f"{name}{beside}", "", lambda each, k=key, p=path: _pair(each["idle_streams"][k][p]["ms"])))
     return out
 
 
 def words(found: list[dict[str, Any]]) -> str:
-    """What is said below the table."""
+    """Returns the text below the table."""
     lines = []
     for each in found:
-        told, idle = each["events"], each["idle_streams"]
+        sent, idle = each["events"], each["idle_streams"]
         lines.append(
-            f"{each['database']}: of {told['events']:,} events {told['listeners_who_missed_some']} listeners missed any and "
-            f"{told['listeners_out_of_order']} got any out of order, for {100 * told['server_cpu_share']:.0f} % of a core; the "
-            f"server took {idle['memory_mib']:.0f} MiB, {idle['memory_with_mib']:.0f} with {idle['streams']} idle streams; the "
-            f"first estimate of a server, which starts what computes them, took {each['estimate']['first_s']:.1f} s."
+            f"{each['database']}: {sent['listeners_who_missed_some']} listeners missed any of {sent['events']:,} events "
+            f"and {sent['listeners_out_of_order']} received any out of order, "
+            f"with {100 * sent['server_cpu_share']:.0f} % of a core; the server used {idle['memory_mib']:.0f} MiB, "
+            f"{idle['memory_with_mib']:.0f} with {idle['streams']} idle streams; the "
+            f"first estimate of a server, which starts the computing process, took {each['estimate']['first_s']:.1f} s."
         )
     return "\n".join(f"- {each}" for each in lines)
 

@@ -1,15 +1,15 @@
-"""What a cluster's tenth search owes to the nine before it: `python bench/shared_knowledge.py [--write]`.
+"""The gain of a cluster's tenth search from the nine before it: `python bench/shared_knowledge.py [--write]`.
 
-Clusters that do not exist, of which the estimator does not know the truth: efficiencies, latencies, links and
-overheads of their own are drawn (see `World`), and what no formula explains is drawn too, most of it common to all
-models on a cluster and some of each model. Ten searches of different models and sizes, in an order that is drawn,
-go through the service as they do in a team: submitted to a store, run by `service/searcher.py`, their dry runs
-leased by a worker, which answers what the cluster would measure. Each search is run twice: after those before it
-on its cluster, and alone, as the first of a new server.
+The clusters are simulated with parameters that the estimator does not know: efficiencies, latencies, links and
+overheads are random (see `World`), and so are effects that no formula explains, most of them common to all models on a
+cluster and some specific to a model. Ten searches of different models and sizes, in random order, go through the
+service as in a team: submitted to a store, run by `service/searcher.py`, their dry runs leased by a worker that
+returns the measurements of the cluster. Each search runs twice: after the earlier ones on its cluster, and alone, as
+the first of a new server.
 
-Told is, for the first to the tenth search of a cluster, after how many dry runs a configuration was tried that is
-truly within 2 % of the best that either of the two found, as median over the clusters and with the least and the most.
-A search that never came there counts with one dry run more than it had.
+The result, for the first to the tenth search of a cluster, is the number of dry runs until a configuration was tried
+that is truly within 2 % of the best that either of the two found: median, minimum and maximum over the clusters. A
+search that never tried one counts with one dry run more than it had.
 """
 
 import argparse
@@ -52,35 +52,34 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 NEAR = 0.98
 HARDWARE = "h100-80gb"
 KNOB, OWN, MEASURED = 0.08, 0.02, 0.01
-"""Standard deviations of log time: of what all knobs do that no formula explains, of what a configuration does, and of
-measuring it."""
+"""Standard deviations of log time: of unexplained effects of all knobs, of a configuration, and of its measurement."""
 MEMORY = 0.5
-"""Of memory they are so much less."""
+"""Factor of these for memory."""
 COMMON = 0.7
-"""Share of the knobs' variance that all models on a cluster have in common."""
+"""Share of the knobs' variance that is common to all models on a cluster."""
 EFFICIENCIES = {
     "matmul_efficiency": 0.15, "attention_efficiency": 0.25, "eager_attention_efficiency": 0.25,
     "bandwidth_efficiency": 0.25, "link_efficiency": 0.3, "half_rows": 0.4, "launch_us": 0.4, "collective_us": 0.5,
     "step_ms": 0.5, "hop_ms": 1.0, "slack": 0.4, "workspace_mib": 0.3, "overlap": 0.3, "sharded_overlap": 0.3,
 }  # fmt: skip
-"""Constants that differ, and the standard deviations of their logarithms."""
+"""Varying constants, and the standard deviations of their logarithms."""
 MARKS = "<!-- shared knowledge -->", "<!-- end of shared knowledge -->"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "service.md"
 
 
 @dataclass(frozen=True)
 class World:
-    """A cluster of one node of eight devices; the seed draws all of its truth."""
+    """A cluster of one node of eight devices; the seed determines all of its parameters."""
 
     seed: int
 
     def normal(self, *what: Any) -> float:
-        """A standard normal number that belongs to these words in this world."""
+        """Returns the standard normal number of a name in this world."""
         return float(np.random.default_rng([self.seed, *"|".join(map(str, what)).encode()]).normal())
 
     @cached_property
     def hardware(self) -> Hardware:
-        """What it is."""
+        """The hardware of the cluster."""
         nominal = find_hardware(HARDWARE)
         links = {}
         for name in ("intra_node", "inter_node"):
@@ -94,7 +93,7 @@ class World:
         return nominal.replace(memory_gb_per_s=bandwidth, **links)
 
     def of(self, request: dict[str, Any]) -> "Truth":
-        """What a request's configurations measure here."""
+        """Returns the true measurements of the configurations of a request."""
         asked = Request(**request)
         task = resolve_task(asked, device=DEVICE)
         assert task.workload is not None
@@ -114,14 +113,14 @@ def _most(name: str) -> float:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a model's configurations measure in a world."""
+    """True measurements of the configurations of a model in a world."""
 
     world: World
     model: str
     estimator: Estimator
 
     def unexplained(self, config: Config, what: str) -> float:
-        """What no formula explains, as a logarithm."""
+        """Returns the logarithm of the effects that no formula explains."""
         knobs = [(name, value) for name, value in config.items() if name not in ("dp", "grad_accum")]
         each = KNOB / np.sqrt(len(knobs))
         common = sum(self.world.normal(what, *knob) for knob in knobs) * each * np.sqrt(COMMON)
@@ -129,11 +128,11 @@ class Truth:
         return common + of_model + OWN * self.world.normal(what, self.model, config.id)
 
     def step_ms(self, config: Config) -> float:
-        """The true time of a step, whether or not it fits."""
+        """Returns the true step time, regardless of memory."""
         return float(self.estimator.table([config]).step_ms[0] * np.exp(self.unexplained(config, "time")))
 
     def measured(self, request: TrialRequest, repeat: int) -> Measurement:
-        """What a dry run tells."""
+        """Returns the measurement of a dry run."""
         config = request.config
         table = self.estimator.table([config])
         row, limit = table.row(0), table.memory_limit_mib
@@ -155,7 +154,7 @@ DEVICE = Device(type="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_mib=8
 
 
 class Cluster(threading.Thread):
-    """A worker that answers dry runs as a world would; tells, by search, what was tried in which order."""
+    """A worker that runs dry runs in a world and records the order of trials of each search."""
 
     def __init__(self, store: Store, world: World) -> None:
         super().__init__(daemon=True)
@@ -182,7 +181,7 @@ class Cluster(threading.Thread):
                 self.store.answer(taken.dry_run, taken.lease, outcome.to_dict())
 
     def answer(self, search: str, data: dict[str, Any]) -> Measurement:
-        """The outcome of a dry run."""
+        """Returns the outcome of a dry run."""
         request = TrialRequest.from_dict(data, Path("."))
         repeat = self.repeats[search, request.config.id] = self.repeats.get((search, request.config.id), 0) + 1
         found = self.truths[search].measured(request, repeat)
@@ -193,7 +192,7 @@ class Cluster(threading.Thread):
     def search(
         self, request: dict[str, Any], url: str, data: Path, trials: int, seed: int
     ) -> list[tuple[Config, bool]]:
-        """What a search of the service tries, in order, and whether that worked."""
+        """Returns the trials of a search of the service in order, and the success of each."""
         asked = {**request, "trials": trials, "seed": seed, "patience": 0}
         made = self.store.submit(self.user, asked, devices=8)[0].id
         self.truths[made], self.tried[made] = self.world.of(request), []
@@ -205,7 +204,7 @@ class Cluster(threading.Thread):
 
 
 def searched(world: World, requests: list[dict[str, Any]], trials: int, seed: int) -> list[list[tuple[Config, bool]]]:
-    """What searches try that follow each other on a new server."""
+    """Returns the trials of consecutive searches on a new server."""
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/redline.db"
         with Store.open(url) as store:
@@ -218,7 +217,7 @@ def searched(world: World, requests: list[dict[str, Any]], trials: int, seed: in
 
 
 def reached(tried: list[tuple[Config, bool]], truth: Truth, best_ms: float, trials: int) -> int:
-    """After how many dry runs one was within 2 % of the best."""
+    """Returns the number of dry runs until one was within 2 % of the best."""
     for number, (config, ok) in enumerate(tried, 1):
         if ok and truth.step_ms(config) <= best_ms / NEAR:
             return number
@@ -226,7 +225,7 @@ def reached(tried: list[tuple[Config, bool]], truth: Truth, best_ms: float, tria
 
 
 def a_world(number: int, trials: int, again: set[int]) -> list[dict[str, Any]]:
-    """For each search on a cluster: dry runs after those before, and for those of the places `again` also alone."""
+    """Returns, for each search on a cluster, the dry runs after earlier ones, and also alone for those at `again`."""
     world = World(number)
     order = [SEARCHES[index] for index in np.random.default_rng(number).permutation(len(SEARCHES))]
     together = searched(world, order, trials, number)
@@ -244,13 +243,13 @@ def a_world(number: int, trials: int, again: set[int]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], trials: int) -> str:
-    """Markdown of what was found."""
+    """Returns the results in Markdown."""
     worlds = len({row["world"] for row in rows})
     lines = [
         f"Dry runs until within 2 % of the best, on {worlds} simulated clusters (`bench/shared_knowledge.py --worlds "
         f"{worlds} --trials {trials}`): median, least to most.",
         "",
-        "| search on the cluster | after those before it | the same search alone |",
+        "| search on the cluster | after the earlier ones | the same search alone |",
         "|---|---|---|",
     ]
     for name, chosen in (
@@ -270,7 +269,7 @@ def _spread(values: list[int]) -> str:
 
 
 def main() -> None:
-    """Runs it and prints or writes the table."""
+    """Runs the benchmark and prints or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="seed of the first world")

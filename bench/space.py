@@ -1,19 +1,19 @@
-"""How fast a space is enumerated: redline against python-constraint2, in one run.
+"""Time to enumerate a space: redline compared with python-constraint2, in the same run.
 
     python bench/space.py [--timeout SECONDS]
 
-Each row is one fresh process: declare the space, find every valid configuration, report the seconds from the
-first declaration to the last configuration and the peak resident memory of the process. `redline, valid set`
-stops at the indexed table that the search works on; `redline, list` also makes a Config of every row, which
-compares with the dictionaries that python-constraint2 returns. python-constraint2 is run with functions and
-with its own constraint classes; its string constraints evaluate text as Python and are left out.
+Each row is a fresh process: it declares the space, finds every valid configuration, and reports the seconds from the
+first declaration to the last configuration and the peak resident memory. `redline, valid set` stops at the indexed
+table that the search uses; `redline, list` also creates a Config for every row, which is comparable with the
+dictionaries that python-constraint2 returns. python-constraint2 is run with functions and with its own constraint
+classes; its string constraints evaluate text as Python and are left out.
 
-redline enumerates by its own joins, because they win: the indexed set took 1/3 to 1/40 of the time of
-python-constraint2 on two shared cores. A list of everything, which the search does not ask for, costs about
-the same with both where it is long, since making the objects is most of it.
+redline enumerates by its own joins because they are faster: the indexed set took 1/3 to 1/40 of the time of
+python-constraint2 on two shared cores. A full list, which the search does not need, costs about the same with both if
+it is long, since most of the time creates the objects.
 
-Goals: 10^6 combinations with three constraints in under 1 s, 10^9 with product constraints in under 3 s,
-neither above 1 GiB.
+Goals: 10^6 combinations with three constraints in less than 1 s, 10^9 with product constraints in less than 3 s, both
+below 1 GiB.
 """
 
 import argparse
@@ -75,19 +75,19 @@ CASES: dict[str, tuple[dict[str, list[Any]], list[Rule]]] = {
 
 
 def redline(knobs: dict[str, list[Any]], rules: list[Rule], listed: bool) -> int:
-    """Number of valid configurations, by redline with its own expressions."""
+    """Returns the number of valid configurations, found by redline with its own expressions."""
     from redline.space import Space
 
     space = Space()
     declared = {name: space.choice(name, values) for name, values in knobs.items()}
     for function, names, _ in rules:
-        # A lambda over knobs without `and` or `or` gives an expression when it is called with knobs.
+        # A lambda over knobs without `and` or `or` returns an expression when called with knobs.
         space.require(function(*(declared[name] for name in names)))
     return len(list(space)) if listed else len(space)
 
 
 def constraint2(knobs: dict[str, list[Any]], rules: list[Rule], classes: bool) -> int:
-    """Number of valid configurations, by python-constraint2."""
+    """Returns the number of valid configurations, found by python-constraint2."""
     import constraint
 
     problem = constraint.Problem()
@@ -112,7 +112,7 @@ SOLVERS: dict[str, Callable[..., int]] = {
 
 
 def measure(case: str, solver: str) -> dict[str, Any]:
-    """Runs in the fresh process; imports do not count."""
+    """Runs in the fresh process; imports are not measured."""
     if solver.startswith("redline"):
         import redline.space  # noqa: F401
     else:
@@ -128,7 +128,7 @@ def measure(case: str, solver: str) -> dict[str, Any]:
 
 
 def run(case: str, solver: str, timeout: float) -> dict[str, Any] | None:
-    """What `measure` returns in a process of its own; None where it takes longer than `timeout` seconds."""
+    """Returns the result of `measure` in a separate process; None if it takes longer than `timeout` seconds."""
     command = [sys.executable, os.path.abspath(__file__), "--case", case, "--solver", solver]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)

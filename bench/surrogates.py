@@ -1,9 +1,8 @@
-"""The default sampler with another library's Gaussian process, for `bench/search.py`.
+"""The default sampler with the Gaussian process of another library, for `bench/search.py`.
 
-Everything but the model of throughput stays: features, feasibility, acquisition. With an estimate the other
-model learns the residual. `bayes-botorch` has BoTorch's SingleTaskGP (Matern 5/2 or RBF with a length scale a
-column, as BoTorch defaults to, fitted by its own optimiser), `bayes-hebo` HEBO's GP as HEBO sets
-it up.
+Only the model of throughput is replaced: features, feasibility and acquisition stay. With an estimate the other model
+learns the residual. `bayes-botorch` has BoTorch's SingleTaskGP (Matern 5/2 or RBF with a length scale for each column,
+BoTorch's default, fitted by its own optimiser), `bayes-hebo` HEBO's GP with HEBO's settings.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from redline.tuner.samplers.surrogate import Belief
 
 
 class OtherMixture:
-    """One model's means and variances at the candidates, as `Mixture` has them."""
+    """Means and variances of one model at the candidates, with the interface of `Mixture`."""
 
     def __init__(self, mean: np.ndarray, variance: np.ndarray, noise: float) -> None:
         self.mean, self.variance, self.noise = mean, np.maximum(variance, 1e-12), noise
@@ -29,11 +28,11 @@ class OtherMixture:
         return [(1.0, self.mean, self.variance + self.noise)]
 
     def observe(self, index: int) -> None:
-        """One proposal a call is all that this benchmark asks for."""
+        """This benchmark requests only one proposal per call."""
 
 
 def botorch_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Mean, variance and noise of BoTorch's default model."""
+    """Returns mean, variance and noise of BoTorch's default model."""
     import torch
     from botorch.fit import fit_gpytorch_mll
     from botorch.models import SingleTaskGP
@@ -50,7 +49,7 @@ def botorch_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[
 
 
 def hebo_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Mean, variance and noise of the model that HEBO uses."""
+    """Returns mean, variance and noise of the model of HEBO."""
     import torch
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -80,7 +79,7 @@ def _surrogate(
 
 
 class BoTorchSampler(BayesSampler):
-    """`bayes` on BoTorch's model."""
+    """`bayes` with BoTorch's model."""
 
     name = "bayes-botorch"
 
@@ -90,7 +89,7 @@ class BoTorchSampler(BayesSampler):
 
 
 class HEBOSurrogateSampler(BayesSampler):
-    """`bayes` on HEBO's model."""
+    """`bayes` with HEBO's model."""
 
     name = "bayes-hebo"
 
@@ -100,4 +99,4 @@ class HEBOSurrogateSampler(BayesSampler):
 
 
 SURROGATES = {each.name: each for each in (BoTorchSampler, HEBOSurrogateSampler)}
-"""By the name under which `bench/search.py` knows them."""
+"""Samplers by their names in `bench/search.py`."""

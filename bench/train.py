@@ -1,14 +1,15 @@
-"""A training that is killed and taken up in other strategies, beside one that never stopped, as its user sees it.
+"""A training that is killed and resumed in other strategies, compared with an uninterrupted one, through the command
+line.
 
-    python bench/train.py                      # half an hour on two cores: ten minutes of training, and as it was never stopped
+    python bench/train.py                      # half an hour on two cores: ten minutes of training, twice
     python bench/train.py --steps 60 --out build/train --svg docs/images/train.svg
 
-A small Llama is made into a Hugging Face checkpoint and fine-tuned on English prose that Python ships (the topics of
-`pydoc`), by the commands that its user types: `redline train` begins under tp=2, is killed (SIGKILL), goes on under zero=3, is
-killed, and ends under pp=2; `redline convert` exports it, transformers loads it and writes some text. Then dry runs of each
-strategy and short trainings in it take turns. Prints how far the losses lie from those of the same training without an
-interruption, what checkpoints cost, and the throughput of trainings over that of the dry runs around them (median and each);
-`--svg` draws both curves.
+A small Llama is saved as a Hugging Face checkpoint and fine-tuned on English prose that Python ships (the topics of
+`pydoc`) with a user's commands: `redline train` starts with tp=2, is killed (SIGKILL), continues with zero=3, is
+killed, and ends with pp=2; `redline convert` exports it, transformers loads it and generates some text. Then dry runs
+of each strategy and short trainings in it alternate. Prints the differences of the losses from those of the same
+training without an interruption, the cost of checkpoints, and the throughput of trainings relative to the dry runs
+around them (median and each); `--svg` draws both curves.
 """
 
 import argparse
@@ -47,11 +48,11 @@ STRATEGIES: Mapping[str, tuple[str, ...]] = {
 }
 STEPS_OF_A_TURN = 120
 SAVES = 6
-"""Checkpoints of a part at least, when it is killed at two thirds of it."""
+"""Minimum number of checkpoints of a part that is killed after two thirds of it."""
 
 
 def main() -> int:
-    """Runs all of it; 1 where a promise does not hold."""
+    """Runs everything; returns 1 if a check fails."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--steps", type=int, default=900, help="optimizer steps; 0 for the turns alone")
     parser.add_argument("--turns", type=int, default=5, help="turns of dry run and training in each strategy")
@@ -78,7 +79,7 @@ def main() -> int:
 
 
 def interrupted(out: Path, base: Path, steps: int, svg: Path | None) -> dict[str, Any]:
-    """The training that is killed twice, beside the one that is not."""
+    """Runs the training that is killed twice, and the uninterrupted one."""
     whole = out / "whole"
     train(out, base, whole, "tp=2", steps)
     parts = out / "parts"
@@ -101,7 +102,7 @@ def interrupted(out: Path, base: Path, steps: int, svg: Path | None) -> dict[str
 
 
 def in_turns(out: Path, base: Path, name: str, turns: int) -> list[float]:
-    """The throughput of short trainings, each over the mean of the dry runs just before and just after it."""
+    """Returns the throughput of short trainings, each relative to the mean of the dry runs just before and after it."""
     ratios, before = [], dry_run(out, base, name)
     for turn in range(turns):
         folder = out / f"turn-{name.replace('=', '')}-{turn}"
@@ -113,7 +114,7 @@ def in_turns(out: Path, base: Path, name: str, turns: int) -> list[float]:
 
 
 def prepare(out: Path) -> Path:
-    """A corpus, a tokenizer for it, and a checkpoint to begin with."""
+    """Creates a corpus, a tokenizer for it, and a checkpoint to start from."""
     from pydoc_data.topics import topics
 
     import torch
@@ -143,7 +144,7 @@ def prepare(out: Path) -> Path:
 
 
 def dry_run(out: Path, base: Path, name: str) -> float:
-    """Tokens per second that `redline tune` measures of a strategy."""
+    """Returns the tokens per second that `redline tune` measures for a strategy."""
     fixed = [each for knob in (*STRATEGIES[name], *COMMON) for each in ("--fix", knob)]
     folder = out / f"tune-{name.replace('=', '')}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +166,7 @@ def train(
     kill_at: int | None = None,
     minutes: float = 0,
 ) -> None:
-    """`redline train`, or its first part up to a kill, with a checkpoint every so many minutes, or every few steps."""
+    """Runs `redline train`, or its first part up to a kill, with a checkpoint every few minutes or steps."""
     fixed = [each for knob in (*STRATEGIES[name], *COMMON) for each in ("--fix", knob)]
     if resume:
         words = [folder, "--resume", *fixed]
@@ -190,13 +191,13 @@ def train(
 
 
 def run(*words: object) -> None:
-    """A command of redline's."""
+    """Runs a command of redline."""
     print("redline " + " ".join(map(str, words)), flush=True)
     subprocess.run([*REDLINE, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The training's log."""
+    """Returns the log of the training."""
     path = folder / "log.jsonl"
     if not path.exists():
         return []
@@ -205,7 +206,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def curve(folder: Path) -> dict[int, list[float]]:
-    """The losses of each step, of every time that it was done."""
+    """Returns the losses of each step, each time that it ran."""
     out: dict[int, list[float]] = {}
     for each in lines(folder):
         if each["kind"] == "step":
@@ -214,7 +215,7 @@ def curve(folder: Path) -> dict[int, list[float]]:
 
 
 def steady(folder: Path) -> float:
-    """Tokens per second in the later two thirds of a training, the median of steps."""
+    """Returns the median of tokens per second in the later two thirds of a training."""
     rates = [each["tokens_per_second"] for each in lines(folder) if each["kind"] == "step"]
     return statistics.median(rates[len(rates) // 3 :])
 
@@ -245,7 +246,7 @@ def changes(folder: Path) -> list[tuple[int, str]]:
 
 
 def generated(folder: Path) -> str:
-    """What the exported model writes."""
+    """Returns the text that the exported model generates."""
     import torch
     import transformers
 

@@ -1,17 +1,15 @@
-"""What an earlier run is worth, and what a misleading one costs: `python bench/warm_start.py --surfaces DIR`.
+"""The gain from an earlier run, and the cost of a misleading one: `python bench/warm_start.py --surfaces DIR`.
 
-Replays recorded tables (see `bench/tables/recorded.py`). For every table an earlier run on another one of the
-folder is taken, 30 trials of the default sampler, of a table with the same devices and another model, or of
-the same model and twice (or half), eight times (or an eighth of) the devices. `true` is that run as it is;
-`reversed` has its throughputs turned round, the fastest slowest; `shuffled` has them dealt out anew.
-`weighed` weighs it by task_similarity, as a search does; `full` takes it as one of the very same workload and
-devices. Printed is the mean share of the table's best that was found after so many dry runs. With
-`--estimate` all this is on top of the estimate of each table's YAML, and `carried` is `weighed` with what the run says of
-the estimate itself.
+Replays recorded tables (see `bench/tables/recorded.py`). For every table there is an earlier run on another one of the
+folder: 30 trials of the default sampler, on a table with the same devices and another model, or with the same model
+and twice (or half), eight times (or an eighth of) the devices. `true` is the unchanged run; `reversed` has its
+throughputs in reverse order, the fastest slowest; `shuffled` has them in random order. `weighed` weighs it by
+task_similarity, as a search does; `full` treats it as a run of the same workload and devices. Printed is the mean
+share of the table's best that was found after a number of dry runs. With `--estimate` the search also uses the
+estimate of each table's YAML, and `carried` is `weighed` with the run's corrections of the estimate itself.
 
-`--correlations` prints, in place of searches, how well log throughput (with `--estimate`, what is left of it
-beside the estimate) of the configurations that two tables share goes together: what the weights in
-`tuner/transfer.py` rest on.
+`--correlations` runs no searches but prints the correlation of log throughput (with `--estimate`, of its residual from
+the estimate) between the configurations that two tables share: the basis of the weights in `tuner/transfer.py`.
 """
 
 import argparse
@@ -33,14 +31,14 @@ EARLIER = 30
 """Trials of an earlier run."""
 SHOWN = (2, 3, 5, 8, 10)
 LAYOUT = ("tp", "pp", "zero", "micro_batch", "gpus", "global_batch")
-"""Knobs by which configurations of two tables are the same."""
+"""Knobs that identify configurations of two tables with each other."""
 SHARED = 8
-"""Configurations that two tables must share to be compared."""
+"""Configurations that two tables must have in common to be compared."""
 CHANGES = ("true", "reversed", "shuffled")
 
 
 def asked_of(surface: Surface) -> dict[str, Any]:
-    """What run.yaml would say of a table."""
+    """Returns the request that run.yaml would contain for a table."""
     facts = surface.facts
     gpus = facts["hardware"]["gpus"]
     model = {name: facts["model"][name] for name in ("family", "num_layers", "hidden_size")}
@@ -54,7 +52,7 @@ def asked_of(surface: Surface) -> dict[str, Any]:
 
 
 def search(surface: Surface, prior: Any, trials: int, seed: int) -> list[Trial]:
-    """The trials of a search that begins with the default configuration."""
+    """Returns the trials of a search that starts with the default configuration."""
     sampler = make_sampler("bayes", surface.space, seed=seed, prior=prior, warn=lambda message: None)
     done: list[Trial] = []
     while len(done) < trials:
@@ -62,21 +60,21 @@ def search(surface: Surface, prior: Any, trials: int, seed: int) -> list[Trial]:
         if not proposed:
             break
         throughput, memory = Predictor(sampler.knowledge).prediction(proposed[0])
-        told = {"predicted_throughput": throughput, "predicted_memory_mib": memory}
+        predicted = {"predicted_throughput": throughput, "predicted_memory_mib": memory}
         measured = surface.rows[proposed[0]]
-        done.append(Trial(number=len(done), config=proposed[0], measurement=measured, **told))
+        done.append(Trial(number=len(done), config=proposed[0], measurement=measured, **predicted))
     return done
 
 
 def changed(trials: Sequence[Trial], how: str, seed: int) -> list[Trial]:
-    """The trials with their throughputs as they are, reversed or shuffled."""
+    """Returns the trials with their throughputs unchanged, reversed or shuffled."""
     speeds = [trial.measurement.throughput for trial in trials if trial.ok]
     if how == "reversed":
         speeds = [max(speeds) * min(speeds) / each for each in speeds]
     elif how == "shuffled":
         speeds = list(np.random.default_rng(seed).permutation(speeds))
     order = iter(speeds)
-    without = dict.fromkeys(("step_ms", "tokens_per_second", "samples_per_second"))  # which say the same
+    without = dict.fromkeys(("step_ms", "tokens_per_second", "samples_per_second"))  # these carry the same information
     return [
         replace(trial, measurement=replace(trial.measurement, throughput=float(next(order)), **without))
         if trial.ok
@@ -86,7 +84,7 @@ def changed(trials: Sequence[Trial], how: str, seed: int) -> list[Trial]:
 
 
 def partners(surface: Surface, tables: Sequence[Surface]) -> Iterator[tuple[str, Surface]]:
-    """Tables that an earlier run may have been on, and what differs."""
+    """Returns the tables that an earlier run may have been on, and their differences."""
     here = asked_of(surface)
     for other in tables:
         there = asked_of(other)
@@ -100,7 +98,7 @@ def partners(surface: Surface, tables: Sequence[Surface]) -> Iterator[tuple[str,
 
 
 def correlations(tables: Sequence[Surface], bases: Mapping[str, Any]) -> None:
-    """Prints mean correlations over pairs of tables, by what differs."""
+    """Prints mean correlations over pairs of tables, by their difference."""
     logs: dict[str, dict[tuple, float]] = {}
     for table in tables:
         worked = [config for config, measured in table.rows.items() if measured.ok]
@@ -127,8 +125,8 @@ def correlations(tables: Sequence[Surface], bases: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--surfaces", required=True, help="folder of tables with YAMLs")
-    parser.add_argument("--only", default="nanotron", help="tables whose name begins so")
-    parser.add_argument("--estimate", action="store_true", help="begin with the estimate of the YAMLs")
+    parser.add_argument("--only", default="nanotron", help="tables whose name starts with this")
+    parser.add_argument("--estimate", action="store_true", help="start with the estimate of the YAMLs")
     parser.add_argument("--correlations", action="store_true", help="print these, and search nothing")
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

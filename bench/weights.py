@@ -1,10 +1,10 @@
-"""What reading and writing checkpoints takes: peak memory and time of a rank's share.
+"""Peak memory and time of a rank that reads or writes its share of a checkpoint.
 
     python bench/weights.py [--layers 16] [--hidden 1024] [--shard-mib 256] [--json]
 
-A Llama with random weights lies in a sharded folder. In a fresh fork each, a share of it is read into memory that
-is kept, or all of it is written anew; the process's resident memory is watched every millisecond, pages of mapped files
-included. A row states how much the share itself takes and by how much memory grew at most.
+A Llama with random weights is in a sharded folder. In a fresh fork for each row, a share of it is read into memory, or
+all of it is written again; the resident memory of the process is sampled every millisecond, including pages of mapped
+files. A row has the size of the share and the largest growth of memory.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def architecture(layers: int, hidden: int) -> "Architecture":
 
 
 def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
-    """Writes the folder, drawing each tensor when it is written; its bytes."""
+    """Writes the folder, drawing each tensor as it is written; returns its bytes."""
     import torch
     from redline.models.architecture import without_memory
     from redline.models.layouts.lazy import Stored, box_shape
@@ -61,7 +61,7 @@ def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
 
 
 def share(name: str, shape: tuple[int, ...], what: str) -> tuple[slice, ...] | None:
-    """The box of a tensor that is read, or None for none of it."""
+    """Returns the slice of a tensor that is read, or None if none is."""
     if what == "one layer":
         return () if ".layers.0." in name else None
     if len(shape) < 2 or what == "all of it":
@@ -73,7 +73,7 @@ def share(name: str, shape: tuple[int, ...], what: str) -> tuple[slice, ...] | N
 
 
 class Peak:
-    """The most resident memory of this process within the `with`, over what it was."""
+    """Largest resident memory of this process within the `with`, relative to that before it."""
 
     def __enter__(self) -> "Peak":
         import psutil
@@ -95,7 +95,7 @@ class Peak:
 
 
 def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -> dict[str, float | str]:
-    """One row, in this process."""
+    """Returns one row, measured in this process."""
     import torch
     from redline.models.layouts import dcp
     from redline.models.layouts.find import find_weights
@@ -106,7 +106,7 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
     weights = find_weights(folder, made)
     torch.zeros(1)
     kept, out = [], folder.parent / "out"
-    # What is imported and allocated once.
+    # Imports and one-time allocations.
     weights.read("model.norm.weight")
     begin = time.perf_counter()
     with Peak() as peak:
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    # Imported once: each row is a fresh fork of this process, which itself computes nothing.
+    # Imported once: each row is a fresh fork of this process, which computes nothing itself.
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     rows = []

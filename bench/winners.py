@@ -1,10 +1,11 @@
-"""Whether the named winner is the fastest, on a machine with another load that comes and goes.
+"""Checks that the winner of a search is the fastest configuration on a machine with intermittent other load.
 
     python bench/winners.py --models gpt2-tiny llama-tiny --searches 10 --out bench/results/winners.json
 
-Runs searches beside a process that keeps a core busy for a while, then rests, at random. Afterwards, with the load gone, every
-configuration that ran is measured again, all of them in memory and in turns of half a second, those near the top at length:
-the named winner's true throughput over the best one's is what counts. The goal is 0.97 in nine of ten searches.
+Runs searches beside a process that alternates randomly between keeping a core busy and resting. Afterwards, without
+the load, every configuration that ran is measured again, all of them in memory and in turns of half a second, the
+fastest ones for longer. The result is the winner's true throughput relative to the best one's; the goal is 0.97 in
+nine of ten searches.
 """
 
 import argparse
@@ -26,15 +27,15 @@ from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.timing import median_interval
 
 NEAR = 0.9
-"""Share of the best at first from which a configuration is measured at length."""
+"""Share of the best first result above which a configuration is measured for longer."""
 FIRST_SECONDS = 3.0
-"""How long each configuration is measured at first, doubled, s."""
+"""Seconds of the first measurement of each configuration, doubled."""
 PATIENCE_S = 60.0
-"""How much longer a round may take where something else keeps the machine busy after all, s."""
+"""Additional seconds of a round if other load keeps the machine busy."""
 
 
 def disturb(seed: int, shortest: float, longest: float) -> None:
-    """Keeps a core busy for a while, then rests as long on average, for ever."""
+    """Alternates indefinitely between keeping a core busy and resting, for equal times on average."""
     draw = random.Random(seed)
     while True:
         end = time.monotonic() + draw.uniform(shortest, longest)
@@ -44,9 +45,10 @@ def disturb(seed: int, shortest: float, longest: float) -> None:
 
 
 def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str, list[float]], float]:
-    """How far each configuration, by its id, was from the mean of all in every turn, all of them in memory; and that mean.
+    """Returns the deviation of each configuration, by id, from the mean of all in every turn, and that mean.
 
-    Both are logarithms of throughputs. What the machine did to all of a turn is in the mean alone.
+    All configurations are in memory. Both values are logarithms of throughputs; only the mean contains the influence
+    of the machine on a whole turn.
     """
     device = detect()
     terms = TrialTerms(
@@ -74,17 +76,18 @@ def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str
 
 
 def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tuple[dict[str, float], float, float]:
-    """Throughput of each trial's configuration, by its id, on a quiet machine: those near the top at length.
+    """Returns the throughput of each trial's configuration, by id, on a quiet machine, the fastest ones measured for
+    longer.
 
     Args:
-        workload: of the search.
-        trials: those that ran.
-        winner: the id of the configuration that the search named.
-        rounds: how often those near the top are built and measured.
-        seconds: how long each such round measures one, doubled.
+        workload: workload of the search.
+        trials: trials that ran.
+        winner: id of the configuration that the search chose.
+        rounds: number of times that the fastest ones are built and measured.
+        seconds: seconds of each such measurement, doubled.
 
     Returns:
-        The throughputs, the winner's over the best's, and half the 95 % interval of that.
+        The throughputs, the winner's relative to the best's, and half of its 95 % interval.
     """
     first, level = in_turns(workload, trials, rounds=1, seconds=FIRST_SECONDS)
     whole = {name: statistics.median(each) for name, each in first.items()}
@@ -93,7 +96,7 @@ def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tupl
     if len(near) > 1:
         apart, level = in_turns(workload, near, rounds=rounds, seconds=seconds)
         found = {name: statistics.median(each) for name, each in apart.items()}
-        # Who was not near stands to the others as at first.
+        # Other configurations keep their first ratio.
         shift = statistics.fmean(found[name] - whole[name] for name in found)
         whole = {name: found.get(name, value + shift) for name, value in whole.items()}
     throughputs = {name: math.exp(each + level) for name, each in whole.items()}
@@ -105,7 +108,7 @@ def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tupl
 
 
 def one(model: str, seed: int, options: argparse.Namespace) -> dict:
-    """A search beside the load, and how good its winner is."""
+    """Runs a search beside the load, and rates its winner."""
     load = multiprocessing.get_context("fork").Process(
         target=disturb, args=(seed, options.shortest, options.longest), daemon=True
     )
@@ -181,11 +184,11 @@ def main() -> None:
 
 
 def keep(rows: list[dict], options: argparse.Namespace) -> None:
-    """Writes what is known so far."""
+    """Writes the results so far."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "optuna")}
     about = {"device": detect().to_dict(), "python": platform.python_version(), "versions": versions}
-    told = {"about": about, "options": {name: str(value) for name, value in vars(options).items()}, "rows": rows}
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    document = {"about": about, "options": {name: str(value) for name, value in vars(options).items()}, "rows": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

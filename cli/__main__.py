@@ -1,4 +1,4 @@
-"""`python -m redline.cli`, the same as `redline`."""
+"""Runs the command line as `python -m redline.cli`."""
 
 from . import main
 

@@ -15,7 +15,7 @@ Examples:
 @click.argument("searches", metavar="ID...", nargs=-1, required=True)
 @reached
 def cancel(server: str, token: str | None, trust: str | None, searches: tuple[str, ...]) -> None:
-    """End the searches ID: nothing of them starts any more; what was found so far is kept."""
+    """End the searches ID: no further trial starts, and the results so far are kept."""
     with client_of(server, token, trust) as client:
         for each in searches:
             run = client.search(each)

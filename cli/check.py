@@ -1,4 +1,4 @@
-"""`redline check`: a file or command of another trainer, predicted on hardware that need not be here."""
+"""`redline check`: predictions for a configuration file or command of another trainer."""
 
 import json
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ import click
 
 from ..knobs.strategy import STANDARD
 from . import exit_codes
-from .options import fixes_of
+from .options import TRAINERS, fixes_of
 
 if TYPE_CHECKING:
     from ..estimator.check import Check, Faster
@@ -26,16 +26,19 @@ Examples:
 )
 @click.argument("given", metavar="FILE|COMMAND")
 @click.option("--hardware", required=True, metavar="NAME|FILE", help="A name in the table or a YAML file.")
-@click.option(
-    "--devices", type=click.IntRange(min=1), metavar="N", help="Devices.  [default: those that the file implies]"
-)
-@click.option("--model", metavar="MODEL", help="The model, where the file does not name one that is known.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices.  [default: from the file]")
+@click.option("--model", metavar="MODEL", help="The model, if the file does not name a known one.")
 @click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens of a sample.  [default: the file's]")
 @click.option(
     "--global-batch", type=click.IntRange(min=1), metavar="N", help="Samples of a step.  [default: the file's]"
 )
 @click.option("--set", "fix", multiple=True, metavar="KNOB=V", help="A knob that the file leaves to code; repeatable.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: all]")
+@click.option(
+    "--framework",
+    metavar="NAME",
+    help=f"Trainer whose facts are assumed: {', '.join(TRAINERS)}.  [default: the file's]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     given: str,
@@ -46,12 +49,13 @@ def check(
     global_batch: int | None,
     fix: tuple[str, ...],
     memory_limit: str | None,
+    framework: str | None,
     as_json: bool,
 ) -> int:
     """Predict memory and speed of a configuration of Megatron-LM, DeepSpeed, torchtitan, accelerate and others.
 
-    FILE is its TOML, YAML, JSON or shell script, COMMAND the line that starts it. Nothing is run. Exit codes: 0 it fits,
-    2 bad usage or input, 3 it is predicted not to fit.
+    FILE is its TOML, YAML, JSON or shell script, COMMAND the command line that starts it. Nothing is run. Exit codes:
+    0 it fits, 2 bad usage or input, 3 it is predicted not to fit.
     """
     from ..estimator.check import check as checked
     from ..frameworks import read
@@ -66,13 +70,14 @@ def check(
         global_batch=global_batch,
         knobs=fixes_of(fix),
         memory_limit_mib=parse_memory(memory_limit),
+        framework=framework,
     )
     click.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else render(found))
     return exit_codes.FOUND if found.fits else exit_codes.NOTHING_FEASIBLE
 
 
 def render(found: "Check") -> str:
-    """A check as text."""
+    """Returns a check as text."""
     estimate, trainer = found.estimate, found.trainer
     shown = {
         knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
@@ -95,11 +100,11 @@ def render(found: "Check") -> str:
         *(f"         {100 * share:5.1f} %  {name}" for name, share in found.shares.items() if share >= 0.0005),
     ]
     if not found.fits and found.assumed:
-        lines += ["", f"assumed  {'; '.join(found.assumed)}"]
+        lines += ["", f"assumed  of {found.framework}: {'; '.join(found.assumed)}"]
     for number, each in enumerate(found.faster, 1):
         lines += ["", *_faster(number, each)]
     if not found.faster:
-        lines += ["", "nothing faster that fits was found within three changes"]
+        lines += ["", "no faster configuration that fits was found within three changes"]
     if found.findings:
         lines += ["", *(f"note: {each}" for each in found.findings)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`redline compare`: runs side by side."""
+"""`redline compare`: comparison of runs."""
 
 import click
 
@@ -16,10 +16,9 @@ Examples:
 @click.argument("runs", nargs=-1, required=True)
 @click.option("--format", "form", default="table", show_default=True, help=f"{either(FORMATS)}.")
 def compare(runs: tuple[str, ...], form: str) -> None:
-    """Compare the winners of the runs in folders RUNS: knob by knob, number by number, with the first one as base.
+    """Compare the winners of the runs in folders RUNS: their knobs and numbers, relative to the first run.
 
-    Whether a difference is real follows from the spread that was recorded: within a measurement, and among
-    re-measurements.
+    The significance of a difference follows from the recorded spread, within measurements and among repeated ones.
     """
     from ..base.errors import UsageError, unknown
     from ..results import View, listing
@@ -28,13 +27,13 @@ def compare(runs: tuple[str, ...], form: str) -> None:
 
     if form not in listing.FORMATS:
         raise UsageError(unknown("format", form, listing.FORMATS))
-    made = side_by_side([View(run) for run in runs])
-    names = ["", *(side.name for side in made.sides)]
+    comparison = side_by_side([View(run) for run in runs])
+    names = ["", *(side.name for side in comparison.sides)]
     if form == "json":
-        click.echo(made.to_json(), nl=False)
+        click.echo(comparison.to_json(), nl=False)
         return
     if form != "table":
-        click.echo(listing.write_rows(names, made.rows(), form), nl=False)
+        click.echo(listing.write_rows(names, comparison.rows(), form), nl=False)
         return
     from rich import box
     from rich.console import Console
@@ -44,16 +43,16 @@ def compare(runs: tuple[str, ...], form: str) -> None:
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
-    for side in made.sides:
+    for side in comparison.sides:
         table.add_column(Text(fold(side.name)), justify="right", overflow="fold")
-    for part in (made.knobs, made.numbers):
+    for part in (comparison.knobs, comparison.numbers):
         for name, cells in part:
-            style = "bold" if part is made.knobs and len(set(cells)) > 1 else ""
+            style = "bold" if part is comparison.knobs and len(set(cells)) > 1 else ""
             table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
         table.add_section()
     console.print(table)
-    for side, each in zip(made.sides[1:], made.differences):
+    for side, each in zip(comparison.sides[1:], comparison.differences):
         if each is not None:
-            console.print(Text(fold(f"{side.name} against {made.sides[0].name}: {each.words}")), soft_wrap=True)
-    for note in made.notes:
+            console.print(Text(fold(f"{side.name} against {comparison.sides[0].name}: {each.words}")), soft_wrap=True)
+    for note in comparison.notes:
         console.print(Text(fold(f"note: {note}")), soft_wrap=True)

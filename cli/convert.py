@@ -1,4 +1,4 @@
-"""`redline convert`: a training's checkpoint for other tools."""
+"""`redline convert`: conversion of a training's checkpoint for other tools."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ Examples:
 def convert(folder: str, out: str, **options: Any) -> None:
     """Write the latest checkpoint of the training in FOLDER to OUT, for other tools.
 
-    `hf` is a folder that transformers' from_pretrained loads; `peft` the adapters alone; `megatron` and `torchtitan` are
-    what these go on from.
+    `hf` is a folder that transformers' from_pretrained loads, `peft` contains only the adapters; Megatron-LM and
+    torchtitan continue from `megatron` and `torchtitan`.
     """
     from ..tuner.train.convert import convert as write
 
     found = write(folder, out, ConvertRequest(**options))
     rounded = (
-        f", rounded to {found.rounded_to} as --from had them (--dtype float32 keeps all digits)"
+        f", rounded to {found.rounded_to}, the precision of --from (--dtype float32 keeps all digits)"
         if found.rounded_to
         else ""
     )

@@ -28,9 +28,11 @@ Examples:
     metavar="N",
     help="Port; if it is in use, the next free one.",
 )
-@click.option("--token", metavar="TEXT", help="What visitors must bring.  [default: made up where one is needed]")
+@click.option(
+    "--token", metavar="TEXT", help="The token that visitors must send.  [default: generated where one is needed]"
+)
 def dashboard(folder: str, host: str, port: int, token: str | None) -> None:
-    """Serve a web page over every run found under DIR, running or finished, live until Ctrl-C."""
+    """Serve a web page of all runs found under DIR, running or finished, with live updates until Ctrl-C."""
     from ..views.dashboard import serve
 
     serve(folder, host=host, port=port, token=token, say=lambda text: click.echo(text))

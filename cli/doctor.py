@@ -1,4 +1,4 @@
-"""`redline doctor`: versions, devices, memory, what is missing and what that disables."""
+"""`redline doctor`: versions, devices, memory, and missing dependencies."""
 
 import importlib.util
 import json
@@ -39,23 +39,26 @@ _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
 
 @click.command(
     epilog=EXAMPLES,
-    short_help="Check versions, devices and memory, and what is missing.",
+    short_help="Check versions, devices and memory, and find missing dependencies.",
 )
 @click.option("--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file.")
 @click.option(
-    "--ranks", metavar="N", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]"
+    "--ranks",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Ranks for links.  [default: one for each GPU, none on a CPU]",
 )
 @click.option("-o", "--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> None:
-    """Check what redline finds on this machine: versions, devices, memory, what is missing and what that disables.
+    """Check versions, devices, memory and missing dependencies of this machine, with the features that they disable.
 
-    With --measure: also the rate of matrix products, the bandwidth of a copy and, among ranks, of all-reduce and
-    point-to-point, written to a file that `redline estimate --hardware` takes.
+    With --measure it also measures the rate of matrix products, the bandwidth of a copy and, among ranks, of
+    all-reduce and point-to-point, and writes them to a file for `redline estimate --hardware`.
     """
     if not measure and (ranks is not None or out is not None):
-        raise UsageError(f"{'--ranks' if ranks is not None else '--out'} belongs to --measure")
-    path = _fresh(Path(out or "hardware.yaml")) if measure else None
+        raise UsageError(f"{'--ranks' if ranks is not None else '--out'} needs --measure")
+    path = _checked(Path(out or "hardware.yaml")) if measure else None
     facts = examine()
     if path is not None:
         facts["measured"] = _measured(ranks, path, facts["device"]["count"], facts["device"]["type"])
@@ -68,7 +71,7 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
     device = facts["device"]
     click.echo("devices")
     click.echo(f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each")
-    click.echo(f"  host memory that is free: {facts['free_host_memory_mib']:,} MiB")
+    click.echo(f"  free host memory: {facts['free_host_memory_mib']:,} MiB")
     if (shared := facts["shared_memory_mib"]) is not None:
         click.echo(
             f"  /dev/shm, which ranks and data loaders share: {shared['total']:,} MiB, {shared['free']:,} MiB free"
@@ -87,8 +90,8 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
             click.echo(line)
 
 
-def _fresh(path: Path) -> Path:
-    """A path that can be written, said before seconds are spent on what would be written there."""
+def _checked(path: Path) -> Path:
+    """Returns a path that can be written; checked before the measurement, which takes time."""
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out: a hardware file ends in .yaml, but got '{path}'")
     if not path.parent.is_dir():
@@ -102,7 +105,7 @@ def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str,
     from ..estimator.measuring import measure
 
     if kind == "cuda" and ranks is not None and ranks > count:
-        raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and a rank needs one of its own")
+        raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and each rank needs one")
     found = measure(ranks=ranks)
     hardware = found.to_hardware()
     try:
@@ -134,14 +137,14 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
             f"{numbers['latency_us']:,.0f} us a message"
         )
     if not measured["links"]:
-        lines.append("  links: not measured with one rank; the file holds an assumption (--ranks N measures them)")
+        lines.append("  links: not measured with one rank; the file contains assumed values (--ranks N measures them)")
     if measured["hardware"]["note"]:
         lines.append(f"  {measured['hardware']['note']}")
     return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]
 
 
 def examine() -> dict[str, Any]:
-    """What is there and what is not, as a mapping."""
+    """Returns what the machine has and lacks, as a mapping."""
     from .. import __version__
     from ..base.device import available_memory_mib, detect
     from ..base.host_memory import MIB, shared_memory

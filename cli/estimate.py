@@ -1,4 +1,4 @@
-"""`redline estimate`: the best configurations, predicted without a device."""
+"""`redline estimate`: the predicted best configurations, without a device."""
 
 import json
 import shlex
@@ -11,9 +11,11 @@ from ..base.errors import UsageError
 from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
 from ..models.request import ModelRequest, SpaceRequest
-from .options import command_line, options_of, request_of, values_of
+from .options import TRAINERS, command_line, options_of, request_of, values_of
 
 if TYPE_CHECKING:
+    from rich.live import Live
+
     from ..results import Trial
 
 EXAMPLES = """\b
@@ -21,15 +23,16 @@ Examples:
   redline estimate llama2-7b --hardware h100 --devices 64 --global-batch 1024
   redline estimate llama3-8b --hardware h100 --devices 16 -o plan.yaml
   redline estimate llama3-8b --hardware a100-80gb --devices 32 --global-batch 256 --fix tp=8 --explain
+  redline estimate llama3-8b --hardware h100 --devices 64 --framework megatron
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
   redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
                    --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
-  redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by what a run measured
+  redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by the trials of a run
 """
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "positions")
-"""Options that are shape numbers."""
+"""Options of shape numbers."""
 NOTHING_FITS = 3
-"""Exit code where no configuration is predicted to fit."""
+"""Exit code if no configuration is predicted to fit."""
 
 
 def _shape_options(command: Any) -> Any:
@@ -53,16 +56,19 @@ def _shape_options(command: Any) -> Any:
 @click.option("--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]")
 @_shape_options
 @click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
-@click.option("--tied", is_flag=True, help="With shape numbers: the head is the embedding's matrix.")
+@click.option("--tied", is_flag=True, help="With shape numbers: the head shares the matrix of the embedding.")
 @click.option("--config", "config", metavar="KNOB=V,...", help="Predict this configuration only.")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", default=1, help="Show the N best plans.  [default: 1]")
 @click.option(
     "-o", "--out", "output", metavar="FILE", help="Write the plans, for `redline tune`, `export` and `train`."
 )
-@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: all]")
+@click.option(
+    "--framework", metavar="NAME", default="redline", help=f"Trainer: {', '.join(TRAINERS)}.  [default: redline]"
+)
 @click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
-@click.option("--layerwise", is_flag=True, help="Refine the winner: checkpointing chosen block by block.")
-@click.option("--explain", is_flag=True, help="What memory and time are made of.")
+@click.option("--layerwise", is_flag=True, help="Refine the winner: choose checkpointing for each block.")
+@click.option("--explain", is_flag=True, help="Show the parts of memory and time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def estimate(
@@ -72,6 +78,7 @@ def estimate(
     top: int,
     output: str | None,
     memory_limit: str | None,
+    framework: str,
     trials_from: str | None,
     layerwise: bool,
     explain: bool,
@@ -80,13 +87,11 @@ def estimate(
     tied: bool,
     **options: Any,
 ) -> int:
-    """Predict which configurations of MODEL fit and are fastest on hardware that need not be here.
+    """Predict the fastest configurations of MODEL that fit on any hardware.
 
-    Nothing is run: the model is traced without memory or arithmetic, and memory and time follow from what it does and
-    from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
+    Nothing is run: the model is traced without memory or arithmetic; its operations and the hardware's data give
+    memory and time. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
-    from rich.console import Console
-
     from ..estimator.document import estimate_document, plan_file, with_fewer_devices
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
@@ -97,36 +102,35 @@ def estimate(
     sizes = {name: options.pop(name) for name in SHAPE}
     shape = _shape(options, sizes, gated, tied)
     given = request_of(options, shape)
-    asked = config_of(config) if config else None
-    if output is not None and asked is not None:
+    single = config_of(config) if config else None
+    if output is not None and single is not None:
         raise UsageError(
-            "--out writes the plans of a space, but --config asks for one configuration: leave one of them out"
+            "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
     limit_mib = parse_memory(memory_limit)
     trials = None if trials_from is None else _trials_of(trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
-    # On standard error, and only where somebody looks; what is printed is the same elsewhere.
-    with Console(stderr=True).status("reading the model") as status:
-        request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, **given)
+    with _Status() as status:
+        status.update("reading the model")
+        request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **given)
         document = estimate_document(
             request,
-            config=asked,
+            config=single,
             top=top,
             trials=trials,
             layerwise=layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
-            say=lambda what: status.update(what),
+            say=status.update,
         )
         if not as_json:
-            status.stop()  # or what is printed begins behind it
+            status.clear()  # otherwise the text starts after it
             click.echo("\n".join(estimate_text.head(document, width)))
-            status.start()
         status.update("looking for plans on fewer devices")
         more = {**given, "global_batch": request.global_batch or given["global_batch"]}
         document = with_fewer_devices(
             document,
             lambda devices: estimate_request(
-                hardware=hardware, memory_limit_mib=limit_mib, **{**more, "devices": devices}
+                hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **{**more, "devices": devices}
             ),
             trials,
         )
@@ -135,13 +139,47 @@ def estimate(
     if as_json:
         click.echo(json.dumps(document.to_dict(), allow_nan=False))
     else:
-        then = () if asked is not None else _then(again, output, tunable=shape is None)
+        then = () if single is not None else _then(again, output, tunable=shape is None)
         click.echo("\n".join(estimate_text.body(document, explain=explain, width=width, then=then)))
     return 0 if document.ranked else NOTHING_FITS
 
 
+class _Status:
+    """A line on standard error with the current step; no output if that is not a terminal.
+
+    No thread redraws it: variants are traced in forked processes, and forking is unsafe beside threads.
+    """
+
+    def __enter__(self) -> "_Status":
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def update(self, doing: str) -> None:
+        """Shows another text."""
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(f"{doing} ...", refresh=True)
+
+    def clear(self) -> None:
+        """Removes the line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
 def _then(again: str, output: str | None, *, tunable: bool) -> list[str]:
-    """The commands that use the plans."""
+    """Returns the commands that use the plans."""
     written = output or "plan.yaml"
     file = shlex.quote(written)
     tune = f"redline tune {file}" if tunable else None
@@ -149,7 +187,7 @@ def _then(again: str, output: str | None, *, tunable: bool) -> list[str]:
     width = max(len(each) for each in (tune or "", export)) + 3
     lines = [] if output else [f"{again} -o {file}"]
     if tune:
-        lines.append(f"{tune:<{width}}on the devices: measures these plans first")
+        lines.append(f"{tune:<{width}}on real devices: measures these plans first")
     lines.append(f"{export:<{width}}or --list")
     return lines
 
@@ -173,7 +211,7 @@ def _write(output: str, document: dict[str, Any]) -> None:
 
 
 def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
-    """The shape that is given in place of a model; None where a model is."""
+    """Returns the shape given in place of a model; None if a model is given."""
     given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     if not given:
         return None
@@ -189,7 +227,7 @@ def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, t
 
 
 def config_of(text: str) -> dict[str, Any]:
-    """`k=v,...` as a mapping. What a knob that names blocks has, may hold commas itself.
+    """Returns `k=v,...` as a mapping. The value of a knob that names blocks may contain commas.
 
     >>> config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2")
     {'micro_batch': 8, 'checkpoint_blocks': '0-3,7', 'tp': 2}
@@ -209,7 +247,7 @@ def config_of(text: str) -> dict[str, Any]:
 
 
 def _trials_of(run: str) -> "list[Trial]":
-    """The trials of a run to learn from.
+    """Returns the trials of a run that correct the predictions.
 
     Raises:
         UsageError: none of them is finished.
@@ -219,5 +257,5 @@ def _trials_of(run: str) -> "list[Trial]":
 
     trials = View(run, make_config=Config).trials()
     if all(trial.pending for trial in trials):
-        raise UsageError(f"--trials-from {run}: no trial there is finished, so there is nothing to learn from")
+        raise UsageError(f"--trials-from {run}: no trial of it is finished, so there is nothing to learn from")
     return trials

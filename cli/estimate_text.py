@@ -1,4 +1,4 @@
-"""The text that `redline estimate` prints."""
+"""The output of `redline estimate`."""
 
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 def head(document: "EstimateDocument", width: int = 100) -> list[str]:
-    """What is estimated, and the verdict: whether it fits, how fast it is, and how much faster than untuned."""
+    """Returns the request and the main result: the chance to fit, the speed, and the gain over untuned."""
     request, setup = document.request, document.request.estimator.training
     sizes = [f"{_count(document.facts.parameters)} parameters"]
     if setup.seq_len:
         sizes.append(f"sequences of {setup.seq_len:,} tokens")
     if request.global_batch:
         sizes.append(f"global batch {request.global_batch:,}")
-    lines = _wrapped(f"{request.name} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}", "", width)
+    by = "" if request.framework.name == "redline" else f" by {request.framework.name}"
+    what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
+    lines = _wrapped(what, "", width)
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     if document.survey is not None and document.ranked:
@@ -37,11 +39,11 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
 def body(
     document: "EstimateDocument", *, explain: bool = False, width: int = 100, then: Sequence[str] = ()
 ) -> list[str]:
-    """The plans, what was assumed, and what to do next, in lines of that width.
+    """Returns the plans, the assumptions and the next commands, wrapped to `width`.
 
     Args:
         document: the estimate.
-        explain: whether to add every configuration's memory and time by the term, and why the others were ruled out.
+        explain: True adds the terms of memory and time of every configuration, and why the others were excluded.
         width: columns.
         then: commands to run next.
     """
@@ -52,9 +54,10 @@ def body(
         if document.reference is not None:
             need = document.reference.estimate.peak_memory_mib / 1024
             limit = document.request.estimator.memory_limit_mib / 1024
-            lines.append(f"the least memory, {need:.1f} GiB of the {limit:.1f} GiB there are, takes")
+            lines.append(f"the configuration with the least memory, {need:.1f} GiB of {limit:.1f} GiB, is")
             lines += _wrapped(_config(document.reference.config, document.reference.lossy), "  ", width)
             ranked = (document.reference,)
+        lines += ["", *_wrapped(_assumed(document), "", width)]
     else:
         lines += ["", *_table(document, width)]
         if ranked[0].lossy and document.survey is not None:
@@ -63,9 +66,11 @@ def body(
         for each in ranked:
             lines += ["", *_explained(each)]
     if document.survey is not None:
-        lines += ["", *_looked_at(document.survey, explain, width)]
+        lines += ["", *_survey_lines(document.survey, explain, width)]
     if document.layerwise is not None:
         lines += ["", *document.layerwise.lines()]
+    if ranked is document.ranked and document.request.framework.name != "redline":
+        lines += ["", *_wrapped(_assumed(document), "", width)]
     for note in (*document.request.notes, *document.facts.notes):
         lines += ["", *_wrapped(f"note: {note}", "", width)]
     if then and document.ranked:
@@ -73,10 +78,19 @@ def body(
     return lines
 
 
-def _looked_at(survey: "Survey", explain: bool, width: int) -> list[str]:
-    """How many configurations were predicted, and why the others were ruled out."""
+def _assumed(document: "EstimateDocument") -> str:
+    """Facts of the trainer that the predicted memory depends on."""
+    return f"assumed of {document.request.framework.name}: {'; '.join(document.request.framework.facts)}"
+
+
+def _survey_lines(survey: "Survey", explain: bool, width: int) -> list[str]:
+    """Returns the number of predicted configurations, and why others were excluded."""
     share = 100 * survey.fitting / max(1, survey.predicted)
-    drawn = f", drawn from {survey.valid:,} valid ones," if survey.predicted < survey.valid else ""
+    drawn = ""
+    if survey.valid is None:
+        drawn = ", drawn from more than can be counted,"
+    elif survey.predicted < survey.valid:
+        drawn = f", drawn from {survey.valid:,} valid ones,"
     lines = _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{drawn} are predicted to fit", "", width)
     if explain:
         lines += [f"  {count:>9,}  {reason}" for reason, count in survey.out.items()]
@@ -84,7 +98,7 @@ def _looked_at(survey: "Survey", explain: bool, width: int) -> list[str]:
 
 
 def _table(document: "EstimateDocument", width: int) -> list[str]:
-    """A row of figures for each plan, and the configuration below it, in lines of that width."""
+    """Returns a row of figures for each plan with its configuration below it."""
     best, base = document.ranked[0], document.baseline
     shown = [(each.role, each.ranked, each.devices) for each in document.plans]
     shown = shown or [("", best, document.request.devices)]
@@ -114,7 +128,7 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
             column.append(cell)
     if all(devices == 1 for _, _, devices in shown):
         del columns[f"per {device}"]
-    for least in ("bound by", "MFU", "step"):  # a narrow terminal goes without
+    for least in ("bound by", "MFU", "step"):  # left out in a narrow terminal
         if _width(columns) > width:
             del columns[least]
     indent = " " * (2 + max(map(len, columns[""])))
@@ -132,23 +146,23 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
 
 
 def _legend(document: "EstimateDocument", width: int) -> list[str]:
-    """What the rows and columns mean."""
+    """Returns explanations of the rows and columns."""
     roles = {each.role for each in document.plans}
-    told = []
+    sentences = []
     if "safest" in roles:
-        told.append("safest: the surest to fit within 3 % of the fastest.")
+        sentences.append("safest: the most certain to fit within 3 % of the fastest.")
     if halves := [each for each in document.plans if each.role == "least memory" or "device" in each.role]:
         names = " and ".join(
             each.role.replace("device", "GPU") if "device" in each.role else each.role for each in halves
         )
-        told.append(f"{names}: at least half as fast.")
-    told.append("untuned: the default configuration, or what a person would change for it to fit.")
-    told.append("80 % range: 8 of 10 measurements are expected in it; fits: the chance that memory suffices.")
-    return _wrapped(" ".join(told), "", width)
+        sentences.append(f"{names}: at least half as fast.")
+    sentences.append("untuned: the default configuration, or the usual manual changes that make it fit.")
+    sentences.append("80 % range: 8 of 10 measurements are expected in it; fits: the chance that it fits in memory.")
+    return _wrapped(" ".join(sentences), "", width)
 
 
 def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The knobs that all of them have at one value."""
+    """Returns the knobs that have the same value in all of them."""
     first, *others = configs
     return {name: value for name, value in first.items() if all(each.get(name, others) == value for each in others)}
 
@@ -158,7 +172,7 @@ def _width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 def _row(cells: Sequence[str], columns: Mapping[str, Sequence[str]]) -> str:
-    """Cells in their columns; words are flush left, figures flush right."""
+    """Returns cells padded to their columns; texts are left-aligned, figures right-aligned."""
     out = []
     for cell, (name, column) in zip(cells, columns.items(), strict=True):
         size = max(map(len, (name, *column)))
@@ -178,7 +192,7 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """A number of parameters to three digits.
+    """Returns a number of parameters with three digits.
 
     >>> _count(8_030_261_248), _count(124_439_808), _count(68)
     ('8.03 billion', '124 million', '68')
@@ -190,7 +204,7 @@ def _count(number: int) -> str:
 
 
 def _range(low: float, high: float) -> str:
-    """Both ends of a range, to three digits of the upper one.
+    """Returns both ends of a range, with three digits of the upper one.
 
     >>> _range(67_923.4, 108_923.4), _range(5_801.2, 9_123.0), _range(81.26, 99.0)
     ('68k-109k', '5,800-9,120', '81.3-99')
@@ -203,7 +217,7 @@ def _range(low: float, high: float) -> str:
 
 
 def _exact(exact: "Ranked | None", best: "Ranked") -> str:
-    """The best without lossy values, beside a best with some."""
+    """Returns the best configuration without lossy values, compared with a lossy best one."""
     words = exactness(best.lossy)
     if exact is None:
         return f"{words}: none is predicted to fit"
@@ -216,7 +230,7 @@ def _exact(exact: "Ranked | None", best: "Ranked") -> str:
 
 
 def _config(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
-    """Knobs and values; those at the value that a configuration without the knob has are left out."""
+    """Returns knobs and values, without those at the value that a configuration without the knob has."""
     quiet = {name: each.neutral for name, each in STANDARD.items() if name not in ("micro_batch", "grad_accum", "dp")}
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}{' (lossy)' if name in lossy else ''}"

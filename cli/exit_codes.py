@@ -2,7 +2,7 @@
 
 FOUND = 0
 FAILED = 1
-"""The machinery failed, not the candidates."""
+"""A failure of redline itself or of the system, not of the candidates."""
 USAGE = 2
 NOTHING_FEASIBLE = 3
 INTERRUPTED = 130

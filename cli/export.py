@@ -1,4 +1,4 @@
-"""`redline export`: a run's winner, or any trial, in the words of the framework people train with."""
+"""`redline export`: the winner or any trial of a run as a file of a training framework."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,8 +53,8 @@ def export(
 ) -> None:
     """Write the winner of the run in folder RUN, or of the plan in file RUN, as a file of another framework.
 
-    What the framework cannot do is stated in the file's comments, as is that a run was simulated; where the
-    file has no comments, on standard error.
+    Comments in the file state what the framework cannot do and that a run was simulated; if the file format has no
+    comments, standard error does.
     """
     from ..base.errors import UsageError
     from ..base.reading import path_of
@@ -76,20 +76,20 @@ def export(
         view = View(run, storage=storage)
         chosen, document, problems = chosen_trial(view.trials(), trial, force=force), view.document, view.problems
     form = form_of(target, output) if output else None
-    made = render(target, chosen, document, form=form, launch=launch, file=output)
+    rendered = render(target, chosen, document, form=form, launch=launch, file=output)
     if output is None:
-        click.echo(made.text, nl=False)
+        click.echo(rendered.text, nl=False)
     else:
         path = path_of(output)
         if not path.parent.is_dir():
             raise UsageError(f"cannot write '{output}': there is no folder '{path.parent}'")
         try:
-            write_atomic(path, made.text.encode(), durable=False)
+            write_atomic(path, rendered.text.encode(), durable=False)
         except OSError as error:
             raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
-        click.echo("\n".join((f"wrote {output}", *made.use)), err=True)
+        click.echo("\n".join((f"wrote {output}", *rendered.use)), err=True)
     for problem in problems:
         click.echo(f"note: {fold(problem)}", err=True)
-    if not made.comments_inside:
-        for note in (*made.notes, *(made.use if output is None else ())):
+    if not rendered.comments_inside:
+        for note in (*rendered.notes, *(rendered.use if output is None else ())):
             click.echo(f"note: {note}", err=True)

@@ -1,4 +1,4 @@
-"""`redline logs`: what happens in a search, or what a trial printed."""
+"""`redline logs`: the events of a search, or the output of a trial."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ import time
 import click
 
 from .server_options import client_of, reached
-from .submit import told
+from .submit import event_text
 
 LOOK_S = 1.0
 ENDED = ("done", "failed", "cancelled")
@@ -19,19 +19,19 @@ Examples:
   redline logs 3f2a9c01d4e7 -f
   redline logs 3f2a9c01d4e7 --trial 4 -f
 """,
-    short_help="Show what happens in a search on a server, or what a trial printed.",
+    short_help="Show the events of a search on a server, or the output of a trial.",
 )
 @click.argument("search", metavar="ID")
-@click.option("-f", "--follow", is_flag=True, help="Go on until it ends.")
-@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="What this trial printed.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until it ends.")
+@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="Show the output of this trial.")
 @reached
 def logs(server: str, token: str | None, trust: str | None, search: str, follow: bool, trial: int | None) -> None:
-    """Show what happened in the search ID so far, or what a trial of it printed."""
+    """Show the events of the search ID so far, or the output of one of its trials."""
     with client_of(server, token, trust) as client:
         run = client.search(search)
         if trial is None:
             for event in run.events() if follow else run.history():
-                if line := told(event.kind, event.data):
+                if line := event_text(event.kind, event.data):
                     click.echo(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
             return
         seen = 0
@@ -39,7 +39,7 @@ def logs(server: str, token: str | None, trust: str | None, search: str, follow:
             over = run.state in ENDED or not follow
             data = run.log(trial, seen)
             seen += len(data)
-            # Control characters of a stranger's program stay out of the terminal.
+            # Control characters of an untrusted program must not reach the terminal.
             text = data.decode("utf-8", "replace")
             click.echo("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text), nl=False)
             sys.stdout.flush()

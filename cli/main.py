@@ -1,4 +1,4 @@
-"""The command group: commands found lazily, errors worded for people, exit codes."""
+"""The command group: lazy imports, readable errors, exit codes."""
 
 import errno
 import sys
@@ -12,37 +12,37 @@ from ..base.errors import NothingFound, RedlineError, UsageError, unknown
 from . import exit_codes
 
 _COMMANDS = {
-    "tune": "Find the fastest configuration of a model on the devices at hand.",
-    "scale": "Tune a model for more and more devices, and show how it grows.",
+    "tune": "Find the fastest configuration of a model on the available devices.",
+    "scale": "Tune a model for increasing numbers of devices, and show how it scales.",
     "train": "Train with a run's winner on real data.",
     "convert": "Write a training's checkpoint for other tools.",
-    "models": "List the models that have a name.",
-    "space": "Show what may vary for a model on the devices at hand.",
+    "models": "List the predefined models.",
+    "space": "Show the search space of a model on the available devices.",
     "estimate": "Predict the best configurations of a model on any hardware.",
     "check": "Predict whether another trainer's file or command fits, and how fast it is.",
     "show": "Show a run: its winner and its trials.",
     "compare": "Compare the winners of runs of one space.",
     "export": "Write a run's winner for the framework you train with.",
-    "report": "Make one HTML page of a run.",
+    "report": "Write a run as an HTML page.",
     "dashboard": "Serve a page over all runs in a folder.",
-    "doctor": "Check versions, devices and memory, and what is missing.",
+    "doctor": "Check versions, devices and memory, and find missing dependencies.",
 }
 _SERVICE = {
     "serve": "Serve searches for a team on shared devices.",
     "submit": "Submit a search to a server.",
-    "queue": "Show what runs and what waits on a server.",
-    "logs": "Show what happens in a search on a server, or what a trial printed.",
+    "queue": "Show the running and waiting searches of a server.",
+    "logs": "Show the events of a search on a server, or the output of a trial.",
     "cancel": "End searches on a server.",
-    "results": "Show what came of a search on a server.",
+    "results": "Show the results of a search on a server.",
     "worker": "Join this host's devices to a server's pool.",
     "token": "Add users and tokens of a server, and revoke them.",
-    "user": "Change what users of a server may do, and see what they did.",
+    "user": "Change the rights of users of a server, and list their actions.",
 }
 """Commands of `redline serve` and its clients."""
 
 
 class _Commands(click.Group):
-    """Imports a command when it is called, so that help comes at once."""
+    """Imports a command when it is called, so that the help appears quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_COMMANDS, *_SERVICE]
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         click.echo("redline: interrupted", err=True)
         code = exit_codes.INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         sys.stderr.close()
         sys.exit(exit_codes.FOUND)
     except OSError as error:
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo(f"redline: cannot use the path {str(error.filename)[:80]!r}: {error.strerror}", err=True)
         sys.exit(exit_codes.USAGE)
     if code == exit_codes.INTERRUPTED:
-        # CPython notes that an interrupt passed through code made of text, such as a dataclass in the making, and
-        # would kill itself by SIGINT at its exit, although the interrupt was caught; this takes the note back.
+        # CPython remembers that an interrupt passed through `exec`, for example while a dataclass was created, and
+        # would kill itself by SIGINT at its exit although the interrupt was caught. Another `exec` resets that.
         exec("")
     sys.exit(code if isinstance(code, int) else exit_codes.FOUND)

@@ -1,4 +1,4 @@
-"""`redline models`: the models that have a name."""
+"""`redline models`: the predefined models."""
 
 import json
 
@@ -7,13 +7,13 @@ import click
 
 @click.command(
     epilog="\b\nExamples:\n  redline models\n  redline models --json\n",
-    short_help="List the models that have a name.",
+    short_help="List the predefined models.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def models(as_json: bool) -> None:
-    """List the models that have a name, with their sizes.
+    """List the predefined models with their sizes.
 
-    Any Hugging Face model works by its folder, its config.json or its hub id too.
+    Any Hugging Face model works too, by its folder, its config.json or its hub id.
     """
     from ..models.presets import list_presets
 
@@ -38,7 +38,7 @@ def models(as_json: bool) -> None:
             ),
         )
     console = Console(highlight=False)
-    # Where it does not fit, lines run on: a name cut short cannot be given to `redline tune`.
+    # Lines that are too long wrap: a truncated name cannot be passed to `redline tune`.
     needed = console.measure(table, options=console.options.update(max_width=10**4)).maximum
     console.width = max(console.width, needed)
     console.print(table)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read."""
+"""Options shared by several commands, and parsing of their values."""
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,11 +13,16 @@ from ..models.request import Asked
 from ..runners.command.command import Command
 from ..tuner.request import Request
 
+TRAINERS = ("redline", "fsdp", "megatron", "nanotron", "deepspeed", "torchtitan", "trainer")
+"""Trainers whose facts an estimate can assume, from `redline.estimator.trainers`, which commands do not import for
+their help.
+"""
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
-    """MODEL, and an option for each field of these sections of a request but some; `request_of` reads what they give."""
+    """Returns a decorator that adds MODEL and the options of request sections, except some; see `request_of`."""
     named: list[Decorator] = [
         click.argument("target", metavar="[MODEL]", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
@@ -26,11 +31,11 @@ def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
 
 
 METAVARS = {int: "N", float: "X"}
-"""What stands for the value of an option that names nothing better; text is a NAME."""
+"""Metavariable of an option without one of its own; that of text is NAME."""
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists options by group; those of no group come last, as advanced ones.
+    """A command whose help lists options by group; options without a group come last, as advanced ones.
 
     Args:
         groups: titles, each with the names of its parameters.
@@ -52,53 +57,53 @@ class GroupedCommand(click.Command):
 
 
 def options_for(*sections: type, before: Sequence[Decorator] = (), without: Collection[str] = ()) -> Decorator:
-    """An option for each field of these sections that says how it is asked for, but some, behind others."""
-    made = list(before)
+    """Returns a decorator that adds an option for each declared field of the sections, except some, after `before`."""
+    decorators = list(before)
     for section in sections:
         types = get_type_hints(section, include_extras=True)
         for each in (field for field in fields(section) if field.name not in without):
-            made += [_option(each, told) for told in getattr(types[each.name], "__metadata__", ())]
+            decorators += [_option(each, option) for option in getattr(types[each.name], "__metadata__", ())]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(made):
+        for option in reversed(decorators):
             command = option(command)
         return command
 
     return decorate
 
 
-def _option(field: Field[Any], told: Asked) -> Decorator:
-    flag = f"--{(told.flag or field.name).replace('_', '-')}"
+def _option(field: Field[Any], asked: Asked) -> Decorator:
+    flag = f"--{(asked.flag or field.name).replace('_', '-')}"
     if field.default is False:
-        return click.option(flag, field.name, is_flag=True, help=told.help)
+        return click.option(flag, field.name, is_flag=True, help=asked.help)
     if field.default is True:
-        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=told.help)
-    number = int if isinstance(told.type, range) else told.type
-    shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar or METAVARS.get(number, "NAME")}
+        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=asked.help)
+    number = int if isinstance(asked.type, range) else asked.type
+    shared: dict[str, Any] = {"help": asked.help, "metavar": asked.metavar or METAVARS.get(number, "NAME")}
     flags = ("-o", flag) if flag == "--out" else (flag,)
-    if told.many:
+    if asked.many:
         return click.option(flag, field.name, multiple=True, **shared)
     if field.default not in (None, MISSING):
         shared |= {"default": field.default, "show_default": True}
     if isinstance(field.default, tuple):
         return click.option(flag, field.name, nargs=len(field.default), type=float, **shared)
-    kind = click.IntRange(min=told.type.start) if isinstance(told.type, range) else told.type
+    kind = click.IntRange(min=asked.type.start) if isinstance(asked.type, range) else asked.type
     return click.option(*flags, field.name, type=kind, **shared)
 
 
 def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
-    """What `options_of` gave, as the fields of a request; those of nothing else are left in `given`.
+    """Returns the values of `options_of` as the fields of a request; other values stay in `given`.
 
     Args:
-        given: by the names of fields, `target` being MODEL, and `workload`.
-        target: in place of these two.
+        given: values by field name; `target` is MODEL; and `workload`.
+        target: replaces these two.
 
     Raises:
-        UsageError: neither or both of MODEL and `--workload` are given, or a knob's values are malformed.
+        UsageError: neither or both of MODEL and `--workload` are given, or the values of a knob are malformed.
     """
     named = given.pop("target"), given.pop("workload")
     if target is not None and any(named):
-        raise UsageError(f"give one thing to tune, but got '{named[0] or named[1]}' beside it")
+        raise UsageError(f"give one target to tune, but got '{named[0] or named[1]}' as well")
     out = {"target": target if target is not None else target_of(*named)}
     out["override"] = values_of(given.pop("override"), "--set")
     out["fix"] = fixes_of(given.pop("fix"))
@@ -108,10 +113,10 @@ def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
 
 
 def command_line(ctx: click.Context, *more: str) -> str:
-    """The command that was given, for a shell, with more behind it.
+    """Returns the current command line, quoted for a shell, with more arguments appended.
 
     Args:
-        ctx: of the command.
+        ctx: context of the command.
         more: arguments.
     """
     words = ["redline", str(ctx.info_name)]
@@ -131,7 +136,7 @@ def command_line(ctx: click.Context, *more: str) -> str:
 
 
 def target_of(model: str | None, workload: str | None) -> str:
-    """What to tune, from MODEL or `--workload`.
+    """Returns the target from MODEL or `--workload`.
 
     Raises:
         UsageError: neither or both are given, or the workload has no name.
@@ -139,14 +144,14 @@ def target_of(model: str | None, workload: str | None) -> str:
     if model is not None and workload is None:
         return model
     if model is not None or workload is None:
-        raise UsageError("give either MODEL or --workload FILE:NAME; `redline models` lists the models with a name")
+        raise UsageError("give either MODEL or --workload FILE:NAME; `redline models` lists the predefined models")
     if ":" not in workload:
         raise UsageError(f"--workload must be FILE:NAME, such as train.py:workload, but got '{workload}'")
     return workload
 
 
 def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
-    """`knob=a,b,c` pairs as lists of values, each read as YAML reads a scalar.
+    """Returns `knob=a,b,c` pairs as lists of values, each parsed as a YAML scalar.
 
     Raises:
         UsageError: a pair is malformed, or a knob is given twice.
@@ -159,7 +164,7 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         name = name.strip()
-        # The commas of a knob that names blocks are its own.
+        # The value of a knob that names blocks may contain commas.
         parts = [text.strip()] if name in BLOCK_KNOBS else [part.strip() for part in text.split(",")]
         if not equals or not name or not all(parts):
             example = "micro_batch=4,8" if option == "--set" else "micro_batch=8"
@@ -169,12 +174,12 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
         try:
             values[name] = parts if name in BLOCK_KNOBS else [_scalar(part) for part in parts]
         except yaml.YAMLError:
-            raise UsageError(f"{option} {pair}: the values must be numbers, true, false or words") from None
+            raise UsageError(f"{option} {pair}: the values must be numbers, true, false or texts") from None
     return values
 
 
 def _scalar(text: str) -> Any:
-    """A value as YAML reads it, but for `no`, `off` and their like, which are words, and `1e-4`, which is a number."""
+    """Returns a YAML scalar, except that `no`, `off` and the like are text and `1e-4` is a number."""
     import yaml
 
     value = with_power(yaml.safe_load(text))
@@ -182,7 +187,7 @@ def _scalar(text: str) -> Any:
 
 
 def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """`knob=v` pairs as a mapping.
+    """Returns `knob=v` pairs as a mapping.
 
     Raises:
         UsageError: a pair is malformed or has several values.
@@ -195,7 +200,7 @@ def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def names_of(text: str | None, option: str) -> tuple[str, ...]:
-    """`a,b,c` as names; nothing where the option was not given.
+    """Returns `a,b,c` as names; empty if the option was not given.
 
     Raises:
         UsageError: a name is missing.
@@ -209,22 +214,22 @@ def names_of(text: str | None, option: str) -> tuple[str, ...]:
 
 
 def command_of(options: dict[str, Any], file: str | None) -> Command | None:
-    """Takes the options of a command out of `options` and returns the command; None for a model.
+    """Removes the options of a command from `options` and returns the command; None for a model.
 
     Raises:
-        UsageError: options of a command are given without one, or beside a file that states it.
+        UsageError: options of a command are given without one, or beside a file that contains them.
     """
     given = {each.name: options.pop(each.name) for each in fields(Command)}
     if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
         if options["taken_from"] is not None:
-            raise UsageError("--from states what may vary, not what is tuned: give MODEL, --workload or --command")
+            raise UsageError("--from defines the knobs, not the target: give MODEL, --workload or --command")
     stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
     if file is not None:
         if stray is not None:
-            raise UsageError(f"--command-file states what is tuned; write what {stray} says into it")
+            raise UsageError(f"--command-file defines the command; write the value of {stray} into it")
         return Command.from_yaml(file)
     if given["command"] is not None:
         return Command(**given)
     if stray is not None:
-        raise UsageError(f"{stray} belongs to a command; give it with --command or --command-file")
+        raise UsageError(f"{stray} is an option of a command; give it with --command or --command-file")
     return None

@@ -1,4 +1,4 @@
-"""The final word of a search: the winner beside the default configuration, and what to do with it."""
+"""Output of the result of a search: the winner beside the default configuration, and the next commands."""
 
 import shlex
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from . import words
 
 
 def print_result(result: Result, *, exports: bool = True) -> None:
-    """Prints what came of a search, as wide as the terminal.
+    """Prints the result of a search, as wide as the terminal.
 
     Args:
-        result: of the search.
-        exports: whether the winner is one that trainers' files can be written of.
+        result: the result.
+        exports: True if the winner can be exported to other frameworks.
     """
     console = Console(highlight=False)
     console.print()
     if result.interrupted:
-        console.print(Text("Interrupted; what was found so far is kept.", style="yellow"))
+        console.print(Text("Interrupted; the results so far are kept.", style="yellow"))
     elif result.ended:
         console.print(Text(f"Done: {result.ended}.", style="dim"))
     if result.best is None:
@@ -57,15 +57,15 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
             console.print(Text(f"gain     {gain}", style="bold" if gain.shown else "yellow"))
     exact = result.best_exact if best.trial.lossy else None
     if best.trial.lossy:
-        told = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
-        console.print(Text(f"{summary.exactness(result.all_trials)}  {told}"))
+        best_exact = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
+        console.print(Text(f"{summary.exactness(result.all_trials)}  {best_exact}"))
     if failed := summary.failures(result.all_trials):
         console.print(Text(f"trials   {fold(failed)}", style="yellow"))
     if tied := summary.tied(result.all_trials):
-        many = "s" if len(tied) > 1 else ""
-        told = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)
+        plural = "s" if len(tied) > 1 else ""
+        others = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)
         console.print(
-            Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler")
+            Text(f"tie      with trial{plural} {others}: the one with more free memory wins, then the simpler one")
         )
     if result.seconds_again >= 1:
         share = f"{100 * result.seconds_again / result.seconds:.0f} %"
@@ -83,7 +83,7 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
 
 
 def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
-    """Numbers and knobs of the winner, which comes first, beside those of the others, each under its name."""
+    """Returns the numbers and knobs of the winner beside those of the others, each in a column under its name."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=len(sides) > 1)
     table.add_column("")
     for name in sides:
@@ -109,9 +109,9 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
     return [
         ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
         ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
-        # Shares of two formats' peaks do not compare: the winner's may be the smaller one.
+        # Shares of the peaks of two formats are not comparable: that of the winner may be the smaller one.
         (
-            "TFLOP/s a device",
+            "TFLOP/s per device",
             [
                 f"{each.tflops_per_device:.3g}" if len(set(precisions)) > 1 and each.tflops_per_device else ""
                 for each in measured
@@ -126,7 +126,7 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
                 for each, precision in zip(measured, precisions)
             ],
         ),
-        ("told at first" if again else "told", [fold(each.told) for each in measured]),
+        ("reported first" if again else "reported", [fold(each.told) for each in measured]),
         ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
     ]
 
@@ -147,7 +147,7 @@ def _default_failed(result: Result) -> str:
 def _next(result: Result, exports: bool) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
-        return [f"next     the same command with --out {folder} --resume goes on"]
+        return [f"next     the same command with --out {folder} --resume continues"]
     if result.best is None:
         return [f"next     redline show {folder}"]
     export = [f"         redline export {folder} --to accelerate   (or --list)"] if exports else []

@@ -1,4 +1,4 @@
-"""What a person sees while a search runs: a live view on a terminal, plain lines elsewhere."""
+"""Progress of a search: a live view in a terminal, plain lines elsewhere."""
 
 import contextlib
 import errno
@@ -27,23 +27,23 @@ STYLES = {
     Status.SKIPPED: "dim",
 }
 _NARROW = 90
-"""Columns of a terminal below which a trial's line goes without its memory."""
+"""Columns of a terminal below which the line of a trial omits its memory."""
 
 
 def listener_for(stream: TextIO, *, silent: bool) -> "ProgressListener":
-    """The listener that suits the stream."""
+    """Returns the listener for a stream."""
     if silent:
         return ProgressListener()
-    # A dumb terminal cannot take back what it has written.
+    # A dumb terminal cannot overwrite its output.
     if not stream.isatty():
         return LineListener(stream)
-    terminal = cast(TextIO, Terminal(stream))  # what it has not itself, the stream has
+    terminal = cast(TextIO, Terminal(stream))  # other attributes come from the stream
     live = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     return TerminalListener(terminal) if live else LineListener(terminal)
 
 
 class Terminal:
-    """A terminal that may go away: what is written then is lost, and nothing else is."""
+    """A terminal that may be closed: output is then discarded without an error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -71,7 +71,7 @@ def _perhaps_gone() -> Iterator[None]:
 
 
 class ProgressListener(SearchListener):
-    """Says nothing."""
+    """Prints nothing."""
 
     def __enter__(self) -> "ProgressListener":
         return self
@@ -81,34 +81,34 @@ class ProgressListener(SearchListener):
 
 
 class LineListener(ProgressListener):
-    """One plain line an event, for logs and pipes."""
+    """Prints one plain line for each event, for logs and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._plan: SearchPlan | None = None
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self._plan = plan
         for line in headline(plan):
             self._print(line)
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._print(f"{what} ...")
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         self._print(trial_line(trial, self._plan).plain)
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done < total:
             about = f", about {words.duration(seconds)} left" if seconds else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
-    def alternating(self, leaders: list[Trial], seconds: float) -> None:
+    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
         self._print(
             f"measuring the leaders again, in short turns, about {words.duration(seconds)}: {_numbers(leaders)}"
         )
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
     def _print(self, line: str) -> None:
@@ -116,14 +116,14 @@ class LineListener(ProgressListener):
 
 
 class TerminalListener(ProgressListener):
-    """A line for each finished trial, and below them what is going on.
+    """Prints a line for each finished trial, with the current status below.
 
-    What is live never takes more than the width of the terminal, so that a line of it stays one when it is redrawn.
+    Status lines are never wider than the terminal, so that each stays a single line when it is redrawn.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._plan: SearchPlan | None = None
-        self._what, self._who, self._since, self._expected = "", "", time.monotonic(), 0.0
+        self._doing, self._trials, self._since, self._expected = "", "", time.monotonic(), 0.0
         self._running: dict[int, tuple[Trial, float]] = {}
         self._finished: list[Trial] = []
         self._begin = time.monotonic()
@@ -138,12 +138,12 @@ class TerminalListener(ProgressListener):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._what = ""
+        self._doing = ""
         self._plan = None
         self._live.stop()
 
-    def began(self, plan: SearchPlan) -> None:
-        self._plan, self._what = plan, ""
+    def on_start(self, plan: SearchPlan) -> None:
+        self._plan, self._doing = plan, ""
         self._finished = list(plan.earlier)
         title, *rest = headline(plan)
         self._console.print(Text(fold(title), style="bold"))
@@ -151,34 +151,34 @@ class TerminalListener(ProgressListener):
             self._console.print(Text(fold(line), style="dim"))
         self._console.print()
 
-    def waiting(self, what: str) -> None:
-        self._what, self._who, self._since, self._expected = what, "", time.monotonic(), 0.0
+    def on_wait(self, what: str) -> None:
+        self._doing, self._trials, self._since, self._expected = what, "", time.monotonic(), 0.0
 
-    def started(self, trial: Trial) -> None:
+    def on_trial_start(self, trial: Trial) -> None:
         self._running[trial.number] = trial, time.monotonic()
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
         line = shortened(trial_line(trial, self._plan, narrow=self._console.width < _NARROW), self._console.width)
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         turn = _turn(done, total)
-        self._what = "" if done >= total else f"measuring the leaders again: {turn}"
-        self._who = f" ({_numbers(leaders)})"
+        self._doing = "" if done >= total else f"measuring the leaders again: {turn}"
+        self._trials = f" ({_numbers(leaders)})"
         self._since, self._expected = time.monotonic(), seconds
 
-    def alternating(self, leaders: list[Trial], seconds: float) -> None:
-        self._what = "measuring the leaders again in short turns"
-        self._who = f" ({_numbers(leaders)})"
+    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
+        self._doing = "measuring the leaders again in short turns"
+        self._trials = f" ({_numbers(leaders)})"
         self._since, self._expected = time.monotonic(), seconds
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._console.print(Text(fold(f"note: {message}"), style="yellow"))
 
     def _view(self) -> Group:
-        lines = [Text(fold(f"{self._waited()} ..."), style="cyan")] if self._what else []
+        lines = [Text(fold(f"{self._waited()} ..."), style="cyan")] if self._doing else []
         if self._plan is not None:
             lines.append(self._status(self._plan))
             for trial, since in self._running.values():
@@ -190,13 +190,13 @@ class TerminalListener(ProgressListener):
         return Group(*lines)
 
     def _waited(self) -> str:
-        """What is waited for, since when, and how long it will take still."""
+        """Returns the current wait with its elapsed and remaining time."""
         spent = time.monotonic() - self._since
         left = self._expected - spent
         about = (
             f", about {words.duration(left)} left" if left > 0 else ", longer than expected" if self._expected else ""
         )
-        return f"{words.duration(spent)} {self._what}{about}{self._who}"
+        return f"{words.duration(spent)} {self._doing}{about}{self._trials}"
 
     def _status(self, plan: SearchPlan) -> Text:
         done = len(self._finished)
@@ -207,7 +207,7 @@ class TerminalListener(ProgressListener):
             best = speed(leader.throughput, leader.measured.unit)
             status.append(f"  best {best}", style="bold green").append(f" (trial {leader.number})")
         left = self._seconds_left(plan, done)
-        if left is not None and not self._what and done != plan.trials:
+        if left is not None and not self._doing and done != plan.trials:
             status.append(f"  about {words.duration(left)} left", style="dim")
         for name, style in STYLES.items():
             count = sum(trial.measured.status is name for trial in self._finished)
@@ -228,7 +228,7 @@ class TerminalListener(ProgressListener):
 
 
 def headline(plan: SearchPlan) -> list[str]:
-    """What is tuned, on what, out of how many, by whom, and where it is kept."""
+    """Returns the target, the devices, the number of configurations, the sampler and the folder."""
     valid = (
         f"{plan.valid:,} valid configurations"
         if plan.valid is not None
@@ -241,14 +241,14 @@ def headline(plan: SearchPlan) -> list[str]:
         f"sampler {plan.sampler}, runner {plan.runner}{resumed}",
     ]
     if plan.folder is not None:
-        lines[-1] += f", kept in {plan.folder}"
+        lines[-1] += f", saved in {plan.folder}"
     return lines
 
 
 def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = False) -> Text:
-    """A finished trial on one line: how it ended, how fast it was, and in what it differs from the default."""
+    """Returns a finished trial as one line: its status, its speed, and its differences from the default."""
     measured = trial.measured
-    # The number that files, logs and the final word call it by; the first is 0.
+    # The number used in files, logs and the result; the first is 0.
     line = Text(f"{trial.number:>4}  ")
     line.append(f"{measured.status:<8}", style=STYLES[measured.status])
     line.append(f"{speed(measured.reached, measured.unit) if measured.ok else '':>16}  ")
@@ -265,7 +265,7 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
 
 
 def shortened(line: Text, width: int) -> Text:
-    """A line that fits a width: cut behind a word, not within one, where there is a word to cut behind.
+    """Returns a line cut to a width, after a word if possible.
 
     >>> shortened(Text("0  ok  micro_batch=8 precision=fp32"), 28).plain
     '0  ok  micro_batch=8 …'
@@ -279,7 +279,7 @@ def shortened(line: Text, width: int) -> Text:
 
 
 def _turn(done: int, total: int) -> str:
-    """Which turn begins, of how many."""
+    """Returns the number of the next turn and their total."""
     return f"turn {done + 1} of {total}"
 
 

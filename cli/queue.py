@@ -1,4 +1,4 @@
-"""`redline queue`: what runs and what waits on a server."""
+"""`redline queue`: the running and waiting searches of a server."""
 
 import json
 import time
@@ -23,14 +23,14 @@ Examples:
   redline queue --hold 3f2a9c01d4e7 --priority 9b1c02d4e7aa 20
   redline queue --delete 3f2a9c01d4e7
 """,
-    short_help="Show what runs and what waits on a server.",
+    short_help="Show the running and waiting searches of a server.",
 )
-@click.option("--all", "everything", is_flag=True, help="Searches that have ended, too.")
-@click.option("--workers", is_flag=True, help="The pool, in place of searches.")
+@click.option("--all", "everything", is_flag=True, help="Include searches that have ended.")
+@click.option("--workers", is_flag=True, help="Show the workers in place of searches.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--hold", multiple=True, metavar="ID", help="Have nothing of a search start until it is released.")
-@click.option("--release", multiple=True, metavar="ID", help="Have a search that is held continue.")
-@click.option("--retry", multiple=True, metavar="ID", help="Have a search that failed or was cancelled continue.")
+@click.option("--hold", multiple=True, metavar="ID", help="Start no trials of a search until it is released.")
+@click.option("--release", multiple=True, metavar="ID", help="Continue a search that is held.")
+@click.option("--retry", multiple=True, metavar="ID", help="Continue a search that failed or was cancelled.")
 @click.option("--delete", multiple=True, metavar="ID", help="Delete a search that has ended, with its folder.")
 @click.option("--priority", type=(str, PRIORITY), multiple=True, metavar="ID N", help="Change a priority.")
 @click.option(
@@ -44,7 +44,7 @@ Examples:
 def queue(
     server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool, **changes: Any
 ) -> None:
-    """Show the searches that run and those that wait, and why they do; or change how some stand in the queue."""
+    """Show running and waiting searches with the reason for waiting, or change their state in the queue."""
     from rich.console import Console
     from rich.text import Text
 
@@ -62,17 +62,17 @@ def queue(
         return
     console = Console(highlight=False)
     if workers:
-        names = ["worker", "user", "host", "device", "busy", "heard of"]
+        names = ["worker", "user", "host", "device", "busy", "last report"]
         console.print(_table(names, [_worker(each) for each in pool]))
         return
-    said = f"{found.running} dry runs on {found.busy} of {found.devices} devices, {found.waiting} waiting"
-    console.print(Text(said, style="dim"))
+    totals = f"{found.running} dry runs on {found.busy} of {found.devices} devices, {found.waiting} waiting"
+    console.print(Text(totals, style="dim"))
     names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
     console.print(_table(names, [_search(each) for each in searches]))
 
 
 def _change(client: "Client", changes: dict[str, Any]) -> None:
-    """Changes searches as the options ask, and says how each stands then."""
+    """Changes searches as requested, and prints the new state of each."""
     for action in ("hold", "release", "retry"):
         for search in changes[action]:
             run = client.search(search)

@@ -1,4 +1,4 @@
-"""`redline results`: what came of a search on a server."""
+"""`redline results`: the results of a search on a server."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ Examples:
   redline results 3f2a9c01d4e7 --csv trials.csv
   redline results 3f2a9c01d4e7 --to accelerate
 """,
-    short_help="Show what came of a search on a server.",
+    short_help="Show the results of a search on a server.",
 )
 @click.argument("search", metavar="ID")
 @click.option(
@@ -51,11 +51,11 @@ def results(
         if as_json:
             click.echo(json.dumps({**run.look().model_dump(), **run.summary()}))
             return 0
-        return summed_up(run)
+        return print_summary(run)
 
 
-def summed_up(run: "SearchRun") -> int:
-    """Prints what came of a search so far; the exit code that says the same."""
+def print_summary(run: "SearchRun") -> int:
+    """Prints the results of a search so far and returns the exit code."""
     from ..results.columns import fold, speed
     from ..results.summary import Gain
     from . import words

@@ -1,4 +1,4 @@
-"""`redline scale`: how the winner does as devices grow."""
+"""`redline scale`: tuning for increasing numbers of devices."""
 
 import json
 import math
@@ -29,14 +29,14 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Tune a model for more and more devices.")
+@click.command(epilog=EXAMPLES, short_help="Tune a model for increasing numbers of devices.")
 @options_of(*SECTIONS, without=("devices", "global_batch"))
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
 @click.option("--global-batch", metavar="N", help="Samples of a step, also as an expression such as 8*n.")
-@click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it stays]")
-@click.option("--strong", is_flag=True, help="The global batch stays the same, as by default.")
+@click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it is constant]")
+@click.option("--strong", is_flag=True, help="The global batch is constant, which is the default.")
 @click.option("--predict-to", type=click.IntRange(min=1), metavar="N", help="Predict up to N devices.  [default: 1024]")
-@click.option("--stop-on-error", is_flag=True, help="End at the first count at which nothing is found.")
+@click.option("--stop-on-error", is_flag=True, help="End at the first count without a result.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def scale(
     devices: str,
@@ -50,14 +50,14 @@ def scale(
 ) -> int:
     """Tune MODEL for one number of devices after the other, and show speed-up, efficiency and memory.
 
-    Each count's default configuration stands beside its winner, and what is predicted beside both, corrected by what was
-    measured, and on to 1,024 devices. Exit codes: as of `redline tune`.
+    The table has the winner and the default configuration of each count, and predictions for up to 1,024 devices,
+    corrected by the measurements. Exit codes: see `redline tune`.
     """
     from ..tuner.scaling import scale as scaled
     from .progress import ProgressListener, listener_for
 
     if weak and strong:
-        raise UsageError("--weak has the global batch grow, and --strong has it stay; give one of them")
+        raise UsageError("with --weak the global batch grows, with --strong it is constant; give one of them")
     given = request_of(options)
     given["out"] = given["out"] or fresh_folder(f"scale-{Path(given['target']).name}")
     stream = sys.stderr if as_json else sys.stdout
@@ -87,7 +87,7 @@ def scale(
 
 
 def show(scaling: Scaling, folder: Path) -> None:
-    """Prints a line a number of devices, as wide as the terminal, and where the files are."""
+    """Prints a line for each number of devices, as wide as the terminal, and the paths of the files."""
     console = Console(highlight=False)
     unit = next((each.unit for each in scaling.points if each.unit), "throughput")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

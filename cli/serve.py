@@ -36,23 +36,29 @@ Examples:
     metavar="N",
     help="Port; if it is in use, the next free one.",
 )
-@click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="Of TLS, in PEM.")
-@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Of the certificate, where it is apart.")
+@click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="TLS certificate, in PEM.")
+@click.option(
+    "--key", type=click.Path(path_type=Path), metavar="FILE", help="Key of the certificate, if in another file."
+)
 @click.option(
     "--proxy",
     default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
-    help="Of a proxy in front; its X-Forwarded-* count.",
+    help="Address of a proxy whose X-Forwarded-* headers are trusted.",
 )
-@click.option("--worker/--no-worker", default=True, help="Whether this host's devices join the pool.")
-@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many of them.  [default: all]")
-@click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster whose devices join, in place of this host's.")
-@click.option("--allow-code/--no-code", default=True, help="Whether users who may submit code can.")
+@click.option("--worker/--no-worker", default=True, help="Add the devices of this host to the pool.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), metavar="N", help="Number of devices of this host.  [default: all]"
+)
+@click.option(
+    "--ray-address", metavar="ADDRESS", help="A Ray cluster whose devices join in place of those of this host."
+)
+@click.option("--allow-code/--no-code", default=True, help="Accept code from users who may submit it.")
 @click.option(
     "--workloads/--no-workloads",
     default=True,
-    help="Whether that may be a workload's file, which runs as this user here.  [never with --code-user]",
+    help="Accept workload files, which run as this user on this host.  [never with --code-user]",
 )
 @click.option(
     "--searches", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Searches at once."
@@ -63,7 +69,7 @@ Examples:
     default=1000,
     show_default=True,
     metavar="N",
-    help="Searches queued of a user.",
+    help="Queued searches of a user.",
 )
 @click.option(
     "--search-memory",
@@ -71,15 +77,20 @@ Examples:
     show_default=True,
     metavar="SIZE",
     callback=lambda context, option, value: parse_memory(value),
-    help="What a searcher may take beyond what all share.",
+    help="Memory of a searcher beyond the memory that all share.",
 )
 @click.option(
-    "--rate", type=click.FloatRange(min=1), default=50, show_default=True, metavar="N", help="Requests a second a user."
+    "--rate",
+    type=click.FloatRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Requests per second and user.",
 )
 @click.option(
     "--standby",
     is_flag=True,
-    help="Wait while another server has the folder or the database, and take over when it is gone.",
+    help="Wait while another server uses the folder or the database, and take over when it has ended.",
 )
 @click.option(
     "--keep-events",
@@ -87,23 +98,23 @@ Examples:
     default=30,
     show_default=True,
     metavar="X",
-    help="Events of a search that ended are kept so long.",
+    help="Days for which the events of an ended search are kept.",
 )
 @click.option(
     "--keep-searches",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Searches that ended are deleted after so long, with their folders.  [default: never]",
+    help="Days after which ended searches and their folders are deleted.  [default: never]",
 )
 @click.option(
-    "--code-user", metavar="NAME", help="Unix user as whom code runs on this host.  [default: who starts this]"
+    "--code-user", metavar="NAME", help="Unix user that runs code on this host.  [default: the user who starts this]"
 )
 @click.option("--json-logs", is_flag=True, help="Log every request, as lines of JSON.")
 def serve(data: Path, **given: Any) -> None:
-    """Serve searches for a team: a queue in a database, workers that join and leave, an API, pages.
+    """Serve searches for a team: a queue in a database, workers that join and leave, an API, web pages.
 
-    All of it may be killed at any moment and started again with the same --data: everything goes on by itself. The first
-    start prints the token of the user 'admin'; `redline token` makes others.
+    All processes may be killed at any time: started again with the same --data, they continue. The first start prints
+    the token of the user 'admin'; `redline token` creates others.
     """
     from ..service.server import ServeOptions, exposed, serve as run
 

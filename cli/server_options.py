@@ -1,4 +1,4 @@
-"""How commands reach a server: its address and a token, by option or from the environment."""
+"""Options for the connection to a server: address, token, certificates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from ..base.errors import UsageError
 from ..service.records import priority_of
 
 Command = Callable[..., Any]
-NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one"
+NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` creates one"
 
 
 class _Priority(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """A priority by its name or its number."""
+    """A priority as a name or a number."""
 
     name = "priority"
 
@@ -35,7 +35,7 @@ def reached(command: Command) -> Command:
             "--token",
             envvar="REDLINE_TOKEN",
             metavar="TEXT",
-            help="Who one is.  [default: REDLINE_TOKEN]",
+            help="Token of the user.  [default: REDLINE_TOKEN]",
         ),
         click.option(
             "--server",
@@ -50,7 +50,7 @@ def reached(command: Command) -> Command:
 
 
 def client_of(server: str, token: str | None, trust: str | None) -> Any:
-    """The client of a server.
+    """Returns the client of a server.
 
     Raises:
         UsageError: there is no token.

@@ -1,4 +1,4 @@
-"""`redline show`: a run, in the terminal or as data."""
+"""`redline show`: a run in the terminal or as data."""
 
 import click
 
@@ -20,7 +20,7 @@ Examples:
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Trials shown.  [default: 20; all as data]")
 @click.option("--status", metavar="A,B,...", help="Only trials of these statuses: ok, oom, timeout, ..., pending.")
 @click.option("--sort", default="", metavar="NAME", help="Sort by a column; -COLUMN downwards.  [default: speed]")
-@click.option("--columns", metavar="A,B,...", help="Columns of trials.csv or knobs.  [default: those that tell]")
+@click.option("--columns", metavar="A,B,...", help="Columns of trials.csv or knobs.  [default: those that differ]")
 @click.option("--storage", metavar="URL", help="Storage of the trials, if not in RUN (tune --storage).")
 @click.option("--format", "form", default="table", show_default=True, help=f"{either(FORMATS)}.")
 def show(

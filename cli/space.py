@@ -1,4 +1,4 @@
-"""`redline space`: what may vary."""
+"""`redline space`: the search space of a model."""
 
 import json
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Show what may vary for a model on the devices at hand.")
+@click.command(epilog=EXAMPLES, short_help="Show the search space of a model on the available devices.")
 @options_of(ModelRequest, SpaceRequest)
 @click.option("-o", "--out", "output", metavar="FILE", help="Write the space as YAML, for --space.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def space(output: str | None, as_json: bool, **options: Any) -> None:
-    """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
+    """Show the knobs of MODEL on the available devices, their constraints, and the number of valid configurations."""
     from ..tuner.task import resolve_task
 
     task = resolve_task(TrainingRequest(**request_of(options)))
@@ -50,7 +50,7 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
-    """What the space has not, each with the reason."""
+    """Yields the values and knobs that are not in the space, with the reasons."""
     from ..base.device import DESCRIBED, liger_obstacle
     from ..models.kernels import kernels_obstacle
     from ..models.parallel import no_hsdp
@@ -58,11 +58,11 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
 
     knobs = task.space.by_name
     if left := lossy_beyond(task.space):
-        yield f"lossy, and so left out: {', '.join(left)} (see --allow lossy)"
+        yield f"left out because they are lossy: {', '.join(left)} (see --allow lossy)"
     if "kernels" in knobs and task.device.type == "cuda" and DESCRIBED not in task.device.features:
         if why := liger_obstacle("cuda"):
-            yield f"kernels are the loss alone, not modules: {why}"
-    if workload.space is not None:  # its author's choice
+            yield f"kernels replace only the loss, not modules: {why}"
+    if workload.space is not None:  # chosen by its author
         return
     precision = knobs.get("precision")
     if precision is not None and "fp8" not in (*precision.values, *(precision.others or ())):

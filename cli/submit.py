@@ -1,4 +1,4 @@
-"""`redline submit`: a search on a server."""
+"""`redline submit`: submission of a search to a server."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ Examples:
     short_help="Submit a search to a server.",
 )
 @options_of(ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
-@click.option("--name", default="", metavar="TEXT", help="What people call it.  [default: the model's name]")
+@click.option("--name", default="", metavar="TEXT", help="Name of the search.  [default: the model's name]")
 @click.option(
     "--priority",
     type=PRIORITY,
@@ -41,21 +41,21 @@ Examples:
     help="Higher goes first: low, normal, high, urgent, or from -100 to 100.",
 )
 @click.option("--device", default="", metavar="NAME", help="Kind of device, such as h100 or cpu.  [default: any]")
-@click.option("--reuse", is_flag=True, help="Answer what was measured before on the same hardware from the store.")
+@click.option("--reuse", is_flag=True, help="Reuse earlier measurements on the same hardware.")
 @click.option(
     "--visibility",
     type=click.Choice(["own", "team", "all"]),
     default="all",
     show_default=True,
-    help="Who sees it beside its owner and admins.",
+    help="Users who see it besides its owner and admins.",
 )
-@click.option("--key", metavar="TEXT", help="The same key is the same search, however often it is submitted.")
-@click.option("--wait", is_flag=True, help="Show what happens until it ends.")
+@click.option("--key", metavar="TEXT", help="Key of the submission; submitting it again returns the same search.")
+@click.option("--wait", is_flag=True, help="Show its events until it ends.")
 @reached
 def submit(server: str, token: str | None, trust: str | None, wait: bool, **options: Any) -> int:
-    """Submit a search of MODEL to a server, as `redline tune` would make it here. Prints its id.
+    """Submit a search of MODEL to a server, with the options of `redline tune`. Prints its id.
 
-    --devices is 1 unless given. A config.json, a space and a file with a workload travel as what they hold.
+    --devices is 1 unless given. The contents of a config.json, a space or a workload file are sent along.
     """
     own = {name: options.pop(name) for name in OF_THE_QUEUE}
     run = submitted(request_of(options, command_of(options, None)), server, token, trust, **own)
@@ -66,13 +66,13 @@ def submit(server: str, token: str | None, trust: str | None, wait: bool, **opti
 def submitted(
     given: Mapping[str, Any], server: str, token: str | None, trust: str | None = None, **own: Any
 ) -> "SearchRun":
-    """The search that the arguments of `redline.tune` ask for, submitted with what is asked of the queue."""
+    """Submits the search that the arguments of `redline.tune` describe, with the options of the queue."""
     asked = {name: value for name, value in given.items() if value not in (None, "", (), {}, False)}
     return client_of(server, token, trust).submit(asked.pop("target"), asked.pop("space", None), **own, **asked)
 
 
 def searched(given: Mapping[str, Any], server: str, token: str | None, as_json: bool) -> int:
-    """`redline tune --server`: submits, waits, and shows what came of it; the exit code."""
+    """Runs `redline tune --server`: submits, waits, prints the results, and returns the exit code."""
     run = submitted(given, server, token)
     if not as_json:
         click.echo(f"search   {run.id} on {server}")
@@ -84,23 +84,23 @@ def searched(given: Mapping[str, Any], server: str, token: str | None, as_json: 
 
 
 def followed(run: "SearchRun") -> int:
-    """Shows what happens in a search until it ends; the exit code of what came of it."""
+    """Prints the events of a search until it ends, then its results; returns the exit code."""
     try:
         for event in run.events():
-            if line := told(event.kind, event.data):
+            if line := event_text(event.kind, event.data):
                 click.echo(line)
     except KeyboardInterrupt:
         click.echo(
-            f"The search goes on; `redline logs {run.id} -f` shows it, `redline cancel {run.id}` ends it.", err=True
+            f"The search continues; `redline logs {run.id} -f` shows it, `redline cancel {run.id}` ends it.", err=True
         )
         return exit_codes.INTERRUPTED
-    from .results import summed_up
+    from .results import print_summary
 
-    return summed_up(run)
+    return print_summary(run)
 
 
-def told(kind: str, data: dict[str, Any]) -> str:
-    """An event in words; empty where it is of no interest."""
+def event_text(kind: str, data: dict[str, Any]) -> str:
+    """Returns a readable event; empty if it is not shown."""
     from ..results.columns import fold, number
     from . import words
 
@@ -111,11 +111,11 @@ def told(kind: str, data: dict[str, Any]) -> str:
         device = data.get("device") or {}
         return f"on {fold(str(device.get('name', '')))}"
     if kind == "plan":
-        valid = data.get("valid")  # of a space too large to be listed it is not known
+        valid = data.get("valid")  # unknown for a space that is too large to be listed
         some = "very many" if valid is None else f"{valid:,}"
         return f"{some} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
     if kind == "started":
-        return f"trial {data['trial']} begins: {fold(words.configuration(data.get('config') or {}))}"
+        return f"trial {data['trial']} starts: {fold(words.configuration(data.get('config') or {}))}"
     if kind == "finished":
         speed = number(data["throughput"], 5) if data.get("throughput") else ""
         tail = f"{speed} {data.get('unit', '')}" if speed else fold(str(data.get("reason", "")))

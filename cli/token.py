@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def at_database(group: Callable[[], None]) -> Callable[..., None]:
-    """Adds `--data` and `--storage` to a group; its commands are given the database's URL."""
+    """Adds `--data` and `--storage` to a group; its commands receive the URL of the database."""
 
     @click.option(
         "--data",
@@ -48,16 +48,18 @@ Examples:
 )
 @at_database
 def token() -> None:
-    """Add users and tokens, and revoke them: on the server's host, in its database, while it runs or not."""
+    """Add users and tokens, and revoke them, in the database on the server's host; the server may be running."""
 
 
 @token.command()
 @click.argument("user")
 @click.option(
-    "--role", type=click.Choice(["reader", "submitter", "admin", "worker"]), help="Of a new user.  [default: submitter]"
+    "--role",
+    type=click.Choice(["reader", "submitter", "admin", "worker"]),
+    help="Role of a new user.  [default: submitter]",
 )
-@click.option("--for", "name", default="", metavar="TEXT", help="What the token is for.")
-@click.option("--expires", metavar="TIME", help="From when it is not taken any more, such as 30d or 12h.")
+@click.option("--for", "name", default="", metavar="TEXT", help="Purpose of the token.")
+@click.option("--expires", metavar="TIME", help="Lifetime of the token, such as 30d or 12h.")
 @click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Quota of a new user.")
 @click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
 @click.option(
@@ -66,7 +68,7 @@ def token() -> None:
 @click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
 @click.pass_obj
 def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:
-    """Make a token for USER, who is added where there is none of that name. It is shown this once."""
+    """Create a token for USER, who is added if unknown. The token is shown only once."""
     with store_of(url) as store:
         try:
             found = store.user(user)
@@ -75,22 +77,22 @@ def new(url: str, user: str, role: str | None, name: str, expires: str | None, *
         else:
             if (role is not None and role != found.role) or any(more.values()):
                 raise UsageError(
-                    f"{user} is there already, as {found.role}; `redline user change {user}` changes what they may do"
+                    f"{user} exists already, as {found.role}; `redline user change {user}` changes their rights"
                 )
-        made = store.new_token(found, name, _later(expires))
+        text = store.new_token(found, name, _later(expires))
         store.audit("", "token", user, {"for": name, "expires": expires})
-    click.echo(made)
+    click.echo(text)
 
 
 @token.command()
 @click.argument("begins", metavar="TOKEN")
 @click.pass_obj
 def revoke(url: str, begins: str) -> None:
-    """Have a token be taken no more, by its text, its id, or how that begins."""
+    """Revoke a token, given by its text, its id, or the start of either."""
     with store_of(url) as store:
-        gone = store.revoke(begins)
-        store.audit("", "revoke", gone.id)
-    click.echo(f"revoked {gone.id}")
+        found = store.revoke(begins)
+        store.audit("", "revoke", found.id)
+    click.echo(f"revoked {found.id}")
 
 
 @token.command("list")
@@ -109,11 +111,11 @@ def listed(url: str) -> None:
             ]
             for each in store.tokens()
         ]
-    click.echo(write_rows(["user", "role", "token", "for", "made", "last used", "state"], rows, "markdown"))
+    click.echo(write_rows(["user", "role", "token", "for", "created", "last used", "state"], rows, "markdown"))
 
 
 def store_of(url: str) -> "Store":
-    """The store in a database."""
+    """Opens the store in a database."""
     from ..service.store import Store
 
     return Store.open(url)
@@ -127,7 +129,7 @@ def _later(expires: str | None) -> float | None:
 
 
 def day(when: float) -> str:
-    """A time, to the minute."""
+    """Returns a time to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
 
 
@@ -135,5 +137,5 @@ def _state(found: Any) -> str:
     if found.revoked is not None:
         return f"revoked {day(found.revoked)}"
     if found.expires is None:
-        return "good"
-    return f"{'good until' if found.expires > time.time() else 'expired'} {day(found.expires)}"
+        return "valid"
+    return f"{'valid until' if found.expires > time.time() else 'expired'} {day(found.expires)}"

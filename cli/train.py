@@ -1,4 +1,4 @@
-"""`redline train`: train with a run's winner on real data."""
+"""`redline train`: training with the winner of a run on real data."""
 
 import json
 import os
@@ -29,14 +29,14 @@ Examples:
 @options_for(*SECTIONS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def train(as_json: bool, **options: Any) -> int:
-    """Train with the winner of the run in SOURCE, on real data, from the first step or from a checkpoint on.
+    """Train with the winner of the run in SOURCE on real data, from the start or from a checkpoint.
 
-    SOURCE is a run's folder, its best.yaml, a model's name (a configuration is planned then), or with --resume the folder
-    of a training. The order of samples, the learning rate and the loss follow from the seed and the step alone: a
-    training that is taken up on other devices, in another configuration, goes on as if nothing had happened.
+    SOURCE is the folder of a run, its best.yaml, the name of a model (a configuration is then predicted), or with
+    --resume the folder of a training. The order of samples, the learning rate and the loss depend only on the seed and
+    the step: a training resumed on other devices, in another configuration, continues as without the interruption.
 
-    Exit codes: 0 trained, 1 the ranks failed or the last step could not be saved, 2 bad usage or input, 3 nothing fits, 130
-    ended early, with a checkpoint.
+    Exit codes: 0 trained, 1 the ranks failed or the last step could not be saved, 2 bad usage or input, 3 nothing
+    fits, 130 ended early, with a checkpoint.
     """
     from .tune import end_in_order
 
@@ -72,24 +72,22 @@ def train(as_json: bool, **options: Any) -> int:
 
 
 def _print(trained: Any) -> None:
-    """How it ended, and what can be done with it."""
+    """Prints the result and the next command."""
     from ..results.columns import speed
 
     measured = trained.measurement
     how = "ended early" if trained.stopped else "trained"
     where = (
-        f"the latest checkpoint in {trained.folder / 'checkpoints'}"
-        if trained.step
-        else "before there was a checkpoint"
+        f"the latest checkpoint in {trained.folder / 'checkpoints'}" if trained.step else "before the first checkpoint"
     )
     click.echo(f"{how}: {trained.step} step{'s'[: trained.step != 1]}, {where}")
     if measured is not None and measured.throughput is not None:
         than = ""
         if trained.predicted:
             percent = 100 * measured.throughput / trained.predicted - 100
-            than = f", {abs(percent):.1f} % {'above' if percent > 0 else 'below'} what the dry run measured"
+            than = f", {abs(percent):.1f} % {'above' if percent > 0 else 'below'} the dry run"
         click.echo(f"{speed(measured.throughput, measured.unit)}{than}")
     if trained.stopped:
-        click.echo(f"{'go on ' if trained.step else 'anew  '}   redline train {trained.folder} --resume")
+        click.echo(f"{'resume ' if trained.step else 'restart'}  redline train {trained.folder} --resume")
     elif trained.exports_to is not None:
         click.echo(f"export   redline convert {trained.folder} OUT --to {trained.exports_to}")

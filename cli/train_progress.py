@@ -1,4 +1,4 @@
-"""What a person sees while a training runs: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a training: a live line in a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -11,17 +11,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from ..results.columns import fold, speed
-from ..tuner.train.listener import Begun, TrainListener
+from ..tuner.train.listener import TrainingStart, TrainListener
 from . import words
 from .progress import Terminal
 
 READING_S = 30.0
-"""How often a log is told how far reading the data or a checkpoint is, s."""
+"""Interval at which a log reports the progress of reading data or a checkpoint, s."""
 
 
 @contextlib.contextmanager
 def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener]:
-    """The listener that suits the stream."""
+    """Yields the listener for a stream."""
     if silent:
         yield TrainListener()
         return
@@ -33,21 +33,21 @@ def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener
         listener.close()
 
 
-def headline(begun: Begun) -> list[str]:
-    """What a training sets out to do."""
-    done = f", {begun.step} of them done" if begun.step else ""
+def headline(start: TrainingStart) -> list[str]:
+    """Returns the steps, the devices, the configuration and the data of a training."""
+    done = f", {start.step} of them done" if start.step else ""
     lines = [
-        f"training {begun.name} on {begun.where}: {begun.steps} steps{done}, in {begun.folder}",
-        f"configuration: {begun.strategy.why}",
-        f"  {words.configuration(begun.strategy.config)}",
+        f"training {start.name} on {start.where}: {start.steps} steps{done}, in {start.folder}",
+        f"configuration: {start.strategy.why}",
+        f"  {words.configuration(start.strategy.config)}",
     ]
-    return [*lines, f"data: {_data_in_words(begun.data)}"]
+    return [*lines, f"data: {_data_in_words(start.data)}"]
 
 
 def _data_in_words(data: Mapping[str, Any]) -> str:
-    """What samples are made of, in a line."""
+    """Returns a description of the data in one line."""
     if not data.get("paths"):
-        return "made-up tokens" if data.get("made_up") else f"what {data.get('name', 'the workload')} makes by itself"
+        return "made-up tokens" if data.get("made_up") else f"the batches of {data.get('name', 'the workload')}"
     counts = [f"{data[name]:,} {name}" for name in ("documents", "tokens", "samples") if data.get(name) is not None]
     held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
     tokenizer = f"tokenizer {data.get('tokenizer')}"
@@ -59,13 +59,13 @@ def _reading_in_words(share: float) -> str:
 
 
 def read_in_words(line: Mapping[str, Any]) -> str:
-    """How far the first rank is with a checkpoint, as `checking step-00000400: 1.2 of 3.4 GiB`."""
+    """Returns the progress of the first rank with a checkpoint, as `checking step-00000400: 1.2 of 3.4 GiB`."""
     done, of = line["bytes"] / 2**20, line["of"] / 2**20
     return f"{line['what']}: {words.memory(done)} of {words.memory(of)}"
 
 
-def told(line: Mapping[str, Any], unit: str) -> str:
-    """A line of the log for people; empty for what is told otherwise."""
+def line_text(line: Mapping[str, Any], unit: str) -> str:
+    """Returns a line of the log as text; empty if it is shown in another way."""
     kind, step = line.get("kind"), line.get("step")
     if kind == "step":
         return f"step {step}  " + "  ".join(numbers(line, unit))
@@ -74,16 +74,16 @@ def told(line: Mapping[str, Any], unit: str) -> str:
     if kind == "checkpoint":
         if line.get("failure"):
             return f"THE CHECKPOINT OF STEP {step} WAS NOT SAVED: {line['failure']}"
-        return f"step {step}  checkpoint saved in {line['seconds']:.1f} s, of which training stood still {line['stalled']:.2f} s"
+        return f"step {step}  checkpoint saved in {line['seconds']:.1f} s, with training paused for {line['stalled']:.2f} s"
     if kind == "progress":
         return read_in_words(line)
     if kind == "resumed":
-        return f"going on from {line['checkpoint']}"
+        return f"continuing from {line['checkpoint']}"
     return str(line.get("text", "")) if kind == "note" else ""
 
 
 def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
-    """The numbers of a step, as they are shown."""
+    """Returns the numbers of a step as shown."""
     out = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}"]
     if line.get("grad_norm") is not None:
         out.append(f"norm {line['grad_norm']:.3g}")
@@ -97,43 +97,43 @@ def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
 
 
 class _Lines(TrainListener):
-    """One plain line an event, for logs and pipes."""
+    """Prints one plain line for each event, for logs and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._unit = stream, "tokens/s"
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
 
-    def began(self, training: Begun) -> None:
+    def on_start(self, training: TrainingStart) -> None:
         self._unit = training.unit or self._unit
         for line in headline(training):
             self._print(line)
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._print(f"{what} ...")
 
-    def reading(self, share: float) -> None:
-        if time.monotonic() - self._said_at >= READING_S:
+    def on_read(self, share: float) -> None:
+        if time.monotonic() - self._printed_at >= READING_S:
             self._print(_reading_in_words(share))
 
-    def line(self, line: Mapping[str, Any]) -> None:
-        if line.get("kind") == "progress" and time.monotonic() - self._said_at < READING_S:
+    def on_line(self, line: Mapping[str, Any]) -> None:
+        if line.get("kind") == "progress" and time.monotonic() - self._printed_at < READING_S:
             return
-        if text := told(line, self._unit):
+        if text := line_text(line, self._unit):
             self._print(text)
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Does nothing: there is nothing to close."""
 
     def _print(self, line: str) -> None:
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         print(fold(line), file=self._stream, flush=True)
 
 
 class _Live(TrainListener):
-    """What happened, and below it how far the training is."""
+    """Prints events, with the progress of the training below."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
@@ -149,7 +149,7 @@ class _Live(TrainListener):
         self._task: Any = None
         self._status: Any = None
 
-    def began(self, training: Begun) -> None:
+    def on_start(self, training: TrainingStart) -> None:
         self._unit = training.unit or self._unit
         self._rest()
         for line in headline(training):
@@ -159,7 +159,7 @@ class _Live(TrainListener):
             self._progress.start()
         self._progress.update(self._task, completed=training.step)
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._rest()
         if self._task is None:
             self._status = self._console.status(f"{what} ...")
@@ -167,25 +167,25 @@ class _Live(TrainListener):
         else:
             self._progress.update(self._task, numbers=what)
 
-    def reading(self, share: float) -> None:
+    def on_read(self, share: float) -> None:
         if self._status is not None:
             self._status.update(_reading_in_words(share))
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "progress" and self._task is not None:
             self._progress.update(self._task, numbers=read_in_words(line))
         elif line.get("kind") == "step" and self._task is not None:
             left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
             shown = "  ".join([*numbers(line, self._unit), *left])
             self._progress.update(self._task, completed=line["step"], numbers=shown)
-        elif text := told(line, self._unit):
+        elif text := line_text(line, self._unit):
             self._print(text, "bold red" if line.get("failure") else "")
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(f"note: {message}", "yellow")
 
     def close(self) -> None:
-        """Leaves the last state of the line."""
+        """Leaves the last state of the status line."""
         self._rest()
         if self._task is not None:
             self._progress.stop()

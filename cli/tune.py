@@ -1,4 +1,4 @@
-"""`redline tune`: find the fastest configuration."""
+"""`redline tune`: search for the fastest configuration."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Examples:
   redline tune llama2-7b --lora r=16 --seq-len 2048
   redline tune path/to/config.json --time 30m --sampler hebo
   redline tune --workload train.py:workload --runner local
-  redline tune plan.yaml                       begin with the plans of `redline estimate -o plan.yaml`
+  redline tune plan.yaml                       start with the plans of `redline estimate -o plan.yaml`
   redline tune gpt2 --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
@@ -39,18 +39,18 @@ Examples:
   redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
 DRY_COMMANDS = 3
-"""How many commands `--dry` prints."""
+"""Number of commands that `--dry` prints."""
 
 
 GROUPS = {
-    "What is tuned": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
-    "What may vary": tuple(each.name for each in fields(SpaceRequest)),
+    "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
+    "Search space": tuple(each.name for each in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Where": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token"),
+    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token"),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
 }
-"""Options in the order of help, by the name of the parameter; all others are advanced."""
+"""Options in the order of the help, by name of the parameter; all others are advanced."""
 
 
 @click.command(
@@ -65,13 +65,13 @@ GROUPS = {
 def tune(
     as_json: bool, dry: bool, command_file: str | None, server: str | None, token: str | None, **options: Any
 ) -> int:
-    """Find the configuration that trains MODEL fastest on the devices at hand.
+    """Find the configuration that trains MODEL fastest on the available devices.
 
-    MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id.
-    Weights are not needed. A plan of `redline estimate -o` names the model, its sizes and the first candidates.
-    Every candidate is built and trained for some steps in fresh processes.
+    MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id. Weights are not
+    needed. A plan of `redline estimate -o` contains the model, its sizes and the first candidates. Every candidate is
+    built and trained for some steps in fresh processes.
 
-    Instead of MODEL, tune a command of yours as it is: `--command "python train.py --batch {micro_batch}" --space
+    Instead of MODEL, tune a command of your own: `--command "python train.py --batch {micro_batch}" --space
     knobs.yaml`.
 
     Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (results are kept).
@@ -86,13 +86,15 @@ def tune(
         from .submit import searched
 
         if given.pop("begin_with", ()):
-            click.echo("note: a server takes the plan's model and sizes, and finds its configurations itself", err=True)
+            click.echo(
+                "note: a server uses the plan's model and sizes, but searches its configurations itself", err=True
+            )
         return searched(given, server, token, as_json)
     if dry:
         _print_commands(command, given)
         return 0
     if given["resume"] and given["out"] is None:
-        raise UsageError("--resume needs --out, the folder of the run to go on with")
+        raise UsageError("--resume needs --out, the folder of the run to continue")
     from ..tuner.request import Request
     from ..tuner.tuning import run_search
     from .outcome import print_result
@@ -113,29 +115,29 @@ def tune(
 
 
 def _begin_with_plan(given: dict[str, Any]) -> None:
-    """Has a search begin with the configurations of a plan or a best.yaml, for its model and sizes unless others are given.
+    """Starts a search with the configurations of a plan or a best.yaml; its model and sizes are defaults.
 
     Raises:
         UsageError: it does not name a model.
     """
     path = path_of(given["target"])
     plan = load(path)
-    what = plan.trains.get("workload") or {}
-    if not (spec := what.get("spec")):
+    trained = plan.trains.get("workload") or {}
+    if not (spec := trained.get("spec")):
         raise UsageError(
             f"'{path}' does not name a model to tune: give MODEL, or estimate a model in place of shape numbers"
         )
-    asked: dict[str, Any] = {name: plan.trains.get(name) for name in ("seq_len", "global_batch")}
-    asked |= {"devices": (plan.trains.get("devices") or {}).get("used"), "lora": what.get("lora")}
+    own: dict[str, Any] = {name: plan.trains.get(name) for name in ("seq_len", "global_batch")}
+    own |= {"devices": (plan.trains.get("devices") or {}).get("used"), "lora": trained.get("lora")}
     if limit := plan.trains.get("memory_limit_mib"):
-        asked["memory_limit"] = f"{limit:g}MiB"
-    for name, value in asked.items():
+        own["memory_limit"] = f"{limit:g}MiB"
+    for name, value in own.items():
         given[name] = value if given.get(name) is None else given[name]
     given["target"], given["begin_with"] = spec, (plan.trial.config, *plan.others)
 
 
 def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
-    """The commands of the default configuration and of some others."""
+    """Prints the commands of the default configuration and of some others."""
     from ..tuner.request import Request
     from ..tuner.task import resolve_task
 
@@ -153,7 +155,7 @@ def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
 
 
 def fresh_folder(target: str) -> str:
-    """A folder for a run of that which is not there yet."""
+    """Returns a folder for a new run of a target that does not exist yet."""
     name = Path(target.split(":")[0]).stem if ".py:" in target else Path(target).name.removesuffix(".json")
     path, number = Path("runs", name), 1
     while path.exists():
@@ -163,16 +165,16 @@ def fresh_folder(target: str) -> str:
 
 
 def end_in_order() -> None:
-    """Has a request to end and a terminal that went away end the search as Ctrl-C does, with what was found."""
+    """Lets SIGTERM and SIGHUP end the search like Ctrl-C, with its results so far."""
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:  # what is printed from now on would fail
-            nowhere = os.open(os.devnull, os.O_WRONLY)
+        if number == signal.SIGHUP:  # further output would fail
+            null = os.open(os.devnull, os.O_WRONLY)
             for stream in terminals:
-                os.dup2(nowhere, stream)
+                os.dup2(null, stream)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, interrupt)

@@ -1,4 +1,4 @@
-"""`redline user`: what users may do, whether they are let in, and what they did."""
+"""`redline user`: rights and actions of users."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ ROLES = ("reader", "submitter", "admin")
 
 
 @click.group(
-    short_help="Change what users of a server may do, and see what they did.",
+    short_help="Change the rights of users of a server, and list their actions.",
     epilog="""\b
 Examples:
   redline user list
@@ -24,13 +24,13 @@ Examples:
 )
 @at_database
 def user() -> None:
-    """Change users, disable them, and list what was done: on the server's host, in its database, while it runs or not."""
+    """Change or disable users, and list their actions, in the database on the server's host; the server may be running."""
 
 
 @user.command("list")
 @click.pass_obj
 def listed(url: str) -> None:
-    """List users, what they may do, and when a token of theirs was last taken."""
+    """List users, their rights, and the last use of a token of each."""
     from ..results.listing import write_rows
 
     with store_of(url) as store:
@@ -46,7 +46,7 @@ def listed(url: str) -> None:
                 "any" if each.role == "admin" else str(each.priority),
                 "yes" if each.allow_code else "no",
                 day(used[each.id]) if used.get(each.id) else "never",
-                f"disabled {day(each.disabled)}" if each.disabled is not None else "good",
+                f"disabled {day(each.disabled)}" if each.disabled is not None else "active",
             ]
             for each in store.users()
         ]
@@ -71,12 +71,12 @@ def listed(url: str) -> None:
 @click.option("--device-hours", metavar="X", help=f"Quota in 30 days, or '{NONE}'.")
 @click.option("--running", metavar="N", help=f"Dry runs at once, or '{NONE}'.")
 @click.option("--weight", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Share of the devices.")
-@click.option("--priority", type=PRIORITY, metavar="N", help="Highest priority that they may give a search.")
-@click.option("--allow-code/--no-code", default=None, help="Whether they may submit workloads and commands.")
-@click.option("--team", metavar="TEXT", help="Who sees the searches that they show to their team.")
+@click.option("--priority", type=PRIORITY, metavar="N", help="Highest priority of their searches.")
+@click.option("--allow-code/--no-code", default=None, help="Allow workloads and commands.")
+@click.option("--team", metavar="TEXT", help="Team that sees searches shown to it.")
 @click.pass_obj
 def change(url: str, name: str, device_hours: str | None, running: str | None, **given: Any) -> None:
-    """Change what USER is and may do; what is not named stays."""
+    """Change the rights of USER; options that are not given stay unchanged."""
     changes = {field: value for field, value in given.items() if value is not None}
     if device_hours is not None:
         changes["device_hours"] = None if device_hours == NONE else _number("--device-hours", device_hours, float)
@@ -89,7 +89,7 @@ def change(url: str, name: str, device_hours: str | None, running: str | None, *
 @click.argument("name", metavar="USER")
 @click.pass_obj
 def disable(url: str, name: str) -> None:
-    """Have no token of USER be taken any more; their searches continue."""
+    """Reject all tokens of USER from now on; their searches continue."""
     _changed(url, name, "disable", {"disabled": True})
 
 
@@ -97,18 +97,23 @@ def disable(url: str, name: str) -> None:
 @click.argument("name", metavar="USER")
 @click.pass_obj
 def enable(url: str, name: str) -> None:
-    """Have the tokens of USER be taken again."""
+    """Accept the tokens of USER again."""
     _changed(url, name, "enable", {"disabled": False})
 
 
 @user.command()
-@click.option("--user", "who", metavar="NAME", help="Only what this user did.")
+@click.option("--user", "who", metavar="NAME", help="Only actions of this user.")
 @click.option(
-    "--last", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="The latest so many."
+    "--last",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="Number of entries, the latest ones.",
 )
 @click.pass_obj
 def audit(url: str, who: str | None, last: int) -> None:
-    """List what was done, by whom: submitted, cancelled, joined, logged in, changed."""
+    """List actions and their users: submissions, cancellations, joins, logins, changes."""
     import json
 
     from ..results.columns import fold

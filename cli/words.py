@@ -1,23 +1,23 @@
-"""How the terminal writes configurations, values and durations."""
+"""Text of configurations, values and durations in the terminal."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 
 def value(given: Any) -> str:
-    """A knob's value: `true`, `0.5`, `sdpa`."""
+    """Returns the value of a knob as `true`, `0.5`, `sdpa`."""
     if isinstance(given, bool):
         return str(given).lower()
     return f"{given:g}" if isinstance(given, float) else str(given)
 
 
 def knob(name: str, given: Any, lossy: Collection[str]) -> str:
-    """The value of a knob, and that it is lossy where the knob is among those."""
+    """Returns the value of a knob, marked if it is lossy."""
     return f"{value(given)} (lossy)" if name in lossy else value(given)
 
 
 def configuration(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
-    """All knobs on one line."""
+    """Returns all knobs on one line."""
     return " ".join(f"{name}={knob(name, each, lossy)}" for name, each in config.items())
 
 
@@ -27,12 +27,12 @@ def difference(
     derived: frozenset[str],
     lossy: Collection[str] = (),
 ) -> str:
-    """What was chosen otherwise than in `base`, on one line; of knobs that only one of them has, those of `config`.
+    """Returns the knobs of `config` that differ from `base`, on one line.
 
     Args:
         config: the configuration.
-        base: what it is compared with; None to write the whole.
-        derived: knobs that follow from others, which would only repeat them.
+        base: the configuration to compare with; None for all knobs.
+        derived: knobs that depend on others and are left out.
         lossy: knobs whose value in `config` trades accuracy for speed.
     """
     chosen = {name: each for name, each in config.items() if name not in derived}
@@ -43,12 +43,12 @@ def difference(
 
 
 def duration(seconds: float) -> str:
-    """`1:05` or `1:00:05`."""
+    """Returns `1:05` or `1:00:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def memory(mib: float) -> str:
-    """`212 MiB`, from 10 GiB on `12.3 GiB`."""
+    """Returns `212 MiB`, or `12.3 GiB` from 10 GiB upwards."""
     return f"{mib / 1024:,.1f} GiB" if mib >= 10 * 1024 else f"{mib:,.0f} MiB"

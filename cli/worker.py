@@ -1,4 +1,4 @@
-"""`redline worker`: join this host's devices to a server's pool."""
+"""`redline worker`: adds the devices of this host to the pool of a server."""
 
 import os
 import signal
@@ -28,14 +28,14 @@ Examples:
     short_help="Join this host's devices to a server's pool.",
 )
 @reached
-@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many devices.  [default: all present]")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Number of devices.  [default: all]")
 @click.option(
-    "--runner", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Who places their ranks."
+    "--runner", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Runner of the ranks."
 )
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster, for the runner ray.")
-@click.option("--code-user", metavar="NAME", help="Unix user as whom code runs.  [default: who starts this]")
-@click.option("--pinned", hidden=True, metavar="FILE", help="The one certificate to trust, whatever names it has.")
-@click.option("--name", metavar="TEXT", help="What it calls itself.  [default: the host's name]")
+@click.option("--code-user", metavar="NAME", help="Unix user that runs code.  [default: the user who starts this]")
+@click.option("--pinned", hidden=True, metavar="FILE", help="The only trusted certificate; its names are not checked.")
+@click.option("--name", metavar="TEXT", help="Name of the worker.  [default: the host's name]")
 def worker(
     server: str,
     token: str | None,
@@ -46,12 +46,12 @@ def worker(
     pinned: str | None,
     **given: Any,
 ) -> None:
-    """Lease dry runs from a server and run them on this host's devices, until it is ended.
+    """Lease dry runs from a server and run them on this host's devices until the worker is ended.
 
-    What runs then goes back to the queue. If it is killed, its dry runs are taken up by another worker some seconds later.
-    With `--code-user` workloads and commands that are somebody's code run as that user, who can read nothing of this process:
-    start it as root then, and the token must not stand on the command line, which every user can see.
-    A token that is `-` is read from standard input, and the worker ends when that closes.
+    Dry runs that are still running then return to the queue. If the worker is killed, another one takes them over
+    after some seconds. With `--code-user` workloads and commands from users run as that Unix user, who cannot read
+    this process: start it as root then, and do not pass the token on the command line, which every user can see. A
+    token `-` is read from standard input, and the worker ends when that closes.
     """
     from ..base.device import detect
     from ..runners.unix_user import unix_user
@@ -67,24 +67,24 @@ def worker(
     if code_user is not None:
         if not watched and click.get_current_context().get_parameter_source("token") is ParameterSource.COMMANDLINE:
             raise UsageError(
-                "a command line is seen by every user of this host: with --code-user give the token by REDLINE_TOKEN, or as the "
+                "every user of this host can see a command line: with --code-user give the token by REDLINE_TOKEN, or as the "
                 "first line of standard input (--token -)"
             )
         user = unix_user(code_user)
     host = socket.gethostname()
     pool = ServerPool(server, token, trust, pinned=pinned)
     count = devices or detect().count
-    made = Worker(pool, name=name or host, host=host, devices=count, code_user=user, **given)
+    leasing = Worker(pool, name=name or host, host=host, devices=count, code_user=user, **given)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: made.stop())
+        signal.signal(number, lambda *_: leasing.stop())
     if watched:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     else:
         click.echo(f"{host} joins {server} with {count} {detect().name}")
-    made.run()
+    leasing.run()
 
 
 def _end_with_stdin() -> None:
-    """Ends at once when whoever started this is gone: it cannot be told anything, and another will be started."""
+    """Ends at once when the parent process has ended: it cannot receive results, and another worker will be started."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)

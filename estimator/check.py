@@ -2,8 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..space import Config
 from .document import finite
-from .estimate import Estimate
+from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
 from .hardware import Hardware, find_hardware
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
-from .trainers import assumed, trainer_of
+from .trainers import Trainer, assumed, built, find_trainer, trainer_of
 
 MOST_CHANGES = 3
 """Faster configurations that are shown, and knobs that one of them changes."""
@@ -73,6 +74,8 @@ class Check:
     shares: Mapping[str, float]
     """Shares of the step by what takes it; they sum to 1."""
     faster: tuple[Faster, ...]
+    framework: str
+    """Whose facts are assumed, a name in `redline.estimator.trainers`."""
     assumed: tuple[str, ...]
     """What is taken for granted of the trainer's memory, in words."""
     findings: tuple[str, ...]
@@ -111,6 +114,7 @@ class Check:
                 }
                 for each in self.faster
             ],
+            "assumed_of": self.framework,
             "assumed": list(self.assumed),
             "findings": list(self.findings),
         }
@@ -140,6 +144,7 @@ def check(
     global_batch: int | None = None,
     knobs: Mapping[str, Any] | None = None,
     memory_limit_mib: float | None = None,
+    framework: str | None = None,
 ) -> Check:
     """Predicts a training that `redline.frameworks.read` has read. Nothing is run.
 
@@ -150,6 +155,7 @@ def check(
         model, seq_len, global_batch: in place of the file's.
         knobs: values of knobs that the file leaves to code, such as `micro_batch`.
         memory_limit_mib: of a device, in place of what it has.
+        framework: whose facts and kernels are assumed, a name in `redline.estimator.trainers`; None: the file's.
 
     Raises:
         UsageError: the model, the sequence length or the micro-batch is not known, or sizes contradict each other.
@@ -174,31 +180,70 @@ def check(
         raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --set micro_batch=N")
     workload = _workload(trainer, model, seq_len)
     trainer = replace(trainer, seq_len=workload.seq_len, model=workload.name)
+    facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
     setup = TrainingSetup(
         devices=trainer.devices or 1,
         seq_len=workload.seq_len,
         global_batch=trainer.global_batch,
         memory_limit_mib=memory_limit_mib,
-        **trainer.conventions,
     )
-    estimator = Estimator(workload, machine, setup, framework=trainer_of(trainer.framework).name)
+    own = None if trainer.lora else built(shape_of(workload.model), facts)
+    asked = _Asked(
+        trainer, facts, framework is not None, Estimator(own or workload, machine, setup, framework=facts.name)
+    )
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=workload.seq_len)
     if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
         raise UsageError(reason)
-    estimate = estimator(_estimated(trainer.config, trainer))
-    findings = [*notes, *_findings(trainer, estimator, estimate, machine)]
+    estimate = asked(trainer.config)
+    findings = [*notes, *_findings(asked, estimate, machine)]
+    said = asked.conventions(trainer.config)
     return Check(
-        trainer=trainer,
+        trainer=replace(trainer, conventions=said),
         model=workload.name,
-        parameters=_parameters(estimator),
+        parameters=_parameters(asked.estimator),
         hardware=machine,
         estimate=estimate,
-        fullest=_fullest(trainer, estimator, estimate),
+        fullest=_fullest(asked, estimate),
         shares=_shares(estimate, trainer.strategy(), machine),
-        faster=_faster(trainer, workload, estimator, estimate, machine, context),
-        assumed=assumed(trainer.conventions),
+        faster=_faster(asked, workload, estimate, machine, context),
+        assumed=assumed(said),
+        framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
     )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Predicts configurations of a training, each by what its trainer then does."""
+
+    trainer: TrainerConfig
+    facts: Trainer
+    instead: bool
+    """Whether these facts are in place of the file's."""
+    estimator: Estimator
+    """Of a training without conventions."""
+
+    def conventions(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the setup that a configuration has by its trainer."""
+        return dict(self.facts.setup) if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
+
+    def __call__(self, config: Mapping[str, Any], **setup: Any) -> Estimate:
+        said = self.conventions(config)
+        return self._by({**said, **setup})(_estimated(config, said))
+
+    def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
+        """Predictions by their conventions, and which configuration each is of."""
+        alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        for at, config in enumerate(configs):
+            said = self.conventions(config)
+            alike.setdefault(repr(sorted(said.items())), (said, []))[1].append(at)
+        tables = [
+            self._by(said).table([_estimated(configs[each], said) for each in some]) for said, some in alike.values()
+        ]
+        return reduce(joined, tables), np.concatenate([np.array(some) for _, some in alike.values()])
+
+    def _by(self, said: Mapping[str, Any]) -> Estimator:
+        return self.estimator.on(self.estimator.training.replace(**said), self.estimator.hardware)
 
 
 def _parameters(estimator: Estimator) -> int:
@@ -239,20 +284,20 @@ def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) ->
     )
 
 
-def _estimated(config: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
+def _estimated(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as the estimator takes it: formats that a framework's conventions replace are left to the setup."""
-    out = {name: value for name, value in config.items() if value is not None and name not in trainer.conventions}
+    out = {name: value for name, value in config.items() if value is not None and name not in conventions}
     if out.get("attention") not in (None, "eager", "sdpa"):
         out["attention"] = "sdpa"  # a fused kernel like it
     return out
 
 
-def _fullest(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate) -> str:
-    if trainer.config.get("pp", 1) == 1:
-        uneven = int(trainer.config.get("ep") or 1) > 1
+def _fullest(asked: _Asked, estimate: Estimate) -> str:
+    config = asked.trainer.config
+    if config.get("pp", 1) == 1:
+        uneven = int(config.get("ep") or 1) > 1
         return "the rank to whose experts most tokens go" if uneven else "all ranks alike"
-    first = estimator.on(estimator.training.replace(reported_rank="first"), estimator.hardware)
-    peak = first(_estimated(trainer.config, trainer)).peak_memory_mib
+    peak = asked(config, reported_rank="first").peak_memory_mib
     return "a rank of the first stage" if peak >= 0.999 * estimate.peak_memory_mib else "a rank of a later stage"
 
 
@@ -279,8 +324,9 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
     return {name: share for name, share in sorted(out.items(), key=lambda item: -item[1]) if share > 0}
 
 
-def _findings(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate, hardware: Hardware) -> list[str]:
+def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str]:
     """Knobs that have no effect, or that cost time for memory that is not needed."""
+    trainer = asked.trainer
     config, strategy = trainer.config, trainer.strategy()
     limit = estimate.memory_limit_mib / 1024
     out: list[str] = []
@@ -304,7 +350,7 @@ def _findings(trainer: TrainerConfig, estimator: Estimator, estimate: Estimate, 
         ):
             if config.get(knob, neutral) == neutral:
                 continue
-            without = estimator(_estimated({**config, knob: neutral}, trainer))
+            without = asked({**config, knob: neutral})
             if without.probability_fits >= SPARE:
                 peak, ratio = without.peak_memory_mib / 1024, without.step_ms / estimate.step_ms
                 out.append(
@@ -335,18 +381,15 @@ def _said(trainer: TrainerConfig, knob: str) -> str:
 
 
 def _faster(
-    trainer: TrainerConfig,
-    workload: Workload,
-    estimator: Estimator,
-    estimate: Estimate,
-    hardware: Hardware,
-    context: RuleContext,
+    asked: _Asked, workload: Workload, estimate: Estimate, hardware: Hardware, context: RuleContext
 ) -> tuple[Faster, ...]:
     """The fastest configurations that change one knob, two and three, each where it gains on the one before."""
+    trainer = asked.trainer
     found = _neighbours(trainer, workload, hardware, context)
     if not found:
         return ()
-    table = estimator.table([_estimated(config, trainer) for config, _ in found])
+    table, taken = asked.table([config for config, _ in found])
+    found = [found[at] for at in taken.tolist()]
     good = np.flatnonzero(table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE))
     order = good[np.argsort(-table.throughput[good], kind="stable")]
     counts = np.array([count for _, count in found])

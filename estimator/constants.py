@@ -29,6 +29,11 @@ class Constants:
     # Compute.
     matmul_efficiency: float = 1.0
     """Of what products reach by `estimator/kernels.py`."""
+    limited_rate: float | None = None
+    """Share of that rate that its power leaves a device that does nothing but products; None: what `estimator/kernels.py` says
+    of the device. See `estimator.time.clocks`."""
+    eight_bit_efficiency: float = 0.92
+    """Share of what the rates of 8 and 4 bits promise that products of them reach, against those of 16."""
     half_rows: float = 20.0
     """On a CPU: rows (tokens) at which a product has half of the efficiency of an endless one."""
     half_width: float = 16.0
@@ -133,6 +138,7 @@ CPU = Constants(
     compiled_mib=40.0,
     slack=0.0,
     matmul_efficiency=0.95,
+    limited_rate=1.0,
     attention_efficiency=0.35,
     # Caches are near, and a launch is a call.
     half_rows=20.0,

@@ -57,6 +57,8 @@ class EstimateDocument:
             "global_batch": self.request.global_batch,
             "memory_limit_mib": finite(self.request.estimator.memory_limit_mib),
             "learned_from": self.learned_from,
+            "assumed_of": self.request.framework.name,
+            "assumed": list(self.request.framework.facts),
             "best": [entry(each, self.request.devices) for each in self.ranked],
             "notes": [*self.request.notes, *self.facts.notes],
         }

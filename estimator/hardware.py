@@ -58,6 +58,8 @@ class Hardware:
     """Between a device and host memory, 1e9 bytes/s in one direction."""
     achievable: float = 0.8
     """Share of the peak rate of half precision that the best large matrix product reaches."""
+    watts: float | None = None
+    """Power that a device may take, W; None where nobody has said. Products of a device that is given less of it are slower."""
     kind: str = "cuda"
     """`cuda`, `rocm` or `cpu`."""
     cores: float | None = None
@@ -84,6 +86,8 @@ class Hardware:
             numbers[f"tflops.{dtype}"] = (rate, SLOWEST_TFLOPS, 1e6)
         if "fp32" not in self.tflops:
             raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
+        if self.watts is not None:
+            numbers["watts"] = (self.watts, 1.0, 10_000)
         if self.cores is not None:
             numbers["cores"] = (self.cores, 0.01, 10_000)
         for name in ("intra_node", "inter_node"):
@@ -427,6 +431,7 @@ def _device(
     host: float,
     sheet: str,
     network: str,
+    watts: float,
     kind: str = "cuda",
     per_node: int = 8,
 ) -> Hardware:
@@ -440,11 +445,13 @@ def _device(
         devices_per_node=per_node,
         host_gb_per_s=host,
         achievable=_ACHIEVABLE.get(network, 0.8),
+        watts=watts,
         kind=kind,
         sources={
             "memory_gib": f"{sheet}; GiB that the driver reports",
             "tflops": sheet,
             "memory_gb_per_s": sheet,
+            "watts": sheet,
             "intra_node": sheet,
             "inter_node": _NETWORKS[network],
             "achievable": _MAMF if network in _ACHIEVABLE else "assumed",
@@ -468,41 +475,41 @@ _SHARED = _network("100 Gbit/s for 8", 12.5, 40.0)
 DEVICES: Mapping[str, Hardware] = {
     each.name: each
     for each in (
-        _device("v100-16gb", 15.8, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
-        _device("v100-32gb", 31.7, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
-        _device("a100-40gb", 39.4, _A100_RATES, 1555, _NVLINK3, _HDR, 25, _A100, "a100"),
-        _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100"),
-        _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100"),
-        _device("h200-141gb", 139.8, _H100_RATES, 4800, _NVLINK4, _NDR, 50, _H200, "h100"),
+        _device("v100-16gb", 15.8, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100", 300),
+        _device("v100-32gb", 31.7, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100", 300),
+        _device("a100-40gb", 39.4, _A100_RATES, 1555, _NVLINK3, _HDR, 25, _A100, "a100", 400),
+        _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100", 400),
+        _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100", 700),
+        _device("h200-141gb", 139.8, _H100_RATES, 4800, _NVLINK4, _NDR, 50, _H200, "h100", 700),
         _device("b200", 178.4, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0,
-                "fp4": 9000.0}, 8000, _NVLINK5, _NDR, 50, _B200, "b200"),
+                "fp4": 9000.0}, 8000, _NVLINK5, _NDR, 50, _B200, "b200", 1000),
         _device("b300", 268.6, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0,
-                "fp4": 13500.0}, 8000, _NVLINK5, _network("8x 800 Gbit/s", 800), 100, _B300, "b300"),
+                "fp4": 13500.0}, 8000, _NVLINK5, _network("8x 800 Gbit/s", 800), 100, _B300, "b300", 1100),
         _device("gb200", 184.8, {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0,
-                "fp4": 10000.0}, 8000, _NVLINK5, _NDR, 200, _GB200, "gb200", per_node=72),
+                "fp4": 10000.0}, 8000, _NVLINK5, _NDR, 200, _GB200, "gb200", 1200, per_node=72),
         _device("gb300", 277.4, {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0,
-                "fp4": 15000.0}, 8000, _NVLINK5, _network("800 Gbit/s", 800), 200, _GB300, "gb300", per_node=72),
+                "fp4": 15000.0}, 8000, _NVLINK5, _network("800 Gbit/s", 800), 200, _GB300, "gb300", 1400, per_node=72),
         _device("h20-96gb", 95.1, {"fp32": 44.0, "tf32": 74.0, "bf16": 148.0, "fp16": 148.0, "fp8": 296.0},
-                4000, _NVLINK4, _NDR, 50, _H20, "h100"),
+                4000, _NVLINK4, _NDR, 50, _H20, "h100", 400),
         _device("rtx-5090", 31.8, {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419.0,
-                "fp4": 1676.0}, 1792, _PCIE5, _SHARED, 50, _5090, "rtx"),
+                "fp4": 1676.0}, 1792, _PCIE5, _SHARED, 50, _5090, "rtx", 575),
         _device("rtx-a6000", 47.5, {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8},
-                768, _PCIE4, _SHARED, 25, _A6000, "rtx"),
+                768, _PCIE4, _SHARED, 25, _A6000, "rtx", 300),
         _device("l40", 44.6, {"fp32": 90.5, "tf32": 90.5, "bf16": 181.0, "fp16": 181.0, "fp8": 362.0},
-                864, _PCIE4, _SHARED, 25, _L40, "rtx"),
+                864, _PCIE4, _SHARED, 25, _L40, "rtx", 300),
         _device("l40s", 44.6, {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0, "fp8": 733.0},
-                864, _PCIE4, _SHARED, 25, _L40S, "rtx"),
+                864, _PCIE4, _SHARED, 25, _L40S, "rtx", 350),
         _device("rtx-4090", 23.6, {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
-                1008, _PCIE4, _SHARED, 25, _4090, "rtx"),
+                1008, _PCIE4, _SHARED, 25, _4090, "rtx", 450),
         _device("l4", 22.0, {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
-                300, _PCIE4, _SHARED, 25, _L4, "l4"),
+                300, _PCIE4, _SHARED, 25, _L4, "l4", 72),
         _device("a10g", 22.0, {"fp32": 31.2, "tf32": 35.0, "bf16": 70.0, "fp16": 70.0},
-                600, _PCIE4, _SHARED, 25, _A10G, "a10g"),
-        _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4"),
+                600, _PCIE4, _SHARED, 25, _A10G, "a10g", 300),
+        _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4", 70),
         _device("mi300x", 191.7, _MI300X_RATES, 5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
-                _MI300X, "mi300x", kind="rocm"),
+                _MI300X, "mi300x", 750, kind="rocm"),
         _device("mi325x", 255.7, _MI300X_RATES, 6000, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
-                _MI325X, "mi300x", kind="rocm"),
+                _MI325X, "mi300x", 1000, kind="rocm"),
     )
 }  # fmt: skip
 """Every known device by its name."""

@@ -43,21 +43,53 @@ class Products:
     units: int
     """Multiprocessors."""
     sustained: float = 0.86
-    """Share of that rate that is left while a step keeps the device busy: its power is limited, and its clocks fall."""
-    eight_bit: float = 0.92
-    """Share of what the rates of 8 and 4 bits promise that products of them reach, against those of 16."""
+    """Share of that rate that is left to a device that does nothing else for long: its power is limited, and its clocks fall."""
+    watts: float | None = None
+    """Power at which that was found; None where devices that have these numbers are too unlike to scale it."""
+    tflops: float = 0.0
+    """Rate of products in 16 bits that they then promised."""
 
 
-_A100 = Products(rate=0.961, lost=219.0, fixed_us=3.2, bandwidth=0.604, small=0.151, units=108, sustained=0.86)
-_H100 = Products(rate=0.880, lost=196.0, fixed_us=2.7, bandwidth=0.796, small=0.009, units=132, sustained=0.79)
-_B200 = Products(rate=0.762, lost=116.0, fixed_us=2.5, bandwidth=0.659, small=0.017, units=148)
-_B300 = replace(_B200, sustained=0.97)  # more power
+_A100 = Products(
+    rate=0.961,
+    lost=219.0,
+    fixed_us=3.2,
+    bandwidth=0.604,
+    small=0.151,
+    units=108,
+    sustained=0.86,
+    watts=400,
+    tflops=312.0,
+)
+_OTHER = replace(_A100, watts=None)  # of other makes
+_H100 = Products(
+    rate=0.880,
+    lost=196.0,
+    fixed_us=2.7,
+    bandwidth=0.796,
+    small=0.009,
+    units=132,
+    sustained=0.77,
+    watts=700,
+    tflops=989.4,
+)
+_B200 = Products(
+    rate=0.762,
+    lost=116.0,
+    fixed_us=2.5,
+    bandwidth=0.659,
+    small=0.017,
+    units=148,
+    sustained=0.84,
+    watts=1000,
+    tflops=2250.0,
+)
 MEASURED = {"a100": _A100, "h100": _H100, "b200": _B200}
 _LIKE: dict[str, tuple[Products, int]] = {
-    "v100": (_A100, 80), "t4": (_A100, 40), "a10g": (_A100, 80), "rtxa6000": (_A100, 84), "l4": (_A100, 58),
-    "l40": (_A100, 142), "l40s": (_A100, 142), "rtx4090": (_A100, 128), "rtx5090": (_A100, 170), "h200": (_H100, 132),
-    "h20": (_H100, 78), "gb200": (_B200, 148), "b300": (_B300, 148), "gb300": (_B300, 148), "mi300x": (_A100, 304),
-    "mi325x": (_A100, 304),
+    "v100": (_OTHER, 80), "t4": (_OTHER, 40), "a10g": (_OTHER, 80), "rtxa6000": (_OTHER, 84), "l4": (_OTHER, 58),
+    "l40": (_OTHER, 142), "l40s": (_OTHER, 142), "rtx4090": (_OTHER, 128), "rtx5090": (_OTHER, 170), "h200": (_H100, 132),
+    "h20": (_H100, 78), "gb200": (_B200, 148), "b300": (_B200, 148), "gb300": (_B200, 148), "mi300x": (_OTHER, 304),
+    "mi325x": (_OTHER, 304),
 }  # fmt: skip
 """Devices whose products were not measured, by the chip of their generation and their multiprocessors."""
 USUAL = 0.80
@@ -65,8 +97,21 @@ USUAL = 0.80
 _ACHIEVED = {"a100": 0.87, "h100": 0.80, "b200": 0.78}
 
 
+STATIC = 0.25
+"""Share of a device's power that memory and leakage take, whatever the clocks."""
+
+
+def _sustained(base: Products, watts: float | None, tflops: float) -> float:
+    """The share that another device of the generation sustains: clocks rise with the cube root of the power that is left for
+    them, since voltage rises along with them, and a rate that was never promised need not be limited."""
+    if base.watts is None or watts is None:
+        return base.sustained
+    left = max(watts - STATIC * base.watts, 0.05 * watts) / (1 - STATIC) / base.watts
+    return float(min(1.0, base.sustained * (left * base.tflops / tflops) ** (1 / 3)))
+
+
 @lru_cache(maxsize=256)
-def _products(chip: str, achievable: float) -> Products:
+def _products(chip: str, achievable: float, watts: float | None, tflops: float) -> Products:
     for known in (chip, *(each for each in (*MEASURED, *_LIKE) if chip.startswith(each))):
         if known in MEASURED:
             base, units, usual = MEASURED[known], MEASURED[known].units, _ACHIEVED[known]
@@ -76,13 +121,15 @@ def _products(chip: str, achievable: float) -> Products:
             usual = next(_ACHIEVED[name] for name, each in MEASURED.items() if each.rate == base.rate)
             break
     else:
-        base, units, usual = _A100, _A100.units, _ACHIEVED["a100"]
-    return replace(base, units=units, rate=min(base.rate * achievable / usual, 1.0))
+        base, units, usual = _OTHER, _A100.units, _ACHIEVED["a100"]
+    rate = min(base.rate * achievable / usual, 1.0)
+    return replace(base, units=units, rate=rate, sustained=_sustained(base, watts, tflops))
 
 
 def products_of(hardware: Hardware) -> Products:
     """How a device multiplies: as its chip was measured, or as its generation was, in proportion to what it achieves."""
-    return _products(device_name(hardware.name).chip, hardware.achievable)
+    chip = device_name(hardware.name).chip
+    return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
 
 def product_seconds(
@@ -120,8 +167,8 @@ HALF_LENGTH = 450.0
 _GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200"}
 
 
-def attention_share(hardware: Hardware, kernel: str, keys: float, head_dim: int) -> float:
-    """Share of the peak rate that a fused attention kernel reaches."""
+def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray", head_dim: int) -> Any:
+    """Share of the peak rate that a fused attention kernel reaches, by the keys of a call."""
     chip = device_name(hardware.name).chip
     generation = next((each for start, each in _GENERATIONS.items() if chip.startswith(start)), "a100")
     shares = ATTENTION_SHARES[kernel]

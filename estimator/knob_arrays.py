@@ -164,7 +164,7 @@ def knob_arrays(
         UsageError: a value is not one that the knob can have, or does not fit the devices or the global
             batch; names the first such configuration.
     """
-    table = _Table(configs)
+    table = _Table(configs, setup.fixed)
     values = _knobs(table, setup)
     sp, cp, pp = values["sp"], values["cp"], values["pp"]
     dp = _replicas(table, setup, values["tp"] * sp * cp * pp)
@@ -233,7 +233,8 @@ _BOUNDS = {
 class _Table:
     """Rows or columns, read alike."""
 
-    def __init__(self, configs: Any) -> None:
+    def __init__(self, configs: Any, fixed: frozenset[str] = frozenset()) -> None:
+        self._fixed = fixed
         if hasattr(configs, "columns") and hasattr(configs, "to_dict"):
             configs = {name: configs[name].to_numpy() for name in configs.columns}
         if isinstance(configs, Mapping):
@@ -255,6 +256,8 @@ class _Table:
 
     def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
         """A knob of every configuration. What one lacks is None, or in a column NaN."""
+        if name in self._fixed:
+            return np.full(self.size, default)
         if not self._columns:
             return [default if row.get(name) is None else row[name] for row in self._rows]
         if name not in self._columns:

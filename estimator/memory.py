@@ -70,7 +70,7 @@ def stage_peak(
         **_recomputation_or_loss(rank, constants),
         "buffers": gathered + exchanged,
     }
-    if not setup.gradient_copy:
+    if not setup.gradient_copy and not setup.gradients_stay:
         terms |= _with_gradients_that_come_and_go(rank, terms, gathered)
     terms["buffers"] = terms["buffers"] + _update(rank, terms)
     terms["slack"] = _slack(terms, constants)
@@ -96,8 +96,9 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
     Rajbhandari et al., arXiv:1910.02054, section 3.
     """
     form, trained, on_host = rank.form, rank.trained_share, rank.cols.offload == "optimizer"
-    weights = rank.held(_beside(rank) | shared("weights", rank.cols.zero))
-    gradients = np.where(_whole_gradients(rank), rank.weights, _held(rank, "gradients"))
+    weights = np.where(_pieces_away(rank), 0.0, rank.held(_beside(rank) | shared("weights", rank.cols.zero)))
+    gradients = np.where(_pieces_away(rank), 0.0, _held(rank, "gradients"))
+    gradients = np.where(_whole_gradients(rank), rank.weights, gradients)
     optimizer = np.where(on_host, 0.0, _held(rank, "optimizer") * trained)
     return {
         "parameters": weights * (trained * form.parameter + (1 - trained) * form.frozen),
@@ -105,6 +106,11 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
         "optimizer": optimizer * form.optimizer,
         "master": optimizer * form.master,
     }
+
+
+def _pieces_away(rank: Rank) -> np.ndarray:
+    """Where pieces of weights and gradients are in host memory."""
+    return rank.setup.offload_weights & (rank.cols.offload == "optimizer") & (rank.cols.zero >= 2) & (rank.replicas > 1)
 
 
 def _whole_gradients(rank: Rank) -> np.ndarray:
@@ -118,6 +124,11 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     weights = _matrices(rank.stage, rank.tp, rank.ep) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
+    elif rank.setup.gather_dtype:
+        # Autocast remembers no copy of a view of what was gathered: products of blocks that are not recomputed keep theirs.
+        blocks = sum((count * rank.whole(each) for each, count in rank.stage.blocks), start=rank.none)
+        recomputed = np.minimum(rank.cols.checkpoint_ratio * blocks * form.compute, weights)
+        weights = np.where((rank.cols.zero >= 3) | _beside(rank), weights - recomputed, weights)
     gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
     return {"weight copies": weights, "gradient copies": gradients}
 
@@ -155,7 +166,7 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         if rank.setup.keeps_products:
             full = np.minimum(full, _products_kept(rank, each))
         lasting = lasting + count * (1 - ratio) * full
-        boundaries = boundaries + count * ratio * (each.boundary / rank.sequence)
+        boundaries = boundaries + count * ratio * (each.boundary / rank.sequence + _cached(rank, each))
     for each in rank.stage.ends:
         if each.role not in _LOSS:
             lasting = lasting + per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
@@ -165,6 +176,13 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         outputs = _output_gradients(rank.stage, rank.tp)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
+
+
+def _cached(rank: Rank, part: Part) -> "np.ndarray | float":
+    """Bytes a token of the keys and values that a recomputed block hands out and that are kept."""
+    if part.attention is None or not rank.setup.keeps_cache:
+        return 0.0
+    return 2.0 * part.attention.kv_heads * part.attention.head_dim * rank.form.compute / rank.tp
 
 
 def _narrow_inputs(rank: Rank, part: Part) -> np.ndarray:

@@ -8,15 +8,16 @@ import numpy as np
 
 from ..base.errors import UsageError
 from ..space import Space
-from .estimate import EstimateTable
+from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
 from .survey import Predicted, Ranked, Survey, predict, ranking, surveyed
+from .time import BINDS, TIME_TERMS
 
 DRAWN = 10_000
 """Configurations of a larger space that are predicted at first; steps to neighbours lead from the best of them to better
 ones."""
-STARTS, ROUNDS = 6, 8
-"""Plans that neighbours are predicted of, and the most steps."""
+STARTS, STEPS = 3, 20
+"""Plans whose neighbours are predicted, and the most steps."""
 LOOKED_AT, AT_ONCE = 20_000, 500
 """Configurations among which different plans are looked for, and how many are made at once."""
 CLOSE, HALF = 0.97, 0.5
@@ -61,7 +62,7 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
     found = predict(estimator, space, most=DRAWN, seed=seed)
-    if found.drawn < found.valid:
+    if found.valid is None or found.drawn < found.valid:
         found = _improved(found, max(top, STARTS))
     ranks = hopeful(found.table)
     best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
@@ -75,18 +76,20 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
 
 
 def _improved(found: Predicted, starts: int) -> Predicted:
-    """The predictions, with those of what lies beside the best plans, step by step."""
-    known: set[int] = set()
-    for _ in range(ROUNDS):
-        ranks = hopeful(found.table)
-        wanted = {
-            *distinct(found, ranks, starts),
-            *(each for each in _beside_best(found.table, ranks) if each is not None),
-        }
-        if not wanted - known:
-            break
-        found = found.beside(sorted(wanted - known))
-        known |= wanted
+    """The predictions, with those of the neighbours of the best plans, step by step until none is better: neighbours in two
+    knobs, and at last those of the best plan in three, since a larger micro-batch often fits only with another degree and
+    more checkpointing."""
+    for changes, count in ((2, starts), (3, 1)):
+        known: set[int] = set()
+        for _ in range(STEPS):
+            ranks = hopeful(found.table)
+            wanted = distinct(found, ranks, count)
+            if count > 1:
+                wanted += [each for each in _beside_best(found.table, ranks) if each is not None]
+            if known.issuperset(wanted):
+                break
+            found = found.beside(sorted(set(wanted) - known), changes)
+            known.update(wanted)
     return found
 
 
@@ -120,7 +123,16 @@ def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | Non
         if best is None or best.estimate.throughput < least:
             break
         found = devices, best
+        if _most_on_half(best.estimate) < least:
+            break
     return found
+
+
+def _most_on_half(estimate: Estimate) -> float:
+    """The throughput that half of the devices cannot exceed: they compute twice as long, at best with nothing beside it and
+    with products a quarter faster, since they are larger."""
+    computing = sum(estimate.breakdown[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == "compute")
+    return estimate.throughput / 2 * 1.25 * estimate.step_ms / max(computing, 1e-9)
 
 
 def told_apart(plans: Iterable[Plan]) -> list[Plan]:

@@ -50,7 +50,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
         master=master,
         optimizer=OPTIMIZERS[setup.optimizer] * state,
         compute=compute,
-        gathered=BYTES[own.gathered] if setup.own else compute,
+        gathered=BYTES[setup.gather_dtype] if setup.gather_dtype else BYTES[own.gathered] if setup.own else compute,
         frozen=parameter if setup.frozen_bits is None else setup.frozen_bits / 8,
     )
 

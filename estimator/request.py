@@ -19,6 +19,7 @@ from .hardware import Hardware, find_hardware
 from .kept import Kept, KeptFacts, key_of, load, store
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
+from .trainers import Trainer, built, find_trainer
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence of a model of which only shape numbers are given."""
@@ -46,6 +47,8 @@ class EstimateRequest:
     """What is trained, in run.yaml's words."""
     notes: tuple[str, ...] = ()
     """What was assumed."""
+    framework: Trainer = field(default_factory=lambda: find_trainer("redline"))
+    """Who trains."""
 
 
 def estimate_request(
@@ -53,6 +56,7 @@ def estimate_request(
     hardware: str | Path | Hardware | None = None,
     *,
     memory_limit_mib: float | None = None,
+    framework: str = "redline",
     **asked: Any,
 ) -> EstimateRequest:
     """What the arguments come to. Nothing is run; a model is traced when it is first estimated.
@@ -61,12 +65,14 @@ def estimate_request(
         target: whatever `redline.workload` takes, or the shape of a model one does not have.
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
         memory_limit_mib: of a device; None for what it has.
+        framework: who trains: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
         asked: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
     Raises:
         UsageError: one of them is unknown or impossible.
     """
+    trainer = find_trainer(framework)
     request = TrainingRequest(target, **asked)
     request.check_numbers()
     request.check_knobs()
@@ -75,6 +81,7 @@ def estimate_request(
     length: int | None
     total: int | None
     model: FactsSource | Workload
+    trains: dict[str, Any]
     if isinstance(target, Shape):
         space, length, total, said = _of_shape(request, target, machine, count)
         model, name, trains, samples = target, target.name, {"model": target.name}, total
@@ -82,7 +89,10 @@ def estimate_request(
         model, kept = _resolved(request, machine, count)
         space, said, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
-    setup = TrainingSetup(
+        model = (None if request.lora else built(trains.get("shape"), trainer)) or model
+    space = settled(space, trainer)
+    setup = trainer.planned(
+        machine,
         devices=count,
         seq_len=length,
         global_batch=samples,
@@ -91,14 +101,30 @@ def estimate_request(
     )
     return EstimateRequest(
         name=name,
-        estimator=Estimator(model, machine, setup),
+        estimator=Estimator(model, machine, setup, framework=trainer.name),
         space=space,
         hardware=machine,
         devices=count,
         global_batch=total,
         trains=trains,
         notes=notes + said,
+        framework=trainer,
     )
+
+
+def settled(space: Space, trainer: Trainer) -> Space:
+    """A space whose knobs that a trainer's facts settle are fixed: at that value, or at the one that comes nearest to it."""
+    facts = trainer.setup
+    names = [knob.name for knob in space.knobs if knob.name in facts and not knob.derived and len(knob.values) > 1]
+    if not names:
+        return space
+    made = space.copy()
+    for name in names:
+        values = made[name].values
+        usual = space.default()[name]
+        near = (facts[name], "bf16" if name == "precision" else usual, usual)
+        made.fix(name, next(each for each in near if each in values))
+    return made
 
 
 def _resolved(request: TrainingRequest, machine: Hardware, devices: int) -> tuple[FactsSource | Workload, Kept]:

@@ -75,8 +75,14 @@ class TrainingSetup:
     gradient_copy: bool = False
     """Whether backward writes gradients in the parameters' dtype before they are added to those kept in
     `gradient_dtype`, as nanotron's and Megatron's fp32 accumulators do."""
+    gradients_stay: bool = False
+    """Whether gradients have a buffer of their own all the time, as Megatron's have, rather than come with backward and go with
+    the update."""
     optimizer_dtype: str = "fp32"
     """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
+    gather_dtype: str | None = None
+    """dtype in which weights that replicas cut are gathered; None: that of products, as FSDP's MixedPrecision has it. Under
+    autocast alone it is that of the parameters, and products cast what was gathered."""
     reduce_dtype: str | None = None
     """dtype in which gradients travel; None: that they are kept in."""
     loss: str | None = None
@@ -104,6 +110,12 @@ class TrainingSetup:
     keeps_products: bool = False
     """Whether blocks that are not recomputed as a whole keep their inputs, attention and every other product, and
     recompute the rest, as torchtitan's selective checkpointing does."""
+    offload_weights: bool = False
+    """Whether what is offloaded is not the optimizer alone: pieces of weights and gradients are in host memory too, and come
+    and go with every pass (FSDP's CPUOffload, DeepSpeed's `offload_param`)."""
+    keeps_cache: bool = False
+    """Whether the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks
+    then keep theirs until the step ends. Its own checkpointing turns that off, a wrapper from outside does not."""
     pieces: bool = False
     """Whether replicas keep pieces of the weights beside those that are gathered, as FSDP does (in redline's own
     training they do)."""
@@ -126,6 +138,8 @@ class TrainingSetup:
     """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` or `last` stage."""
     reserved_memory: bool = True
     """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
+    fixed: frozenset[str] = frozenset()
+    """Knobs that configurations may have and that do not count: the setup's value does, as facts of a framework."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further settings, kept for the record only."""
 
@@ -147,7 +161,7 @@ class TrainingSetup:
         ):
             if getattr(self, name) not in known:
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), known)}")
-        for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "reduce_dtype"):
+        for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "gather_dtype", "reduce_dtype"):
             if getattr(self, name) not in (None, *_DTYPES):
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), _DTYPES)}")
         if self.master_weights not in (None, "none", *_DTYPES):
@@ -174,8 +188,8 @@ class TrainingSetup:
     def own(self) -> bool:
         """Whether replicas exchange what redline's own training exchanges, in its formats (`knobs/meaning.py`).
         Conventions of another framework are not that."""
-        given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
-        return given == (None,) * 3 and self.master_weights in (None, "none")
+        given = (self.parameter_dtype, self.gradient_dtype, self.gather_dtype, self.reduce_dtype)
+        return given == (None,) * 4 and self.master_weights in (None, "none")
 
     def replace(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""

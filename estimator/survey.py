@@ -12,7 +12,7 @@ from ..knobs.lossy import Lossy, lossy_in
 from ..knobs.rules import RuleContext
 from ..knobs.strategy import BLOCK_KNOBS
 from ..models.spaces import lossy_of_space, require_rules
-from ..space import Config, Space
+from ..space import Choices, Config, Space
 from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
 from .facts.model_facts import Shape
@@ -20,8 +20,6 @@ from .hardware import Hardware
 
 MAX_CONFIGS = 200_000
 """Configurations that are predicted at once; of a larger space as many are drawn."""
-CHANGED_AT_ONCE = 3
-"""Knobs in which a neighbour differs at most: a larger micro-batch often fits only with another degree and more checkpointing."""
 
 
 def device_of(hardware: Hardware) -> Device:
@@ -113,8 +111,8 @@ class Survey:
 
     best: tuple[Ranked, ...]
     """Those that fit, the fastest first."""
-    valid: int
-    """Valid configurations of the space."""
+    valid: int | None
+    """Valid configurations of the space; None where they are too many to count."""
     predicted: int
     """Those of them that were predicted."""
     fitting: int
@@ -134,61 +132,57 @@ class Predicted:
     space: Space
     estimator: Estimator
     table: EstimateTable
-    configs: Sequence[Config] | None = None
-    """The configurations, where the space is not predicted by columns."""
-    rows: np.ndarray | None = None
-    """Otherwise their indices in the space."""
+    choices: Choices
+    """Their codes."""
     drawn: int
-    """The first so many were drawn evenly, or are all that the space has."""
+    """The first so many were drawn, or are all that the space has."""
 
     @property
-    def valid(self) -> int:
-        """Valid configurations of the space."""
-        return len(self.space) if self.space.enumerable else self.space.combinations
+    def valid(self) -> int | None:
+        """Valid configurations of the space; None where they are too many to count."""
+        return self.space.size if self.space.enumerable else None
 
     def take(self, indices: np.ndarray) -> list[Config]:
         """The configurations of these rows."""
-        if self.configs is not None:
-            return [self.configs[index] for index in indices.tolist()]
-        assert self.rows is not None, "without configurations there are their indices"
-        return self.space.take(self.rows[indices].tolist())
+        return self.space.made(self.choices.take(indices))
 
     def ranked(self, index: int) -> Ranked:
         """The configuration of a row, with its estimate."""
         (config,) = self.take(np.array([index]))
         return Ranked(config=config, estimate=self.table.row(index), lossy=lossy_in(config, lossy_of_space(self.space)))
 
-    def beside(self, indices: Sequence[int]) -> "Predicted":
-        """The same with the configurations that differ from those of these rows in at most `CHANGED_AT_ONCE` knobs."""
-        if self.rows is None or not len(indices):
+    def beside(self, indices: Sequence[int], changes: int) -> "Predicted":
+        """The same with the configurations that differ from those of these rows in at most so many knobs."""
+        if not len(indices):
             return self
-        near = [self.space.near(row, CHANGED_AT_ONCE) for row in self.rows[np.asarray(indices)].tolist()]
-        more = np.setdiff1d(np.concatenate(near), self.rows)
-        if not len(more):
+        near = self.space.near(self.choices.row(indices[0]), changes)
+        for index in indices[1:]:
+            near = near.followed_by(self.space.near(self.choices.row(index), changes))
+        more = near.unique(without=self.choices)
+        if not more.rows:
             return self
-        table = self.estimator.table(columns_of(self.space, self.estimator, more))
-        return replace(self, rows=np.concatenate([self.rows, more]), table=joined(self.table, table))
+        return replace(
+            self,
+            choices=self.choices.followed_by(more),
+            table=joined(self.table, _table(self.estimator, self.space, more)),
+        )
 
 
 def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed: int = 0) -> Predicted:
-    """Predicts every configuration of a space; of one with more than `most` as many are drawn, evenly.
+    """Predicts every configuration of a space; of one with more than `most` as many are drawn.
 
     Args:
         most: None for `MAX_CONFIGS`.
     """
-    most = MAX_CONFIGS if most is None else most
-    if space.enumerable and _by_columns(space):
-        valid = len(space)
-        chosen = np.arange(valid)
-        if valid > most:
-            chosen = np.sort(np.random.default_rng(seed).choice(valid, most, replace=False, shuffle=False))
-        table = estimator.table(columns_of(space, estimator, chosen))
-        return Predicted(space=space, estimator=estimator, table=table, rows=chosen, drawn=len(chosen))
-    whole = space.enumerable and len(space) <= most
-    configs = list(space) if whole else space.sample(most, seed=seed)
-    return Predicted(
-        space=space, estimator=estimator, table=estimator.table(configs), configs=configs, drawn=len(configs)
-    )
+    choices = space.choices(MAX_CONFIGS if most is None else most, seed)
+    table = _table(estimator, space, choices)
+    return Predicted(space=space, estimator=estimator, table=table, choices=choices, drawn=choices.rows)
+
+
+def _table(estimator: Estimator, space: Space, choices: Choices) -> EstimateTable:
+    # The estimator finds out `dp` and `grad_accum` by itself.
+    by_columns = {knob.name for knob in space.knobs if knob.derived} <= {"dp", "grad_accum"}
+    return estimator.table(columns_of(space, estimator, choices) if by_columns else space.made(choices))
 
 
 def survey(
@@ -231,36 +225,31 @@ def surveyed(found: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> S
     )
 
 
-def columns_of(space: Space, estimator: Estimator, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The values of a space's free knobs as columns, row i those of `space.at(rows[i])`; where a knob is absent,
-    what the estimator takes for it. Derived knobs are left to the estimator."""
+def columns_of(space: Space, estimator: Estimator, choices: Choices) -> dict[str, np.ndarray]:
+    """The values of a space's knobs as columns, a row for each row of codes; where a knob is absent, what the
+    estimator takes for it. Derived knobs are left to the estimator."""
     out = {}
-    for name, codes in space.columns(rows).items():
-        values = np.array(list(space[name].values), dtype=object)
-        taken = values[np.maximum(codes, 0)]
-        if (codes < 0).any():
-            taken = np.where(codes < 0, getattr(estimator.training, name, None), taken)
-        out[name] = taken
     for knob in space.knobs:
-        if not knob.derived and len(knob.values) == 1:  # fixed
-            out[knob.name] = np.full(len(rows), knob.values[0], dtype=object)
+        if knob.derived:
+            continue
+        codes = choices.codes.get(knob.name)
+        if codes is None:  # fixed
+            out[knob.name] = np.full(choices.rows, knob.values[0], dtype=object)
+            continue
+        taken = np.array(list(knob.values), dtype=object)[np.maximum(codes, 0)]
+        if (codes < 0).any():
+            taken = np.where(codes < 0, getattr(estimator.training, knob.name, None), taken)
+        out[knob.name] = taken
     return out
 
 
 def _lossy(found: Predicted, lossy: Lossy) -> np.ndarray:
     """Whether each configuration has a lossy value."""
-    if found.configs is not None:
-        return np.array([bool(lossy_in(config, lossy)) for config in found.configs], dtype=bool)
-    columns, marked = found.space.columns(found.rows), np.zeros(len(found.table), dtype=bool)
+    columns, marked = found.choices.codes, np.zeros(len(found.table), dtype=bool)
     for name, values in lossy.items():
         codes = columns.get(name)  # that of a fixed knob is not there
         marked |= True if codes is None else np.isin(codes, [found.space[name].code(v) for v in values])
     return marked
-
-
-def _by_columns(space: Space) -> bool:
-    """Whether the estimator finds out the derived knobs by itself: `dp` and `grad_accum`."""
-    return {knob.name for knob in space.knobs if knob.derived} <= {"dp", "grad_accum"}
 
 
 def ranking(table: EstimateTable) -> np.ndarray:

@@ -6,7 +6,7 @@ arXiv:2205.05198.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -73,7 +73,7 @@ def matmul_seconds(
         peak=peak,
         bandwidth=hardware.memory_gb_per_s * 1e9,
         like=like,
-        share=constants.matmul_efficiency * like.sustained * (like.eight_bit if narrow else 1.0),
+        share=constants.matmul_efficiency * (constants.eight_bit_efficiency if narrow else 1.0),
     )
     if item.experts > 1:
         group = item.experts / shared
@@ -95,6 +95,11 @@ NARROW = (*FLOAT8, "mxfp8", "nvfp4")
 CAST = {"mxfp8": 5.0, "nvfp4": 8.0}
 """Bytes moved to cast a number of 16 bits to fewer with scales, in both layouts; for 4 bits it is rotated and rounded at random
 besides."""
+
+
+RING_MERGE = (18.0, 14.0)
+"""Bytes moved for a number of the output of attention when a rank's keys have come: in the forward pass it is scaled and the
+new part added, in float32; in the backward pass the gradient of the queries is added to."""
 
 
 def _bandwidth(hardware: Hardware, constants: Constants) -> float:
@@ -124,6 +129,11 @@ class _Work:
     @property
     def backward(self) -> np.ndarray:
         return self.matmul_back + self.attention_back + self.memory_back
+
+    def at_clocks(self, share: np.ndarray) -> "_Work":
+        """The same with products and attention at a share of their rate."""
+        limited = ("matmul", "attention", "matmul_back", "attention_back", "experts", "experts_back")
+        return replace(self, **{name: getattr(self, name) / share for name in limited})
 
 
 def _part_work(
@@ -168,8 +178,8 @@ def _part_work(
         share = constants.eager_attention_efficiency
         if not eager:
             kernel = setup.attention_kernel
-            share = constants.attention_efficiency or attention_share(hardware, kernel, keys, kind.head_dim)
-            share = share * (1.0 if hardware.kind == "cpu" else products_of(hardware).sustained)
+            # In a ring, a kernel sees the keys of one rank at a time.
+            share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
         attention = flops / (hardware.rate(half) * share)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
     memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
@@ -177,6 +187,9 @@ def _part_work(
         memory_back = 2 * memory
     else:
         memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+    if part.attention is not None:
+        merged = (cols.cp - 1) * tokens * part.attention.heads * part.attention.head_dim / tp / bandwidth
+        memory, memory_back = memory + RING_MERGE[0] * merged, memory_back + RING_MERGE[1] * merged
     if setup.products in NARROW and part.role == "block":
         cast = CAST.get(str(setup.products), 4.0) * tokens / bandwidth
         memory, memory_back = memory + cast * inputs, memory_back + cast * outputs
@@ -280,6 +293,10 @@ def _stage_time(
     """Terms of one optimizer step, s, as a stage by itself would set them."""
     rank = _Rank(stage, pp, facts, cols, setup, hardware, constants)
     slot = _slot(rank, work)
+    limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
+    if limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, limited)
+        slot = _slot(rank, {key: value.at_clocks(share) for key, value in work.items()})
     transfer, bubble = _pipeline(rank, slot)
     accum, none = rank.accum, rank.none
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
@@ -389,6 +406,8 @@ class _Slot:
     memory: np.ndarray
     again: np.ndarray
     """What is recomputed."""
+    products: np.ndarray
+    """Of all these products and attention, recomputed ones included."""
     launches: np.ndarray
     """For which device and links wait for the host."""
     tensor: np.ndarray
@@ -408,6 +427,20 @@ class _Slot:
     def whole(self) -> np.ndarray:
         links = self.tensor + self.exchange + self.rows + self.uneven
         return self.matmul + self.attention + self.memory + self.again + self.launches + links
+
+
+def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarray:
+    """Share of the rate of products that is left where power is limited: `limited` where a device does nothing else, all of
+    it where it does little of them.
+
+    Clocks follow the power of some ten milliseconds, so they fall in proportion to the share of time that products take at
+    the clocks that are found: f = 1 - (1 - limited) * (products / f) / (products / f + other).
+    """
+    gap = other - products
+    root = np.sqrt(gap**2 + 4 * other * products * limited)
+    idle, busy = np.maximum(2 * other, 1e-30), np.maximum(root - gap, 1e-30)
+    # Two forms of the same root of a quadratic, each where it does not cancel.
+    return np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
 
 
 def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
@@ -451,12 +484,15 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         there = exchange + around + rows + late * item.experts
         home = exchange + around_back + rows + late * item.experts_back
         back = ahead * (1 + anew / 2)
-        rebuilt = ratio * item.forward
+        rebuilt, of_products = ratio * item.forward, ratio * (item.matmul + item.attention)
         if block and rank.setup.keeps_products:
             rebuilt = rebuilt + (1 - ratio) * (item.matmul / 2 + item.memory)
+            of_products = of_products + (1 - ratio) * item.matmul / 2
         out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
         out.attention = out.attention + count * (item.attention + item.attention_back)
         out.memory = out.memory + count * (item.memory + item.memory_back)
+        computed = item.matmul + item.matmul_back + item.attention + item.attention_back
+        out.products = out.products + count * (computed + of_products)
         out.again = out.again + count * rebuilt
         out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
         out.exchange = out.exchange + count * ((1 + ratio) * (exchange + around) + exchange + around_back)
@@ -574,6 +610,10 @@ def _offload(rank: _Rank) -> np.ndarray:
     """The update in host memory, as `schedule/offloaded.py` makes it: gradients there and weights back by pinned copies, states
     at the rate of the rank's share of the cores."""
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
+    if rank.setup.offload_weights:
+        # Weights come for either pass of a micro-batch, and gradients go after each, behind products as other gathers are.
+        each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.constants.sharded_max_overlap)
+        moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
     there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 

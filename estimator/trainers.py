@@ -10,7 +10,10 @@ from typing import Any
 
 from ..base.errors import UsageError, unknown
 from ..frameworks.registry import find_framework
+from ..knobs.strategy import STANDARD
 from .constants import Constants
+from .facts.model_facts import Shape
+from .hardware import Hardware
 from .setup import TrainingSetup
 
 
@@ -25,6 +28,8 @@ class Trainer:
     """Further fields of `TrainingSetup` that differ from redline's."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Constants that differ from redline's."""
+    builds: bool = False
+    """Whether it builds models by its own modules rather than transformers'."""
 
     @property
     def setup(self) -> dict[str, Any]:
@@ -40,6 +45,17 @@ class Trainer:
     def training(self, **asked: Any) -> TrainingSetup:
         """The setup of a training by it; what is asked for counts before its facts."""
         return TrainingSetup(**{**self.setup, **asked})
+
+    def planned(self, hardware: Hardware, **asked: Any) -> TrainingSetup:
+        """The setup of plans by it on some hardware: knobs that its facts settle do not count. Where there are no products of
+        bf16 they are of fp16."""
+        facts = self.setup
+        if facts and "bf16" not in hardware.tflops and "fp16" in hardware.tflops:
+            facts = {**facts, "products": "fp16"}
+        settled = frozenset(STANDARD) & facts.keys()
+        return TrainingSetup(
+            **{**facts, **{name: asked[name] for name in asked if name not in settled}, "fixed": settled}
+        )
 
     def constants_on(self, base: Constants) -> Constants:
         """Constants of a device as it has them."""
@@ -59,16 +75,19 @@ TRAINERS: Mapping[str, Trainer] = {
             own={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True},
         ),
         Trainer(name="torchtitan", reads="torchtitan"),
-        Trainer(name="trainer"),
+        Trainer(name="trainer", reads="trainer"),
         Trainer(name="deepspeed", reads="deepspeed"),
         Trainer(
             name="megatron",
             reads="megatron",
-            own={"kernels": True},
-            constants={**_FITTED, "launch_us": 31.0, "straggler_ms": 10.0},
+            builds=True,
+            own={"fusion": True},
+            # How fast its host is, is the machine's: up to three times slower ones are known.
+            constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
         ),
         Trainer(
             name="nanotron",
+            builds=True,
             own={"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True,
                  "attention": "flash_attention_2", "balance": "cost", "reported_rank": "first"},
             constants={
@@ -96,6 +115,10 @@ TRAINERS: Mapping[str, Trainer] = {
 """By name."""
 
 
+OWN = "weights, gradients and states of the optimizer in the formats that the knob `precision` says"
+"""What is assumed of redline's own training."""
+
+
 def find_trainer(name: str) -> Trainer:
     """The facts of a trainer.
 
@@ -107,6 +130,29 @@ def find_trainer(name: str) -> Trainer:
     return TRAINERS[name]
 
 
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
+    """The model as a trainer builds it by itself, from its shape as `redline.models.architecture.shape_of` gives it; None where
+    transformers' modules are run, or the shape is another than Llama's or GPT-2's."""
+    if shape is None or not trainer.builds or shape.get("family") not in (*_LLAMAS, "gpt2"):
+        return None
+    llama = shape["family"] in _LLAMAS
+    sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}
+    more = {name: shape[name] for name in ("kv_heads", "head_dim") if llama and shape.get(name)}
+    return Shape(
+        name=shape["family"],
+        tied=bool(shape.get("tied")),
+        gated=llama,
+        biases=not llama,
+        positions=0 if llama else shape["positions"],
+        dropout=bool(shape.get("dropout")),
+        **sizes,
+        **more,
+    )
+
+
 _LIKE = {"megatron-bridge": "megatron", "nemo": "megatron", "flagscale": "megatron"}
 
 
@@ -116,8 +162,12 @@ def trainer_of(framework: str) -> Trainer:
 
 
 def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
-    """What conventions mean for memory, in words."""
+    """What conventions mean for memory, in words; of none what redline's own training has."""
+    if not setup:
+        return (OWN,)
     said = []
+    if setup.get("precision") == "bf16_pure" and not setup.get("parameter_dtype"):
+        said.append("weights are kept in bf16")
     for name, words in (
         ("parameter_dtype", "weights are kept in {}"),
         ("master_weights", "master weights in {}"),
@@ -133,6 +183,20 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         said.append("blocks keep attention and every other product, and recompute the rest")
     if setup.get("unsharded_gradients"):
         said.append("gradients are whole while they accumulate")
+    if setup.get("gradients_stay"):
+        said.append("gradients have a buffer that is always there")
+    if setup.get("gather_dtype"):
+        said.append(f"weights are gathered in {setup['gather_dtype']}")
+    if setup.get("keeps_cache"):
+        said.append("recomputed blocks hand out keys and values, which stay until the step ends")
+    if setup.get("offload_weights"):
+        said.append("what is offloaded are pieces of weights and gradients too")
+    if setup.get("optimizer_dtype") not in (None, "fp32"):
+        said.append(f"states of the optimizer in {setup['optimizer_dtype']}")
+    if setup.get("bucket_copy"):
+        said.append("gradient buckets are memory beside the gradients")
+    if setup.get("reserved_memory") is False:
+        said.append("the peak is of what is allocated, not of what the allocator reserved")
     losses = {
         "plain": "the loss upcasts logits by operators",
         "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",

@@ -1,6 +1,6 @@
-"""Other people's trainers, a module each: exports, launchers, and their files and commands read back.
+"""Exports, launchers, and readers of files and commands of other trainers, one module per framework.
 
-The names are resolved on first use: a module of a framework is imported when it is asked for.
+Names are resolved on first use, so that a framework's module is imported only if it is needed.
 """
 
 import lazy_loader

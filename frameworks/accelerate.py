@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from . import deepspeed
 from .common import (
     no_fsdp_on_a_cpu,
     note_adamw,
@@ -18,6 +19,7 @@ from .common import (
 from .launcher import Launcher
 from .setup import PORT, Setup
 from .target import Target, hashed
+from .trainer import conventions
 from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("accelerate", "1.15")
@@ -45,7 +47,7 @@ WORDS = Words(
                 2: {**_FSDP2, _RESHARD: False},
                 3: {**_FSDP2, _RESHARD: True},
             },
-            # FSDP 1, by names and by numbers.
+            # FSDP 1, by name and by number.
             {0: {_STRATEGY: "NO_SHARD"}, 2: {_STRATEGY: "SHARD_GRAD_OP"}, 3: {_STRATEGY: "FULL_SHARD"}},
             {0: {_STRATEGY: 3}, 2: {_STRATEGY: 2}, 3: {_STRATEGY: 1}},
             {stage: {_RESHARD: name} for stage, name in ((0, "NO_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"))},
@@ -78,7 +80,7 @@ WORDS = Words(
     Word(knob="cp", keys=(_SIZE.format("cp"),)),
     Word(knob="grad_accum", keys=("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")),
 )
-"""How accelerate's file names the knobs; its options are the last parts of these names."""
+"""Accelerate's names of the knobs in its file; its options are the last parts of these names."""
 
 
 def config(setup: Setup) -> dict[str, Any]:
@@ -141,8 +143,8 @@ def _rendezvous(setup: Setup) -> dict[str, Any]:
     if setup.hosts.count == 1:
         return {"machine_rank": 0}
     setup.note(
-        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST stands "
-        "for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
+        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST is a "
+        "placeholder for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
         "--main_process_port"
     )
     return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}
@@ -180,7 +182,7 @@ def _mixed_precision(setup: Setup) -> str:
         note_pure_bf16(setup)
     if precision == "tf32":
         note_tf32(setup)
-    # A file of 8 bits has one scale a tensor, whichever was measured.
+    # An 8-bit file has one scale per tensor, whichever was measured.
     known = {"bf16_pure": "fp32", "tf32": "fp32", "fp8_rowwise": "fp8"}.get(precision, precision)
     return str(WORDS.write("precision", known)["mixed_precision"])
 
@@ -244,7 +246,7 @@ def _yaml(setup: Setup, comment: str) -> str:
 
 def _start(setup: Setup, file: str) -> str:
     if _ranks_on_a_cpu(setup):
-        # For each rank by itself: what several have in common, torchrun has told them.
+        # For each rank alone: torchrun sets what the ranks have in common.
         alone = "--num_machines 1 --num_processes 1"
         return f"{setup.torchrun()} --no-python accelerate launch --config_file {file} {alone} train.py"
     own = ""
@@ -276,7 +278,7 @@ LAUNCHER = Launcher(
 
 
 def prepare(stated: Stated) -> None:
-    """Takes what accelerate does where options or FSDP's settings are left out."""
+    """Fills in accelerate's defaults for missing options and FSDP settings."""
     for option, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
         if stated.flag(option):
             stated.set("distributed_type", kind)
@@ -291,7 +293,7 @@ def prepare(stated: Stated) -> None:
 
 
 def read(stated: Stated) -> None:
-    """Reads groups of replicas, processes and what belongs to other engines."""
+    """Reads groups of replicas, processes and settings of other engines."""
     replicate, shard = stated.whole(_SIZE.format("dp_replicate")), stated.whole(_SIZE.format("dp_shard"))
     if replicate is not None or shard is not None:
         stated.knobs["dp"] = (replicate or 1) * (shard or 1)
@@ -304,6 +306,13 @@ def read(stated: Stated) -> None:
         for knob in ("tp", "pp"):
             if (degree := stated.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
                 stated.knobs[knob] = degree
+    if stated.get("distributed_type") == "DEEPSPEED":
+        away = str(stated.get("deepspeed_config.offload_param_device") or "none") != "none"
+        own = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
+            "pieces": False,
+            "unsharded_gradients": False,
+        }
+        stated.conventions |= {**own, **deepspeed.conventions(stated.knobs), "offload_weights": away}
     processes = stated.whole("num_processes")
     if processes is not None:
         stated.facts["devices"] = processes
@@ -312,7 +321,7 @@ def read(stated: Stated) -> None:
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the sizes of the groups of replicas, where the file has them."""
+    """Writes the sizes of the groups of replicas, if the file has them."""
     groups = strategy.hsdp if strategy.zero else strategy.dp
     if not stated.has(_SIZE.format("dp_shard")) and ((strategy.hsdp == 1 and strategy.tp == 1) or not strategy.zero):
         return {}
@@ -338,6 +347,7 @@ FRAMEWORK = Framework(
     defaults={"precision": "fp32", "grad_accum": 1},
     by_last=True,
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write,
 )

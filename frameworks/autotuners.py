@@ -1,4 +1,4 @@
-"""Where a space of another tool's stands, and which tool's it is."""
+"""Recognises search spaces of other tools."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ FORMATS: tuple[Format, ...] = tuple(each.FORMAT for each in (flagscale, paddle, 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A space of another tool's, recognised and not yet read."""
+    """A search space of another tool, recognised but not yet read."""
 
     format: Format
-    """Whose it is."""
+    """Format of the tool."""
     document: Any
-    """What the file holds, or the object."""
+    """Contents of the file, or the object."""
     path: Path | None = None
-    """The file, where it is a document."""
+    """The file, if it is a document."""
     name: str = ""
-    """What it is called in messages."""
+    """Name for messages."""
 
     def read(self, devices: int, global_batch: int | None = None) -> ForeignSpace:
-        """The space that it comes to on so many devices.
+        """Returns the space for a number of devices.
 
         Args:
-            devices: of one trial.
-            global_batch: samples of a step; None for what the file says.
+            devices: devices of one trial.
+            global_batch: samples of a step; None for the file's value.
 
         Raises:
-            UsageError: it is not as its format has it, or nothing of it can be tuned.
+            UsageError: the file does not follow its format, or nothing in it can be tuned.
         """
         draft = Draft(devices=devices, global_batch=global_batch, path=self.path)
         try:
@@ -45,18 +45,18 @@ class Source:
 
     @property
     def called(self) -> str:
-        """What it is, with its name."""
+        """Description with its name."""
         return f"{self.name} ({self.format.name})" if self.name else self.format.name
 
 
 def find_source(given: Any) -> Source:
-    """A space of another tool's.
+    """Recognises the search space of another tool.
 
     Args:
         given: a file in YAML or JSON, or its content.
 
     Raises:
-        UsageError: the file cannot be read, or it is not a known format.
+        UsageError: the file cannot be read, or its format is unknown.
     """
     path, name = None, ""
     document = given
@@ -68,6 +68,6 @@ def find_source(given: Any) -> Source:
         if each.recognises(document):
             return Source(format=each, document=document, path=path, name=name)
     if isinstance(document, Mapping) and "knobs" in document:
-        raise UsageError(f"{name or 'this'} is a space of redline's own: give it with --space")
+        raise UsageError(f"{name or 'this'} is a space of redline: give it with --space")
     known = "; ".join(f"{each.name} has {each.holds}" for each in FORMATS)
     raise UsageError(f"{name or repr(document)[:80]} is not a known format. {known}. Write other spaces for --space.")

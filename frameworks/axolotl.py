@@ -1,4 +1,4 @@
-"""axolotl: `axolotl train config.yml`; its options stand behind `train`, what is behind ` -- ` is its own launcher's."""
+"""axolotl: `axolotl train config.yml`; its options follow `train`, and those after ` -- ` are its launcher's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ..knobs.strategy import Strategy
 from .launcher import MICRO_BATCHES, Launcher
 from .llamafactory import read_lora
-from .trainer import prepare, read as read_trainer
+from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 from .words import Framework, Stated, Word, Words
 
 _LIGER = "liger_fused_linear_cross_entropy"
@@ -54,19 +54,19 @@ WORDS = Words(
     Word(knob="cp", keys=("context_parallel_size", "sequence_parallel_degree")),
     Word(knob="hsdp", keys=("dp_replicate_size",)),
 )
-"""How axolotl names the knobs."""
+"""axolotl's names of the knobs."""
 
 
 def _prepare(stated: Stated) -> None:
     if stated.whole("fsdp_version") == 2 and stated.has("fsdp_config.reshard_after_forward") is False:
         stated.set(_RESHARD, True)
-    if str(stated.settings.get("bf16", "")).lower() == "auto":  # which a device of compute capability 8 has
+    if str(stated.settings.get("bf16", "")).lower() == "auto":  # bf16 on devices of compute capability 8
         stated.override("bf16", True)
     prepare(stated)
 
 
 def read(stated: Stated) -> None:
-    """Reads FSDP as the Trainer has it, the adapters, and the formats of the weights."""
+    """Reads FSDP like the Trainer, the adapters, and the formats of the weights."""
     read_trainer(stated)
     if (shard := stated.whole("dp_shard_size")) is not None:
         stated.knobs["dp"] = shard * stated.knobs.get("hsdp", 1)
@@ -75,11 +75,11 @@ def read(stated: Stated) -> None:
         read_lora(stated, stated.whole("lora_r") or 8, target, stated.whole("lora_alpha"))
         if adapter == "qlora" or stated.flag("load_in_4bit", "load_in_8bit"):
             stated.note(
-                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so asks for more memory"
+                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so needs more memory"
             )
     if stated.flag("sample_packing"):
         stated.note(
-            "sample_packing fills samples to sequence_len, of which the estimate is; without it they are padded or short"
+            "the estimate is for full samples of sequence_len, as sample_packing makes; without it they are padded or short"
         )
     elif stated.flag("pad_to_sequence_len") is not True:
         stated.note(
@@ -88,12 +88,12 @@ def read(stated: Stated) -> None:
 
 
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights that are loaded in the format of the products, without a copy in float32."""
-    return {"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}
+    """Weights are loaded in the format of the products, without a copy in float32; gradients as the Trainer has them."""
+    return {**({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}), **trainer_conventions(config)}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the replicas where the file has them."""
+    """Writes the replicas, if the file has them."""
     return {"dp_shard_size": strategy.dp // strategy.hsdp} if stated.has("dp_shard_size") else {}
 
 

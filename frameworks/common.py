@@ -1,4 +1,4 @@
-"""What several frameworks cannot do in the same way."""
+"""Notes about limitations that several frameworks share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from .setup import Setup, words
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-"""What trials train with where the workload has no optimizer of its own: AdamW, at a constant rate."""
+"""Optimizer of trials if the workload has none: AdamW, at a constant rate."""
 
 
 def adamw(setup: Setup) -> Mapping[str, Any]:
-    """The optimizer's settings as they were measured; empty where they are the workload's or not known."""
+    """Returns the optimizer's settings as measured; empty if they are the workload's or unknown."""
     if setup.own_workload or not setup.spec:
         setup.note("the learning rate, weight decay and betas of the optimizer are yours to set")
         return {}
@@ -22,9 +22,9 @@ def adamw(setup: Setup) -> Mapping[str, Any]:
 
 
 def note_adamw(setup: Setup) -> None:
-    """States that the optimizer is made in the user's code, and which it was.
+    """Adds a note that the optimizer is made in the user's code, with its measured settings.
 
-    Not fused leaves the choice to torch: `fused=False` would be a loop over the parameters on a GPU too.
+    Without fused, torch chooses: `fused=False` would be a loop over the parameters on a GPU too.
     """
     settings: dict[str, Any] = {"fused": True} if setup.knob("fused_optimizer") else {}
     if setup.spec and not setup.own_workload:
@@ -35,14 +35,14 @@ def note_adamw(setup: Setup) -> None:
 
 
 def note_attention(setup: Setup, how: str) -> None:
-    """States that the implementation of attention is chosen where the model is made."""
+    """Adds a note that the implementation of attention is chosen with the model."""
     value = setup.knob("attention")
     if value is not None:
         setup.note(f"attention={value} is chosen with the model: {how.format(value=value)}")
 
 
 def note_partial_checkpointing(setup: Setup, done: str) -> None:
-    """States that a share of checkpointed blocks became all of them."""
+    """Adds a note that all blocks are checkpointed instead of a share."""
     ratio = setup.knob("checkpoint_ratio")
     if 0 < ratio < 1:
         setup.note(
@@ -52,15 +52,15 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
 
 
 def note_kernels(setup: Setup) -> None:
-    """States that the loss holds all logits; Liger's modules run on GPUs only."""
-    instead = f"the loss holds all logits here, which takes more memory than {setup.found}"
+    """Adds a note that the loss keeps all logits in memory; Liger's modules run on GPUs only."""
+    instead = f"the loss keeps all logits in memory here, which takes more memory than {setup.found}"
     if setup.device_type != "cpu":
         instead += "; Liger-Kernel has modules and losses to replace the model's by"
     setup.note_unless_neutral("kernels", instead)
 
 
 def note_pipeline(setup: Setup) -> None:
-    """States that there are no pipeline stages."""
+    """Adds a note that there are no pipeline stages."""
     if setup.order_of_stages() is not None:
         setup.note(
             f"pp={setup.pp} has no counterpart here: this file runs on {setup.processes} instead of "
@@ -70,13 +70,13 @@ def note_pipeline(setup: Setup) -> None:
 
 
 def note_reduction(setup: Setup, instead: str) -> None:
-    """States that gradients travel between replicas in another format."""
+    """Adds a note that gradients are reduced in another format."""
     if setup.dp > 1:
         setup.note_unless_neutral("reduce_dtype", instead)
 
 
 def note_hsdp(setup: Setup, instead: str) -> None:
-    """States that the replicas are one group, which cuts all of it."""
+    """Adds a note that shards are cut over all replicas instead of groups."""
     if setup.dp > 1:
         setup.note_unless_neutral(
             "hsdp",
@@ -86,7 +86,7 @@ def note_hsdp(setup: Setup, instead: str) -> None:
 
 
 def note_order(setup: Setup, known: Sequence[str], done: str) -> None:
-    """States that a pipeline's micro-batches have another order than one of those `known` here."""
+    """Adds a note if the order of a pipeline's micro-batches is not one of those `known` here."""
     kind = setup.order_of_stages()
     if kind not in (None, *known):
         chunks = setup.knob("virtual_stages")
@@ -95,7 +95,7 @@ def note_order(setup: Setup, known: Sequence[str], done: str) -> None:
 
 
 def note_lora(setup: Setup) -> None:
-    """States that adapters are the model's own."""
+    """Adds a note that the model has to get its adapters in the user's code."""
     if setup.lora:
         given = dict(each.split("=", 1) for each in setup.lora.split(","))
         target = given.get("target", "").split("+")
@@ -113,12 +113,12 @@ def note_lora(setup: Setup) -> None:
 
 
 def note_tf32(setup: Setup) -> None:
-    """States how products of float32 become TensorFloat-32, where a framework's file cannot."""
+    """Adds a note on enabling TensorFloat-32 if a framework's file cannot."""
     setup.note("precision=tf32: call torch.set_float32_matmul_precision('high') before training")
 
 
 def note_pure_bf16(setup: Setup) -> None:
-    """States that weights in bfloat16 are the model's own."""
+    """Adds a note that the model has to be loaded in bfloat16."""
     setup.note(
         "precision=bf16_pure keeps the weights in bfloat16 too: load the model with dtype=torch.bfloat16 "
         "(here mixed precision is off)"
@@ -126,7 +126,7 @@ def note_pure_bf16(setup: Setup) -> None:
 
 
 def no_fsdp_on_a_cpu(setup: Setup) -> bool:
-    """Whether replicas would be sharded on a CPU, which accelerate refuses; states that they are not."""
+    """True if replicas would be sharded on a CPU, which accelerate refuses; adds a note that they are not."""
     zero = setup.knob("zero")
     if setup.device_type != "cpu" or zero == 0 or setup.dp == 1:
         return False

@@ -1,4 +1,4 @@
-"""The configuration as it is: YAML, JSON, and variables for a shell."""
+"""Exports the configuration itself: YAML, JSON, and shell variables."""
 
 import json
 import re

@@ -50,14 +50,14 @@ WORDS = Words(
         ways=({True: {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}},),
     ),
 )
-"""How DeepSpeed's configuration names the knobs."""
+"""DeepSpeed's names of the knobs in its configuration."""
 
 
 def config(setup: Setup) -> dict[str, Any]:
-    """The configuration, whose train_batch_size is micro-batch x accumulation x replicas.
+    """Returns the configuration; train_batch_size is micro-batch x accumulation x replicas.
 
     Raises:
-        UsageError: there are both tensor parallelism and pipeline stages.
+        UsageError: the configuration has both tensor parallelism and pipeline stages.
     """
     if setup.tp > 1 and setup.pp > 1:
         raise UsageError(
@@ -78,7 +78,7 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.replicas > 1:
         out |= WORDS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
     out |= _optimizer(setup, zero)
-    # By default it clips at 1, which was not measured.
+    # By default DeepSpeed clips at 1, which was not measured.
     out["gradient_clipping"] = 0.0
     # Its timer would wait for the device twice in every micro-batch.
     out["timers"] = {"throughput": {"enabled": False}}
@@ -111,7 +111,10 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.pp > 1 and stage > 1:
         setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
         stage = 1
-    note_hsdp(setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these")
+    note_hsdp(
+        setup,
+        "MiCS is no longer in DeepSpeed, and its hpZ keeps a copy of the weights, and of them alone, within a host",
+    )
     out: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.replicas > 1:
@@ -127,7 +130,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside "
+            "precision=bf16 was autocast over fp32 weights; DeepSpeed keeps the weights in bfloat16 and "
             "an fp32 master copy"
         )
     if precision == "tf32":
@@ -158,7 +161,7 @@ def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
     if "offload_optimizer" in zero:
         setup.note("offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use")
     else:
-        # PyTorch's own, as it was measured: DeepSpeed's fused one has to be compiled.
+        # PyTorch's own optimizer, as measured: DeepSpeed's fused one has to be compiled.
         given = nested(WORDS.write("fused_optimizer", True))["optimizer"]["params"]
         params |= given if fused else {name: value for name, value in given.items() if name != "fused"}
     return {"optimizer": {"type": "AdamW", "params": params}}
@@ -173,7 +176,7 @@ def _note_the_rest(setup: Setup) -> None:
             "deepspeed.checkpointing.checkpoint in your own blocks"
         )
     if setup.knob("fusion"):
-        setup.note("fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model")
+        setup.note("fusion=true: call engine.compile() after deepspeed.initialize; it compiles the whole model")
     if setup.device_type == "cpu" and setup.processes > 1:
         setup.note(
             "on CPUs DeepSpeed compiles its exchange over shared memory at the first start (some minutes) "
@@ -186,13 +189,13 @@ def _note_the_rest(setup: Setup) -> None:
 
 
 def _json(setup: Setup, comment: str) -> str:
-    # JSON has no comments; DeepSpeed passes over keys that it does not know.
-    said = {"_comment": comment.splitlines()} if comment else {}
-    return json.dumps(said | config(setup), indent=2) + "\n"
+    # JSON has no comments; DeepSpeed ignores unknown keys.
+    head = {"_comment": comment.splitlines()} if comment else {}
+    return json.dumps(head | config(setup), indent=2) + "\n"
 
 
 def _start(setup: Setup, file: str) -> str:
-    # DeepSpeed's own launcher would need a file of hosts and ssh between them; torchrun's variables will do.
+    # DeepSpeed's own launcher would need a file of hosts and ssh between them; torchrun's variables are enough.
     if setup.hosts.count > 1 or setup.device_type == "cpu":
         launcher = setup.torchrun()
     else:
@@ -212,7 +215,7 @@ TARGET = Target(
     start=_start,
 )
 
-# DeepSpeed: its JSON, which the command reads from `{trial_dir}`.
+# The command reads DeepSpeed's JSON from `{trial_dir}`.
 LAUNCHER = Launcher(
     name="deepspeed",
     knobs={"micro_batch": MICRO_BATCHES, "zero": (0, 1, 2, 3), "precision": ("fp32", "bf16")},
@@ -223,13 +226,11 @@ LAUNCHER = Launcher(
 
 
 def read(stated: Stated) -> None:
-    """Reads the batch, the optimizer and what DeepSpeed does by itself."""
+    """Reads the batch, the optimizer and DeepSpeed's defaults."""
     if (total := stated.whole("train_batch_size")) is not None:
         stated.facts["global_batch"] = total
     if stated.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
-        stated.note(
-            "zero_optimization.offload_param keeps the parameters in host memory too, which the estimate leaves out"
-        )
+        stated.conventions["offload_weights"] = True
         stated.knobs["offload"] = "optimizer"
     zero, offload = stated.knobs.get("zero"), stated.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
@@ -248,14 +249,14 @@ def read(stated: Stated) -> None:
     read_optimizer(stated, stated.get("optimizer.type"))
 
 
-def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights and gradients of 16 bits beside fp32 master weights, which autocast does not have."""
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """16-bit weights and gradients beside fp32 master weights, unlike autocast."""
     half = config.get("precision") in ("bf16", "fp16")
     return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the global batch where the file has it."""
+    """Writes the global batch, if the file has it."""
     if not stated.has("train_batch_size"):
         return {}
     return {"train_batch_size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
@@ -275,7 +276,7 @@ FRAMEWORK = Framework(
         ),
     ),
     defaults={"zero": 0, "grad_accum": 1},
-    conventions=_conventions,
+    conventions=conventions,
     read=read,
     write=write,
     # deepspeed/utils/timer.py

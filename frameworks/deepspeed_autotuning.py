@@ -1,8 +1,8 @@
-"""DeepSpeed: a configuration with what its autotuner takes for choices.
+"""DeepSpeed: a configuration with choices for its autotuner.
 
-A list of values outside of `optimizer` is a choice (`get_all_configs` in deepspeed/autotuning/utils.py); the stage of
-ZeRO and the micro-batch are tuned as deepspeed/autotuning/README.md says. `auto` elsewhere is for the Trainer to fill,
-and stays.
+A list of values outside `optimizer` is a choice (`get_all_configs` in deepspeed/autotuning/utils.py). The ZeRO stage
+and the micro-batch are tuned according to deepspeed/autotuning/README.md. `auto` elsewhere is filled in by the
+Trainer, and not changed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from .stated_space import Draft, Format, identifiers, section
 _MICRO_BATCH, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _STAGES = (0, 1, 2, 3)
 _LARGEST_MICRO_BATCH = 1024
-"""Of its autotuner where nobody says."""
+"""Default of its autotuner."""
 _NAMES = {_MICRO_BATCH: "micro_batch", _ACCUMULATION: "grad_accum", "stage": "zero"}
 _BUCKETS = (5e7, 5e8, 1e9)
 _OWN_CHOICES: dict[str, tuple[tuple[Any, ...], str | None]] = {
@@ -25,7 +25,7 @@ _OWN_CHOICES: dict[str, tuple[tuple[Any, ...], str | None]] = {
     "allgather_bucket_size": (_BUCKETS, "zero >= 1"),
     "contiguous_gradients": ((False, True), "zero >= 2"),
 }
-"""What it varies besides where `fast` is false, as DEFAULT_TUNING_SPACE_ZERO_n in its constants.py have it."""
+"""Further choices if `fast` is false, from DEFAULT_TUNING_SPACE_ZERO_n in its constants.py."""
 _BESIDE = {
     **dict.fromkeys(("enabled", "fast", "arg_mappings", "max_train_batch_size", "mp_size"), ""),
     **dict.fromkeys(("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu"), ""),
@@ -52,7 +52,7 @@ def _read(document: Any, draft: Draft) -> None:
     draft.leave_all((key for key in tuner if key != "metric"), _BESIDE, "autotuning.")
     if tuner.get("metric", "throughput") != "throughput":
         draft.leave("autotuning.metric", f"it is {tuner['metric']}, and throughput counts here; --metric for another")
-    told = {
+    options = {
         str(key).strip(): str(option).strip()
         for key, option in section(tuner.get("arg_mappings"), "arg_mappings").items()
     }
@@ -60,11 +60,11 @@ def _read(document: Any, draft: Draft) -> None:
     _zero(document, tuner, draft, paths)
     _batches(document, tuner, draft, paths)
     _lists(document, draft, paths)
-    _said(document, draft, paths, told)
+    _pass_to_command(document, draft, paths, options)
 
 
 def _zero(document: Mapping[str, Any], tuner: Mapping[str, Any], draft: Draft, paths: dict[str, str]) -> None:
-    """The stage; `paths` holds, of each knob, where it stands."""
+    """Declares the stage; `paths` maps each knob to its place in the file."""
     zero = document.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise UsageError(f"zero_optimization must be a mapping, such as {{'stage': 'all'}}, but is {zero!r}")
@@ -91,7 +91,7 @@ def _zero(document: Mapping[str, Any], tuner: Mapping[str, Any], draft: Draft, p
 
 
 def _holds(condition: str | None, stage: int) -> bool:
-    """Whether one of the conditions above holds for a stage that does not vary."""
+    """True if one of the conditions above holds for a stage that does not vary."""
     _, sign, bound = (condition or "").split()
     return stage == int(bound) if sign == "==" else stage >= int(bound)
 
@@ -134,7 +134,7 @@ def _count(tuner: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _lists(document: Mapping[str, Any], draft: Draft, paths: dict[str, str]) -> None:
-    """Every other list of values is a choice."""
+    """Declares every other list of values as a choice."""
     found = {".".join(path): values for path, values in _choices(document)}
     short = {text: text.removeprefix("zero_optimization.") for text in found}
     names = identifiers(short.values())
@@ -155,10 +155,14 @@ def _choices(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator
             yield (*path, key), value
 
 
-def _said(document: Mapping[str, Any], draft: Draft, paths: Mapping[str, str], told: Mapping[str, str]) -> None:
-    """Has a command told: in the file, and by the options that `arg_mappings` has for the script's own arguments."""
+def _pass_to_command(
+    document: Mapping[str, Any], draft: Draft, paths: Mapping[str, str], options: Mapping[str, str]
+) -> None:
+    """Passes the knobs to a command: in the file, and by the options that `arg_mappings` has for the script's own
+    arguments.
+    """
     places = {path.rpartition(".")[2]: name for name, path in paths.items()}
-    for key, option in told.items():
+    for key, option in options.items():
         if key in places:
             draft.options.append((option, f"{{{places[key]}}}"))
         else:
@@ -171,7 +175,7 @@ def _said(document: Mapping[str, Any], draft: Draft, paths: Mapping[str, str], t
     for name, path in paths.items():
         key = path.rpartition(".")[2]
         # The Trainer compares what is not `auto` there with its own arguments.
-        if key not in told or document.get(key) != "auto":
+        if key not in options or document.get(key) != "auto":
             rendered.append(f"{file}:{path}={{{name}}}")
     rendered += [f"{file}:{each}" for each in draft.render]
     if "autotuning" in document:

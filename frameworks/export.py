@@ -1,4 +1,4 @@
-"""A configuration in the words of the frameworks people train with: one target a file."""
+"""Renders a configuration as a file of another framework; one target per file."""
 
 import shlex
 import textwrap
@@ -32,7 +32,7 @@ _TARGETS: tuple[Target, ...] = (
 
 
 def export_targets() -> dict[str, Target]:
-    """Every target by its name."""
+    """All targets by name."""
     return {target.name: target for target in _TARGETS}
 
 
@@ -45,18 +45,18 @@ def render(
     launch: str | None = None,
     file: str | None = None,
 ) -> Export:
-    """A trial's configuration as a file of a target.
+    """Renders a trial's configuration as a file of a target.
 
     Args:
         target: one of `export_targets()`.
-        trial: whose configuration; one that did not run to its end is named as such.
-        document: the contents of run.yaml (`View.document`); None where only trials.csv is there.
+        trial: trial with the configuration; a note marks one that did not finish.
+        document: contents of run.yaml (`View.document`); None if there is only trials.csv.
         form: one of the target's forms; None for its first.
-        launch: one of `LAUNCHES`, for what starts a training with the target's file in place of that file.
-        file: what the file will be called; None for a name of the target's own.
+        launch: one of `LAUNCHES`, for a file that starts a training with the target's file, instead of that file.
+        file: name of the file; None for the target's default.
 
     Raises:
-        UsageError: there is no such target, form or launch, or the configuration cannot be written for it.
+        UsageError: there is no such target, form or launch, or the target cannot express the configuration.
     """
     known = export_targets()
     if target not in known:
@@ -68,18 +68,18 @@ def render(
     if form not in chosen.forms:
         raise UsageError(f"{target}: {unknown('form', form, chosen.forms)}")
     setup = chosen.setup(trial, document)
-    chosen.forms[form](setup, "")  # the first pass finds what has to be stated, the second states it
+    chosen.forms[form](setup, "")  # the first pass collects the notes, the second writes them
     notes, use = setup.finish(), _used(chosen, setup, file or chosen.file(form))
-    said = [*_head(chosen, setup), *use]
+    comments = [*_head(chosen, setup), *use]
     if notes:
-        said += [
+        comments += [
             "Not carried over, or to be known:",
             *(line for note in notes for line in _wrapped(note)),
         ]
     return Export(
         target=target,
         form=form,
-        text=chosen.forms[form](chosen.setup(trial, document), "\n".join(said) + "\n"),
+        text=chosen.forms[form](chosen.setup(trial, document), "\n".join(comments) + "\n"),
         notes=(*setup.marks(), *notes),
         use=use,
         devices=setup.devices,
@@ -88,16 +88,16 @@ def render(
 
 
 def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, Any] | None, file: str | None) -> Export:
-    """What starts a training with a target's file, which `render` writes.
+    """Renders the launch of a training with a target's file, which `render` writes.
 
     Raises:
-        UsageError: there is no such launch, or the target starts nothing.
+        UsageError: there is no such launch, or the target cannot be launched.
     """
     if name not in LAUNCHES:
         raise UsageError(unknown("launch", name, LAUNCHES))
     if target.start is None:
         names = ", ".join(each.name for each in _TARGETS if each.start is not None)
-        raise UsageError(f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}")
+        raise UsageError(f"{target.name} has no launch, because it starts nothing; targets with one are {names}")
     launch = LAUNCHES[name]
     setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))
@@ -108,15 +108,15 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
         text=render(target.name, trial, document, file=launch.folder + beside).text,
     )
     use = (f"Use: {fold(launch.use(job, shlex.quote(file or f'launch{SUFFIXES[launch.form]}')))}",)
-    said = [*_head(target, setup), *use]
+    comments = [*_head(target, setup), *use]
     if not launch.folder:
-        said.append(f"Beside it: {beside}, written by redline export RUN --to {target.name} -o {beside}")
+        comments.append(f"Beside it: {beside}, written by redline export RUN --to {target.name} -o {beside}")
     if launch.needs:
-        said.append(f"Needs {launch.needs}")
+        comments.append(f"Needs {launch.needs}")
     return Export(
         target=target.name,
         form=launch.form,
-        text=launch.body(job, "\n".join(said) + "\n"),
+        text=launch.body(job, "\n".join(comments) + "\n"),
         notes=setup.marks(),
         use=use,
         devices=setup.devices,
@@ -125,21 +125,21 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
 
 
 def form_of(target: str, file: str) -> str | None:
-    """The form of a target that a file's name asks for by its suffix; None where it asks for none."""
+    """Form of a target that a file's suffix selects; None if it selects none."""
     forms = export_targets()[target].forms if target in export_targets() else {}
     return next((form for form in forms if file.lower().endswith(SUFFIXES[form])), None)
 
 
 def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = False) -> Trial:
-    """The trial of that number, or the winner.
+    """Returns the trial of that number, or the winner.
 
     Args:
-        trials: of the run.
-        number: of the trial; None for the winner.
-        force: whether a trial that did not run to its end will do.
+        trials: trials of the run.
+        number: number of the trial; None for the winner.
+        force: accept a trial that did not finish.
 
     Raises:
-        UsageError: there is none, or it did not run to its end.
+        UsageError: there is none, or it did not finish.
     """
     if number is None:
         winner = summary.best(trials)
@@ -159,7 +159,7 @@ def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = F
 
 
 def _head(target: Target, setup: Setup) -> list[str]:
-    """Where the configuration comes from, what has to be known before it is used, and what it runs on."""
+    """Origin of the configuration, warnings about its use, and its devices."""
     trial, measured = setup.trial, setup.trial.measurement
     which = "the fastest plan" if trial.sampler == PLANNED else f"trial {trial.number}"
     what = f"{setup.model or 'a model'}, {which}{', predicted' if setup.simulated else ', emulated' if setup.emulated else ''}"
@@ -189,7 +189,7 @@ def _head(target: Target, setup: Setup) -> list[str]:
 
 
 def _used(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
-    """How a file of that name is used, and what starts a training with it."""
+    """Instructions to use a file of that name, and to start a training with it."""
     lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
     if target.start is not None:
         line = fold(target.start(setup, shlex.quote(file)))
@@ -208,5 +208,5 @@ def _hosts(setup: Setup, line: str) -> str:
 
 
 def _wrapped(sentence: str) -> list[str]:
-    """A sentence as an item of a list."""
+    """Formats a sentence as an item of a list."""
     return textwrap.wrap(f"- {fold(sentence)}", _WIDTH, subsequent_indent="  ")

@@ -1,6 +1,6 @@
 """FlagScale: a YAML of its runner with `experiment.auto_tuner.space`.
 
-What a dimension means where it is `auto` or missing, and which of them go together, is that of `Searcher` in
+The meaning of `auto` and of missing dimensions, and valid combinations, follow `Searcher` in
 flagscale/runner/auto_tuner/search/searcher.py.
 """
 
@@ -32,8 +32,8 @@ _DIMENSIONS = (
 )
 _BESIDE = {
     "space": "",
-    "control": "its limits are said otherwise: --trial-timeout for max_time_per_task, --time for max_time; steps are taken until "
-    "they are steady, not train_iters; the winner is not started for good, as run_best has it",
+    "control": "its limits have other names: --trial-timeout for max_time_per_task, --time for max_time; steps run until their "
+    "times are steady, not train_iters; the winner is not trained afterwards, as run_best has it",
     "memory_model": "what fits is measured; --memory-limit SIZE bounds it",
     "algo": "redline's own sampler proposes; --sampler grid tries all",
 }
@@ -56,7 +56,7 @@ def _read(document: Any, draft: Draft) -> None:
     draft.leave_all(tuner, _BESIDE, "auto_tuner.")
     sizes = _sizes(document, draft)
     per_host = _per_host(document, draft)
-    # The tuners of serving and of unlike devices have other dimensions, and no ranges for these.
+    # Tuners of serving and of heterogeneous devices have other dimensions, and no ranges for these.
     whole = _within(document, "experiment", "task", "type") != "serve" and not any("hetero" in key for key in space)
     given = {**dict.fromkeys(_DIMENSIONS if whole else (), "auto"), **space}
     replicas = _degrees(draft, given, sizes, per_host)
@@ -74,7 +74,7 @@ def _read(document: Any, draft: Draft) -> None:
 
 
 def _sizes(document: Any, draft: Draft) -> dict[str, int]:
-    """The model's sizes, of the document or of the file that its `defaults` name, as hydra has them."""
+    """Sizes of the model, from the document or the file that its `defaults` name, like hydra."""
     model = dict(section(_within(document, "train", "model"), "train.model"))
     defaults = document.get("defaults")
     for each in defaults if isinstance(defaults, list) else ():
@@ -92,7 +92,7 @@ def _sizes(document: Any, draft: Draft) -> dict[str, int]:
 
 
 def _per_host(document: Any, draft: Draft) -> int:
-    """Devices of a host as the file has them; where it is for other devices than there are, says so."""
+    """Devices of a host according to the file; adds a note if the file is for another number of devices."""
     runner = _within(document, "experiment", "runner")
     nodes, each = _within(runner, "nnodes") or 1, _within(runner, "nproc_per_node") or 8
     if type(nodes) is not int or type(each) is not int:
@@ -105,7 +105,7 @@ def _per_host(document: Any, draft: Draft) -> int:
 
 
 def _degrees(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], per_host: int) -> str:
-    """Declares the degrees; a text that says how many replicas there are."""
+    """Declares the degrees; returns an expression for the number of replicas."""
     every = divisors(draft.devices)
     ranges = {
         "tp": (
@@ -139,7 +139,7 @@ def _degrees(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], p
 
 
 def _sharding(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """ZeRO 1 is what Megatron's distributed optimizer is; sequence parallelism is within tensor parallelism."""
+    """Declares ZeRO 1 (Megatron's distributed optimizer) and sequence parallelism, which needs tensor parallelism."""
     if "use_distributed_optimizer" in given:
         shown = "use_distributed_optimizer"
         stages = [int(each) if isinstance(each, bool) else each for each in listed(given[shown], [True, False])]
@@ -165,7 +165,7 @@ def _batches(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], r
 
 
 def _stages(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Layers of a model chunk where stages are interleaved; 0 where they are not."""
+    """Declares interleaved stages; returns the layers of a model chunk, 0 if stages are not interleaved."""
     name, layers = "num_layers_per_virtual_pipeline_stage", sizes.get("num_layers")
     if name not in given:
         return
@@ -186,7 +186,7 @@ def _stages(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) ->
 
 
 def _recomputation(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """What is recomputed: all blocks or none where the file fixes the rest, else by the names of the file."""
+    """Declares recomputation: all blocks or none if the file fixes the rest, otherwise by the names of the file."""
     if "use_recompute" not in given:
         return
     use = listed(given["use_recompute"], [True, False])
@@ -231,7 +231,7 @@ FORMAT = Format(
 
 
 def _under(word: Word) -> Word:
-    """A word of Megatron's with underscores, as its YAML has it; sections are left out."""
+    """Converts a Megatron word to underscores, as in its YAML, without sections."""
 
     def spell(settings: Settings) -> dict[str, Any]:
         return {name.replace("-", "_"): value for name, value in settings.items()}

@@ -1,4 +1,4 @@
-"""How a training is started on its hosts: a script for each of them, or a scheduler's."""
+"""Starts a training on its hosts: a script for each of them, or a scheduler's file."""
 
 import re
 import shlex
@@ -15,20 +15,20 @@ _IMAGE = "IMAGE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A training that is to be started."""
+    """A training to start."""
 
     setup: Setup
     """Its configuration, sizes and hosts."""
     line: str
-    """What every host runs (`Target.start`)."""
+    """Command line of every host (`Target.start`)."""
     name: str
-    """What the target's file is called."""
+    """Name of the target's file."""
     text: str
-    """What is in it."""
+    """Contents of the target's file."""
 
     @property
     def called(self) -> str:
-        """Its name, of lower-case letters, digits and hyphens."""
+        """Name of the job in lower-case letters, digits and hyphens."""
         words = re.sub(r"[^a-z0-9]+", "-", self.setup.model.lower()).strip("-")[:40].strip("-")
         return words if words[:1].isalpha() else "-".join(filter(None, ("train", words)))
 
@@ -38,19 +38,19 @@ class Launch:
     """A way to start a training on its hosts."""
 
     name: str
-    """What `--launch` calls it."""
+    """Name for `--launch`."""
     about: str
-    """What is written, in a few words."""
+    """Short description."""
     form: Form
-    """Of its file."""
+    """Form of its file."""
     body: Callable[[Job, str], str]
-    """`body(job, comment)`: the text."""
+    """`body(job, comment)` returns the text."""
     use: Callable[[Job, str], str]
-    """`use(job, file)`: what is done with a file of that name (quoted for a shell)."""
+    """`use(job, file)` returns the instructions for a file of that name (quoted for a shell)."""
     folder: str = ""
-    """Where the line finds the target's file: beside itself, or where the launch has put it."""
+    """Folder of the target's file as seen by the command: its own, or where the launch puts it."""
     needs: str = ""
-    """What has to be there, and which version of it."""
+    """Required software, with its version."""
 
 
 def _torchrun(job: Job, comment: str) -> str:
@@ -64,7 +64,7 @@ def _use_torchrun(job: Job, file: str) -> str:
 
 
 def _each_hosts(job: Job) -> dict[str, str]:
-    """Variables that a host has to be given."""
+    """Environment variables of each host."""
     needed = {"MASTER_ADDR": "the name of the first host"} if job.setup.hosts.count > 1 else {}
     return needed | ({"NODE_RANK": "the number of this host, from 0"} if "$NODE_RANK" in job.line else {})
 
@@ -74,7 +74,7 @@ def _slurm(job: Job, comment: str) -> str:
     directives = [f"job-name={job.called}", f"nodes={hosts.count}", "ntasks-per-node=1"]
     if job.setup.device_type == "cuda":
         directives.append(f"gpus-per-node={hosts.each}")
-    # What was found was found with hosts to itself; a task alone would be given a single core.
+    # Trials had their hosts to themselves; a task alone would get a single core.
     directives.append("exclusive")
     first = ""
     if hosts.count > 1:
@@ -96,7 +96,7 @@ def _kubernetes(job: Job, comment: str) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as they are."""
+        """Writes multi-line texts as block scalars."""
 
     def text(dumper: Any, value: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
@@ -129,7 +129,7 @@ def _replicas(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    # The operator numbers the hosts in RANK, and finds its container by the name.
+    # The operator numbers the hosts in RANK, and finds its container by name.
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": _IMAGE,
@@ -179,4 +179,4 @@ LAUNCHES: Mapping[str, Launch] = {
         ),
     )
 }
-"""Every launch by its name."""
+"""All launches by name."""

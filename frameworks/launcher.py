@@ -1,4 +1,4 @@
-"""What is known of a launcher: how standard knobs are said to it, and how a short run is asked for."""
+"""Launchers: how they receive standard knobs, and options for a short run."""
 
 import re
 import shlex
@@ -12,9 +12,9 @@ from ..knobs.lossy import LOSSY
 PLACED = re.compile(
     r"(?P<file>.+?\.(?:ya?ml|json|toml|ini|cfg)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
 )
-"""How a file to be rendered is asked for: `FILE` or `FILE:PATH=VALUE`."""
+"""Syntax of a file to be rendered: `FILE` or `FILE:PATH=VALUE`."""
 MICRO_BATCHES = (8, 1, 2, 4, 16, 32, 64)
-"""Micro-batches that are tried by default, the default of most trainers first."""
+"""Default micro-batches to try; most trainers' default is first."""
 SAYABLE: Mapping[str, Sequence[Any]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "checkpoint_ratio": (0, 1),
@@ -23,23 +23,23 @@ SAYABLE: Mapping[str, Sequence[Any]] = {
     "zero": (0, 1, 2, 3),
     "offload": ("none", "optimizer"),
 }
-"""What launchers can be told of standard knobs."""
+"""Values of standard knobs that launchers accept."""
 
 
 class CommandLine(Protocol):
-    """What a launcher needs of a command: a frozen dataclass with these fields."""
+    """Interface of commands: a frozen dataclass with these fields."""
 
     @property
     def command(self) -> str | Sequence[str]:
-        """As in a shell, or its words."""
+        """Shell text, or a list of words."""
 
     @property
     def env(self) -> Sequence[str]:
-        """Variables of its environment, `NAME=value`."""
+        """Environment variables, `NAME=value`."""
 
     @property
     def render(self) -> Sequence[str]:
-        """Files that it reads, each as `PLACED` matches it."""
+        """Files that it reads, each in the syntax of `PLACED`."""
 
 
 Given = TypeVar("Given", bound=CommandLine)
@@ -50,35 +50,34 @@ class Launcher:
     """A program or a library that reads its settings from the command line or from a file."""
 
     name: str
-    """What `--launcher` calls it."""
+    """Name for `--launcher`."""
     knobs: Mapping[str, Sequence[Any]]
-    """Knobs it can be told, with the values that are tried where none are given; the first is its own default."""
+    """Knobs that it accepts, with their default values to try; the first is its own default."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """What is added to the command for each of them, as a template."""
+    """Template of the words for each knob in the command."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Where each stands in its configuration file, `PATH=VALUE`."""
+    """Place of each knob in its configuration file, `PATH=VALUE`."""
     short: str = ""
-    """What is added, so that a run writes nothing of its own and lasts until it is measured."""
+    """Words for a short run, which saves nothing and lasts until it is measured."""
     sayable: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """What it can be told of standard knobs, where that is not `SAYABLE`."""
+    """Values of standard knobs that it accepts, if they differ from `SAYABLE`."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """Options of a short run that are left out beside another of the command's."""
+    """Options of a short run that are left out if the command has the other option."""
     total: str = ""
-    """Its option for the samples of a step."""
+    """Option for the samples of a step."""
     own_total: bool = False
-    """Whether it has such a number of its own where none is given."""
+    """True if it has a default number of samples per step."""
     emulated: str = ""
-    """What has it run one rank without the others, in a process of its own; empty where it cannot."""
+    """Options that make it run one rank alone, in one process; empty if it has no such mode."""
     emulated_env: tuple[str, ...] = ()
-    """Variables that tell that process its rank and how many there would be."""
+    """Environment variables that give this process its rank and the world size."""
     after: str = ""
-    """The word behind which they are added; by default at the end."""
+    """Word after which options are inserted; by default they are appended."""
     several: tuple[str, ...] = ()
     """Knobs that only matter on several devices."""
 
     def values(self, command: CommandLine, devices: int, lossy: bool = False) -> dict[str, Sequence[Any]]:
-        """The values that are tried where none are given: of what the command does not say itself, and those that trade
-        accuracy for speed only where asked for."""
+        """Default values to try, of knobs that the command does not set itself; lossy values only if requested."""
         return {
             name: [value for value in values if lossy or value not in LOSSY.get(name, ())]
             for name, values in self.knobs.items()
@@ -87,7 +86,7 @@ class Launcher:
         }
 
     def samples(self, command: CommandLine) -> str | None:
-        """Samples of a step, as the command says them; None where it does not."""
+        """Samples of a step according to the command; None if it does not set them."""
         words = _words(_text(command))
         for word, after in zip(words, (*words[1:], "")):
             if self.total and _name(word) == self.total:
@@ -95,23 +94,23 @@ class Launcher:
         return None
 
     def _stated(self, command: CommandLine, knob: str) -> str:
-        """The option or path by which a command says itself what a knob would; empty where it does not."""
-        theirs = {_name(word) for word in _words(_text(command))}
-        mine = [_name(each) for each in _options(self.words.get(knob, ""))]
+        """Option or path by which a command sets a knob itself; empty if it does not."""
+        given = {_name(word) for word in _words(_text(command))}
+        own = [_name(each) for each in _options(self.words.get(knob, ""))]
         paths = [each["path"] for render in command.render if (each := PLACED.fullmatch(render))]
         placed = self.paths.get(knob, "").partition("=")[0]
-        return next((name for name in mine if name in theirs), placed if placed in paths else "")
+        return next((name for name in own if name in given), placed if placed in paths else "")
 
-    def told(self, command: Given, knobs: Mapping[str, Any], *, short: bool = True) -> Given:
-        """A command with what it says of these knobs, and of a short run if it is one.
+    def with_knobs(self, command: Given, knobs: Mapping[str, Any], *, short: bool = True) -> Given:
+        """Returns the command with options for these knobs, and for a short run if requested.
 
         Args:
-            command: as it is asked for; what it has of a short run stays its own.
-            knobs: by name.
-            short: whether the run is to be short.
+            command: the user's command; its own options for a short run are kept.
+            knobs: knobs by name.
+            short: add the options of a short run.
 
         Raises:
-            UsageError: the command says a knob's value itself, the launcher cannot be told one, or its settings are in a
+            UsageError: the command sets a knob itself, the launcher does not accept a knob, or its settings are in a
                 file and none is rendered.
         """
         text = _text(command)
@@ -147,21 +146,21 @@ class Launcher:
         return cast(Given, replace(cast(Any, command), command=text, env=env))
 
     def _check(self, command: CommandLine, knob: str, values: Sequence[Any]) -> None:
-        """Refuses a knob that would do nothing, or something else.
+        """Refuses a knob that would have no effect or another effect.
 
         Raises:
-            UsageError: so it is.
+            UsageError: the launcher cannot set the knob as requested.
         """
         if stated := self._stated(command, knob):
             raise UsageError(
-                f"the command says {stated} itself, so that {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
+                f"the command has {stated} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
             )
         known = self.sayable.get(knob, SAYABLE.get(knob))
         if known is not None and (odd := [value for value in values if value not in known]):
             can = ", ".join(map(written, known))
             raise UsageError(
-                f"--launcher {self.name} can be told {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
-                "command for values of its own"
+                f"--launcher {self.name} accepts {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
+                "command for other values"
             )
 
     def _with(self, command: str, options: Sequence[str]) -> str:
@@ -172,7 +171,7 @@ class Launcher:
             return f"{command} {added}"
         before, found, behind = command.partition(f" {self.after} ")
         if not found:
-            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, behind which its options go")
+            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
         return f"{before}{found}{added} {behind}"
 
 
@@ -210,7 +209,7 @@ def alone(command: str) -> str:
 
 
 def written(value: Any) -> str:
-    """A value as command lines have it: `true`, `false` and `none` in small letters, 8 and not 8.0."""
+    """Formats a value for command lines: `true`, `false` and `none` in small letters, 8 and not 8.0."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -223,13 +222,13 @@ def _text(command: CommandLine) -> str:
 
 
 def _mentions(command: CommandLine, knob: str) -> bool:
-    """Whether a command has a place for a knob by itself."""
-    said = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
-    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", said))
+    """True if a command has its own placeholder for a knob."""
+    text = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
+    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", text))
 
 
 def _options(text: str) -> list[str]:
-    """Options with their values: `--a 1 --b` as `--a 1` and `--b`."""
+    """Splits options with their values: `--a 1 --b` to `--a 1` and `--b`."""
     out: list[str] = []
     for word in _words(text):
         if word.startswith("--") or "=" in word.partition("{")[0] or not out:
@@ -240,7 +239,7 @@ def _options(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split at blanks that are not within braces."""
+    """Splits at blanks outside braces."""
     out, depth = [""], 0
     for char in text:
         depth += (char == "{") - (char == "}")
@@ -252,5 +251,5 @@ def _words(text: str) -> list[str]:
 
 
 def _name(option: str) -> str:
-    """`--a 1` and `--a=1` are of `--a`, `a=1` is of `a`."""
+    """Name of an option: `--a` for `--a 1` and `--a=1`, `a` for `a=1`."""
     return option.split()[0].partition("=")[0]

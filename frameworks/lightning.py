@@ -57,11 +57,11 @@ WORDS = Words(
     Word(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
     Word(knob="fused_optimizer", ways=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)),
 )
-"""How LightningCLI names the knobs."""
+"""LightningCLI's names of the knobs."""
 
 
 def config(setup: Setup) -> dict[str, Any]:
-    """The sections `trainer` and `optimizer`."""
+    """Returns the sections `trainer` and `optimizer`."""
     note_pipeline(setup)
     trainer: dict[str, Any] = {
         "accelerator": "cpu" if setup.device_type == "cpu" else "gpu",
@@ -75,7 +75,7 @@ def config(setup: Setup) -> dict[str, Any]:
         setup.note(f"micro_batch={setup.micro_batch} is your DataLoader's batch_size")
     else:
         setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
-    # A bar that is drawn anew with every micro-batch takes time of the training.
+    # Redrawing the progress bar with every micro-batch slows down the training.
     trainer["enable_progress_bar"] = False
     out: dict[str, Any] = {"trainer": trainer}
     if isinstance(trainer["strategy"], str):
@@ -135,7 +135,7 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
         settings["fused"] = True
     if not settings:
         return {}
-    setup.note("the optimizer stands in this file: leave configure_optimizers() out of your module")
+    setup.note("this file has the optimizer: leave configure_optimizers() out of your module")
     return {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": settings}}
 
 
@@ -172,7 +172,7 @@ TARGET = Target(
     start=lambda setup, file: f"{setup.torchrun()} train.py fit --config {file}",
 )
 
-# Lightning: a script on LightningCLI; how its data are batched is the script's own affair.
+# Lightning: a script with LightningCLI, which defines its own batches.
 LAUNCHER = Launcher(
     name="lightning",
     knobs={
@@ -182,7 +182,7 @@ LAUNCHER = Launcher(
     words=WORDS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "zero": None, "grad_accum": None}),
     short=(
         "--trainer.default_root_dir {trial_dir} --trainer.max_steps 1000 --trainer.logger false "
-        # Its default bar is rich's where that is installed, which shows nothing but in a terminal.
+        # The default bar is rich's if that is installed, which shows nothing outside a terminal.
         "--trainer.callbacks+=TQDMProgressBar --trainer.enable_checkpointing false "
         "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
     ),
@@ -213,7 +213,7 @@ def read(stated: Stated) -> None:
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the replicas where the file has them."""
+    """Writes the replicas, if the file has them."""
     key = f"{_ARGUMENTS}data_parallel_size"
     return {key: strategy.dp} if stated.has(key) else {}
 

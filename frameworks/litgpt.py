@@ -22,7 +22,7 @@ WORDS = Words(
         ),
     ),
 )
-"""How LitGPT names the knobs; it shards by FSDP wherever there are several devices."""
+"""LitGPT's names of the knobs; it uses FSDP whenever there are several devices."""
 
 
 def read(stated: Stated) -> None:
@@ -79,6 +79,6 @@ FRAMEWORK = Framework(
     defaults={"precision": "bf16_pure", "zero": 3, "micro_batch": 4, "checkpoint_ratio": 0},
     read=read,
     write=write,
-    # litgpt/pretrain.py, litgpt/finetune/lora.py; the time beside it is a micro-batch's
+    # litgpt/pretrain.py, litgpt/finetune/lora.py; the time in the same line is that of a micro-batch
     prints=r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
 )

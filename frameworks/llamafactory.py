@@ -1,7 +1,7 @@
-"""LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; what is set is the Trainer's, and some of its own."""
+"""LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
 from .launcher import MICRO_BATCHES, Launcher
-from .trainer import WORDS as TRAINER, prepare, read as read_trainer, write as write_trainer
+from .trainer import WORDS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
 from .words import Framework, Stated, Word, Words
 
 WORDS = Words(
@@ -25,11 +25,11 @@ WORDS = Words(
         ),
     ),
 )
-"""How LLaMA-Factory names the knobs; it recomputes every block unless it is told not to."""
+"""LLaMA-Factory's names of the knobs; by default it recomputes every block."""
 
 
 def read(stated: Stated) -> None:
-    """Reads what the Trainer's arguments say, and the adapters."""
+    """Reads the Trainer's arguments, and the adapters."""
     read_trainer(stated)
     if stated.get("finetuning_type") == "lora" or (not stated.has("finetuning_type") and stated.has("lora_rank")):
         read_lora(stated, stated.whole("lora_rank") or 8, stated.get("lora_target"), stated.whole("lora_alpha"))
@@ -42,13 +42,13 @@ def read(stated: Stated) -> None:
 
 
 def read_lora(stated: Stated, rank: int, target: object, alpha: int | None) -> None:
-    """Reads adapters, as `--lora` takes them."""
+    """Reads adapters, in the format of `--lora`."""
     names = [str(each) for each in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
     chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
     stated.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
 
 
-# Its values are read as YAML, where a bare `no` is false.
+# Its values are parsed as YAML, where a bare `no` is false.
 _SHORT = (
     "output_dir={trial_dir} max_steps=1000 save_strategy='\"no\"' eval_strategy='\"no\"' report_to=none plot_loss=false"
 )
@@ -94,6 +94,7 @@ FRAMEWORK = Framework(
     seq_len=("cutoff_len",),
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 1, "fused_optimizer": True},
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write_trainer,
     option="{key}={value}",

@@ -1,4 +1,4 @@
-"""Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
+"""Megatron-LM: the flags of pretrain_gpt.py and similar scripts, as a bash array."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -78,9 +78,9 @@ WORDS = Words(
     ),
     Word(knob="virtual_stages", keys=(_CHUNKS,)),
 )
-"""How Megatron-LM names the knobs; the accumulation follows from its global batch."""
+"""Megatron-LM's names of the knobs; the accumulation follows from its global batch."""
 _SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
-# What Megatron-FSDP needs beside its strategy (docs/user-guide/features/megatron_fsdp of Megatron-LM).
+# Further flags that Megatron-FSDP requires (docs/user-guide/features/megatron_fsdp of Megatron-LM).
 _FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
 
 
@@ -118,7 +118,7 @@ def flags(setup: Setup) -> list[str]:
 
 
 def _said(knob: str, value: object) -> list[str]:
-    """The flags for a value of a knob; those of settings that are on have no value."""
+    """Flags for a value of a knob; settings that are on have no value."""
     settings = WORDS.write(knob, value)
     return [
         f"--{name}" if each is True else f"--{name} {each}"
@@ -128,7 +128,7 @@ def _said(knob: str, value: object) -> list[str]:
 
 
 def _chunks(setup: Setup) -> int:
-    """Model chunks of a pipeline rank; Megatron knows no V."""
+    """Model chunks of a pipeline rank; Megatron has no V schedule."""
     return setup.knob("virtual_stages") if setup.order_of_stages() in ("interleaved", "zero_bubble") else 1
 
 
@@ -160,7 +160,7 @@ def _precision(setup: Setup) -> list[str]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; Megatron holds bfloat16 weights and fp32 master "
+            "precision=bf16 was autocast over fp32 weights; Megatron keeps bfloat16 weights and fp32 master "
             "weights in the optimizer"
         )
     if precision == "tf32":
@@ -168,7 +168,7 @@ def _precision(setup: Setup) -> list[str]:
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":
-        setup.note(f"precision={precision}: Megatron has no scale a row, so that each tensor has one")
+        setup.note(f"precision={precision}: Megatron has no scales of rows; each tensor has one")
     out = _said("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.replicas > 1 else None
@@ -201,7 +201,7 @@ def _recomputation(setup: Setup) -> list[str]:
 
 def _shell(setup: Setup, comment: str) -> str:
     lines = "".join(f"  {each}\n" for each in flags(setup))
-    # Megatron refuses tensor parallelism without this on what came before Blackwell, and its FSDP with it.
+    # Before Blackwell, Megatron refuses tensor parallelism without this, and its FSDP with it.
     alone = setup.tp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
     environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if alone else ""
     return f"{hashed(comment)}{environment}MEGATRON_ARGS=(\n{lines})\n"
@@ -239,14 +239,14 @@ LAUNCHER = Launcher(
 
 
 def prepare(stated: Stated) -> None:
-    """Takes what a flag turns on besides itself."""
+    """Adds settings that a flag implies."""
     if stated.flag("use-megatron-fsdp", "use-custom-fsdp"):
         stated.set(_DISTRIBUTED, True)
         stated.set(_CUT, "optim_grads_params")
 
 
 def read(stated: Stated) -> None:
-    """Reads the model's sizes, the batch, recomputation and stages that are stated by their layers."""
+    """Reads the model's sizes, the batch, recomputation, and stages given by their layers."""
     knobs = stated.knobs
     if (found := architecture_of(stated)) is not None:
         stated.facts["architecture"] = found
@@ -274,7 +274,7 @@ def read(stated: Stated) -> None:
 
 
 def _read_kernels(stated: Stated) -> None:
-    """Reads which kernels there are, and what goes on behind the passes."""
+    """Reads the kernels, and communication that overlaps with the passes."""
     said = stated.conventions
     for flag, name in (
         ("overlap-grad-reduce", "overlap_gradients"),
@@ -311,7 +311,7 @@ def _read_recomputation(stated: Stated, layers: int | None, stages: int) -> None
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the global batch, partial recomputation, and stages by their layers where the file has these."""
+    """Writes the global batch, partial recomputation, and stages by their layers, if the file has these."""
     out: dict[str, Any] = {"global-batch-size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
     layers = stated.whole("num-layers")
     stages = strategy.pp * strategy.virtual_stages
@@ -326,18 +326,26 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 to which the kernels of products
-    add; slices of activations between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by
-    operators over parts of the vocabulary; replicas that exchange nothing behind the passes, unless they are told to."""
+    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32, accumulated by the kernels
+    of the products, in a buffer that is always allocated (core/distributed/param_and_grad_buffer.py); activations
+    scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by operators
+    over parts of the vocabulary; no overlap of the replicas' communication with the passes, unless requested.
+    """
     eight = str(config.get("precision", "")).startswith("fp8")
     half = eight or config.get("precision") in ("bf16", "fp16")
     formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32"}
     kernels = {"attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False}
-    return {"scatter_transfers": True, **kernels, **(formats if half else {}), **({"products": "fp8"} if eight else {})}
+    return {
+        "scatter_transfers": True,
+        "gradients_stay": True,
+        **kernels,
+        **(formats if half else {}),
+        **({"products": "fp8"} if eight else {}),
+    }
 
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}
-"""Values that Megatron has where no flag is given."""
+"""Megatron's defaults."""
 FRAMEWORK = Framework(
     name="megatron",
     title="Megatron-LM",

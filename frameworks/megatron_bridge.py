@@ -1,4 +1,4 @@
-"""Megatron-Bridge: a recipe's script with `section.field=value`, which is Megatron-LM's own configuration."""
+"""Megatron-Bridge: a recipe's script with `section.field=value`, in Megatron-LM's own configuration."""
 
 from typing import Any
 
@@ -33,11 +33,11 @@ WORDS = Words(
         ways=({0: {"model.recompute_granularity": None}, 1: _FULL}, {1: dict(list(_FULL.items())[:2])}),
     ),
 )
-"""How Megatron-Bridge names the knobs."""
+"""Megatron-Bridge's names of the knobs."""
 
 
 def read_batch(stated: Stated, total: str) -> None:
-    """Reads the global batch, and the policy of recomputation that recomputes attention alone."""
+    """Reads the global batch, and the recomputation policy for attention alone."""
     if (samples := stated.whole(total)) is not None:
         stated.facts["global_batch"] = samples
     if stated.get("model.recompute_granularity") == "selective":

@@ -1,4 +1,4 @@
-"""A model's own flags in Megatron-LM, both ways: its sizes, and what else its family is made of."""
+"""Converts between a model and its Megatron-LM flags: sizes and the parts of its family."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from .setup import Setup, words
 from .words import Stated
 
-# The llama3 rule as Megatron has it, and the factor it stretches frequencies by: no flag reaches either.
+# Megatron's llama3 rule and its factor; neither can be set by a flag.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MEGATRON_FACTOR = 8
 _LLAMA = ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
@@ -22,11 +22,11 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "gpt_neox": (("--normalization LayerNorm", "--position-embedding-type rope"), ("gelu", "gelu_new")),
 }
-"""Families that Megatron's GPT can be, as transformers names them: their flags, and activations."""
+"""Families supported by Megatron's GPT, by transformers' names: their flags, and activations."""
 
 
 def model_flags(setup: Setup) -> list[str]:
-    """The flags of the model itself; what is left to its user becomes a note."""
+    """Flags of the model itself; settings left to the user become notes."""
     shape = setup.shape
     if not shape:
         setup.note(
@@ -45,9 +45,8 @@ def model_flags(setup: Setup) -> list[str]:
 def _note_uneven_stages(setup: Setup) -> None:
     if setup.shape["layers"] % setup.pp:
         setup.note(
-            f"pp={setup.pp}: {setup.shape['layers']} layers are no multiple of the stages, which Megatron "
-            "refuses unless --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make "
-            "them one"
+            f"pp={setup.pp}: {setup.shape['layers']} layers are not a multiple of the stages, which Megatron "
+            "refuses without --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
         )
 
 
@@ -116,7 +115,7 @@ def _positions(setup: Setup) -> list[str]:
         if rope["factor"] != _MEGATRON_FACTOR:
             setup.note(
                 f"rotary positions stretched by a factor of {rope['factor']:g}: Megatron parses "
-                f"--rope-scaling-factor, but its GPT is built with {_MEGATRON_FACTOR} all the same; set "
+                f"--rope-scaling-factor, but builds its GPT with {_MEGATRON_FACTOR}; set "
                 "rope_scaling_factor of its GPTModelConfig yourself"
             )
     elif kind != "default":
@@ -128,12 +127,12 @@ def _window(setup: Setup) -> list[str]:
     window = setup.shape.get("window")
     if not window or (setup.seq_len or 0) <= window:
         return []
-    # Megatron counts the keys before a query, transformers the query's own too.
+    # Megatron counts the keys before a query; transformers also counts the query's own.
     return [f"--window-size {words(window - 1)},0"]
 
 
 def _dropout(shape: Mapping[str, Any]) -> list[str]:
-    # Megatron's own default is 0.1; without a word in the configuration there is none.
+    # Megatron's default is 0.1; without a value in the configuration there is no dropout.
     return [
         f"--hidden-dropout {shape.get('dropout', 0.0):g}",
         f"--attention-dropout {shape.get('attention_dropout', 0.0):g}",
@@ -141,13 +140,13 @@ def _dropout(shape: Mapping[str, Any]) -> list[str]:
 
 
 VOCABULARY = 50_304
-"""Tokens that a model is taken to know where only its tokenizer says how many."""
+"""Assumed vocabulary size of a model given only by its tokenizer."""
 
 
 def architecture_of(stated: Stated) -> dict[str, Any] | None:
-    """The model that flags describe, as a Hugging Face config.json has it: Mixtral's, Llama's or GPT-2's kind of blocks.
+    """Returns the model that flags describe, as a Hugging Face config.json: blocks of Mixtral, Llama or GPT-2.
 
-    None where its sizes are not among them.
+    None if the flags do not contain its sizes.
     """
     layers = stated.whole("num-layers", "encoder-num-layers")
     hidden, heads = stated.whole("hidden-size"), stated.whole("num-attention-heads")
@@ -173,7 +172,7 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        # As Megatron-LM has it: as many parameters as without a gate, in multiples of 64.
+        # As in Megatron-LM: the same number of parameters as without a gate, in multiples of 64.
         "intermediate_size": inner or hidden * 8 // 3 // 64 * 64,
         "head_dim": stated.whole("kv-channels") or hidden // heads,
         "vocab_size": vocabulary,

@@ -46,7 +46,7 @@ WORDS = Words(
         ),
     ),
 )
-"""How NeMo names the knobs: NeMo 2 by its strategy and its data, NeMo 1 by its model."""
+"""NeMo's names of the knobs: NeMo 2 in its strategy and data, NeMo 1 in its model."""
 
 
 def read(stated: Stated) -> None:
@@ -64,7 +64,7 @@ LAUNCHER = Launcher(
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
     words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
     | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
-    # It asks whether to go on.
+    # It asks for confirmation.
     short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
     total=_TOTAL,
     own_total=True,

@@ -1,6 +1,6 @@
 """PaddlePaddle's auto-tuner: the JSON of `paddle.distributed.launch --auto_tuner_json`.
 
-What a setting means where it is `auto` or missing, and how `run_cmd` says it, is that of
+The meaning of `auto` and of missing settings, and their form in `run_cmd`, follow
 python/paddle/distributed/auto_tuner/utils.py.
 """
 
@@ -31,7 +31,7 @@ _READ = (
     "metric_cfg",
 )
 _BESIDE = {
-    "refined_recompute": "how many layers of each operator are recomputed is no knob here; --set gives values of your own",
+    "refined_recompute": "there is no knob for the number of layers of each operator that are recomputed; --set gives it values",
     "max_time_per_task": "--trial-timeout TIME bounds a trial",
     "max_search_time": "--time TIME bounds the search",
     "task_limit": "--trials N bounds the search",
@@ -80,7 +80,7 @@ def _size(model: Mapping[str, Any], name: str) -> int | None:
 
 
 def _range(given: Any, shown: str) -> Any:
-    """What Paddle takes for a range: `auto`, a list, a number, or `min` and `max`."""
+    """Parses Paddle's ranges: `auto`, a list, a number, or `min` and `max`."""
     if isinstance(given, Mapping):
         low, high = given.get("min"), given.get("max")
         if type(low) is not int or type(high) is not int or not 0 < low <= high:
@@ -90,7 +90,7 @@ def _range(given: Any, shown: str) -> Any:
 
 
 def _degrees(document: Mapping[str, Any], model: Mapping[str, Any], draft: Draft) -> str:
-    """Declares the degrees; a text that says how many replicas there are, sharded ones among them."""
+    """Declares the degrees; returns an expression for the number of replicas, including sharded ones."""
     every, found = divisors(draft.devices), {}
     for shown, name in _DEGREES.items():
         values = whole_numbers(listed(_range(document.get(shown, 1), shown), every), shown)
@@ -145,7 +145,7 @@ def _recomputation(document: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _metric(metric: Any, draft: Draft) -> None:
-    """A number that is printed behind its name, as Paddle's tuner reads it."""
+    """Declares a metric that is printed after its name, as Paddle's tuner reads it."""
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
         return
     name = metric["name"]
@@ -156,7 +156,7 @@ def _metric(metric: Any, draft: Draft) -> None:
 
 
 def _said(run: Mapping[str, Any], draft: Draft, replicas: str, total: int | None) -> None:
-    """How `run_cmd` has the script told: by an option, by `-o KEY=VALUE`, or in a file that it reads."""
+    """Passes the knobs of `run_cmd` to the script: by an option, by `-o KEY=VALUE`, or in a file that it reads."""
     known = draft.space.by_name
     ways = {shown: name if name in known else "1" for shown, name in _DEGREES.items()}
     values = {
@@ -230,11 +230,11 @@ WORDS = Words(
     ),
     Word(knob="virtual_stages", keys=("virtual_pp_degree",)),
 )
-"""How PaddleNLP's training arguments name the knobs."""
+"""PaddleNLP's names of the knobs in its training arguments."""
 
 
 def _replicas_of(stated: Stated) -> None:
-    """Reads what belongs to a pipeline, and the policy of recomputation that is not of whole blocks."""
+    """Reads settings of a pipeline, and recomputation policies of less than whole blocks."""
     if stated.knobs.get("virtual_stages", 1) > 1:
         stated.knobs["pipeline_schedule"] = "interleaved"
     if str(stated.get("recompute_granularity") or "full") in ("core_attn", "full_attn") and stated.flag("recompute"):
@@ -243,7 +243,7 @@ def _replicas_of(stated: Stated) -> None:
 
 
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights of 16 bits (level O2) beside fp32 master weights."""
+    """16-bit weights (level O2) beside fp32 master weights."""
     half = config.get("precision") in ("bf16", "fp16")
     return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
 

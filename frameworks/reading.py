@@ -1,4 +1,4 @@
-"""A file or a command of somebody else's trainer, read back into a configuration."""
+"""Reads a file or a command of another trainer as a configuration."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from .registry import FRAMEWORKS, find_framework
 from .words import Framework, Settings, Stated, flattened, plain
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
-"""Names of files end in one of these."""
+"""File endings that are recognised."""
 COMMAND = "the command"
-"""What is read where it is not a file."""
+"""Location of a command, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,59 +37,65 @@ class Source:
     """`toml`, `yaml`, `json`, `shell`, or `options` and `assignments` of a command."""
     settings: Mapping[str, Any]
     stated: frozenset[str]
-    """The knobs whose values are written there."""
+    """Knobs with explicit values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A line of a file or command to be changed."""
+    """A line of a file or command to change."""
 
     where: str
     key: str
     old: Any
-    """None where it is to be added."""
+    """None to add a line."""
     new: Any
-    """None where it is to be removed."""
+    """None to remove the line."""
     text: str
-    """As it is written there."""
+    """The line as written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The training that a file or a command of somebody else's trainer asks for."""
+    """Training that a file or a command of another trainer describes."""
 
     framework: str
-    """The one that decides; of several, that of the training script."""
+    """Framework that decides; of several, that of the training script."""
     config: Config
-    """The standard knobs, those of the framework's defaults among them. `on` completes them for so many devices."""
+    """Standard knobs, including the framework's defaults. `on` completes them for a number of devices."""
     stated: frozenset[str]
-    """The knobs whose values are written there, and not the framework's defaults."""
+    """Knobs with explicit values, rather than the framework's defaults."""
     model: str | None = None
-    """The model's name as it is written there."""
+    """Name of the model, as written."""
     architecture: Mapping[str, Any] | None = None
-    """The model as a Hugging Face config.json has it, where its sizes are written there."""
+    """The model as a Hugging Face config.json, if its sizes are given."""
     lora: str | None = None
-    """The adapters, as `--lora` takes them."""
+    """Adapters, in the format of `--lora`."""
     seq_len: int | None = None
     global_batch: int | None = None
     devices: int | None = None
-    """The devices that it implies, by its launcher or its degrees."""
+    """Number of devices implied by the launcher or the degrees."""
     per_host: int | None = None
     notes: tuple[str, ...] = ()
     """Settings that have no knob, have no effect, or contradict each other."""
     conventions: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the estimator's `TrainingSetup` that differ from redline's own training."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """Those of them that are written there; the others are the framework's, of the knobs at hand."""
     sources: tuple[Source, ...] = ()
 
+    def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The conventions of another configuration of this training."""
+        return {**_conventions(self.sources, config), **self.said} if self.sources else dict(self.conventions)
+
     def on(self, devices: int | None = None) -> "TrainerConfig":
-        """This training on so many devices, with `dp`, `grad_accum` and `global_batch`.
+        """Returns this training on a number of devices, with `dp`, `grad_accum` and `global_batch`.
 
         Raises:
-            UsageError: the degrees do not divide the devices, or the batch the replicas.
+            UsageError: the degrees do not divide the devices, or the replicas do not divide the batch.
         """
         count = devices or self.devices
         if count is None:
-            raise UsageError(f"{self.framework}: the file does not state how many devices it is for: give --devices")
+            raise UsageError(f"{self.framework}: the file does not give the number of devices: give --devices")
         config: dict[str, Any] = dict(self.config)
         given = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
         split = prod(given.values())
@@ -134,19 +140,19 @@ class TrainerConfig:
         return total
 
     def strategy(self) -> Strategy:
-        """The knobs with neutral values for those that it lacks."""
+        """The knobs, with neutral values for missing ones."""
         return Strategy.of(self.config)
 
     def changes(self, config: Mapping[str, Any]) -> tuple[Change, ...] | None:
-        """The lines to change for another configuration on the same devices, in the order of the files.
+        """Returns the lines to change for another configuration on the same devices, in the order of the files.
 
         Returns:
-            None where the frameworks have no words for it, or where the changed lines would not be read as it.
+            None if the frameworks cannot express it, or if the changed lines would be read as something else.
         """
         new, old = Strategy.of(config), self.strategy()
         knobs = {each.name for each in fields(Strategy) if getattr(new, each.name) != getattr(old, each.name)}
         owners = {knob: self._owner(knob) for knob in knobs - {"dp"}}
-        # A setting that the new value does not need is removed only where it would count.
+        # A setting that the new value does not need is removed only if it would have an effect.
         for removing in (False, True):
             out: list[Change] = []
             changed: list[Source] = []
@@ -164,7 +170,7 @@ class TrainerConfig:
         return None
 
     def _owner(self, knob: str) -> int | None:
-        """The source that states a knob, or the first that could."""
+        """Index of the source that sets a knob, or of the first that could."""
         can = [
             number
             for number, source in enumerate(self.sources)
@@ -176,10 +182,10 @@ class TrainerConfig:
 def _edited(
     source: Source, old: Strategy, new: Strategy, knobs: set[str], removing: bool
 ) -> tuple[Source, list[Change]]:
-    """A source with the settings for these knobs of another strategy, and the lines that change.
+    """Returns a source with the settings for these knobs of another strategy, and the changed lines.
 
     Raises:
-        LookupError: the framework has no words for a value.
+        LookupError: the framework cannot express a value.
     """
     framework = find_framework(source.framework)
     stated = Stated(source.settings, source.where, by_last=framework.by_last)
@@ -194,7 +200,7 @@ def _edited(
 
 
 def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
-    """The line of a setting that changes."""
+    """Returns the changed line of a setting."""
     name = stated.name(key)
     old = stated.get(key)
     framework = find_framework(source.framework)
@@ -204,7 +210,7 @@ def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
         flag = source.framework == "megatron" and isinstance(new, bool)
         option = find_framework(source.framework).option if source.form != "assignments" else "{key}={value}"
         text = f"--{name}" if flag else option.format(key=name, value=value)
-        if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument that takes JSON
+        if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument with a JSON value
             argument, _, field = name.partition(".")
             text = f"--{argument} '{json.dumps({field: new})}'"
         off = new is None or (flag and not new)
@@ -233,7 +239,7 @@ def read(given: str | os.PathLike[str] | Sequence[str]) -> TrainerConfig:
     ('megatron', 8, 4)
 
     Raises:
-        UsageError: a file cannot be read, or no framework is recognised; names what was looked for.
+        UsageError: a file cannot be read, or no framework is recognised; the message lists the known ones.
     """
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_file(given)):
         sources, beside = _of_file(path_of(given))
@@ -256,7 +262,7 @@ def _unrecognised(given: str | Sequence[str]) -> str:
 
 
 def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerConfig:
-    """One training of several sources; a later one counts before an earlier one."""
+    """Combines sources to one training; later sources take precedence."""
     knobs: dict[str, Any] = {}
     stated: set[str] = set()
     facts: dict[str, Any] = {}
@@ -280,7 +286,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         knobs["hsdp"] = facts["devices"] // host
     if "dp" in knobs and "devices" not in facts:
         facts["devices"] = prod(knobs.get(name, 1) for name in DEGREES)
-    conventions = {**_conventions(sources, knobs), **conventions}
+    said, conventions = conventions, {**_conventions(sources, knobs), **conventions}
     order = knobs.get("pipeline_schedule")
     if order is not None and not STANDARD["pipeline_schedule"].can_be(order):
         knobs.pop("pipeline_schedule")
@@ -290,6 +296,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
         stated=frozenset(stated),
         notes=tuple(notes),
         conventions=conventions,
+        said=said,
         sources=tuple(made),
         **{each.name: facts[each.name] for each in fields(TrainerConfig) if each.name in facts},
     )
@@ -297,15 +304,17 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
 
 def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for source in sources:
-        out |= find_framework(source.framework).conventions(knobs)
+    names = [source.framework for source in sources]
+    # DeepSpeed's engine has its own formats and reductions, whoever drives it.
+    for name in ("deepspeed",) if "deepspeed" in names else names:
+        out |= find_framework(name).conventions(knobs)
     return out
 
 
 # -- files ----------------------------------------------------------------------------------------------------
 
 Found = tuple[list[Source], dict[str, Any]]
-"""Sources, the least important first, and what a launcher states beside them."""
+"""Sources, the least important first, and settings of a launcher."""
 
 
 def _of_file(path: Path) -> Found:
@@ -329,7 +338,7 @@ def _text(path: Path) -> str:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """The settings of a file.
+    """Settings of a file.
 
     Raises:
         UsageError: it cannot be read, or is not a mapping.
@@ -348,7 +357,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _recognised(settings: Settings) -> Framework | None:
-    """The framework with most signs among settings; of equals the first."""
+    """Framework with the most signs among settings; the first of equals."""
     found = [(find_framework(name).recognised(settings), find_framework(name)) for name in FRAMEWORKS]
     most, framework = max(found, key=lambda each: each[0])
     return framework if most else None
@@ -363,12 +372,12 @@ _FILES = {
     "config_file": "accelerate",
     "job.config_file": "torchtitan",
 }
-"""Settings that name a further file, and the framework that it is of."""
+"""Settings that name a further file, and the framework of that file."""
 _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 
 
 def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path) -> Found:
-    """A source, and before it those of the files that it names."""
+    """A source, preceded by those of the files that it names."""
     out: list[Source] = []
     beside: dict[str, Any] = {"notes": []}
     own = dict(settings)
@@ -398,7 +407,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
 
 
 def _inline(name: str, text: str) -> dict[str, Any]:
-    """The settings of an argument that is a JSON object.
+    """Settings of an argument that is a JSON object.
 
     Raises:
         UsageError: it is not one.
@@ -448,7 +457,7 @@ _FLAGS = frozenset(
         "same_network",
     ]
 )
-"""Options of launchers that have no value."""
+"""Options of launchers without a value."""
 _SUBCOMMANDS = (
     "launch",
     "run",
@@ -467,9 +476,9 @@ _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=(.*)", re.DOTALL)
 
 
 def options_of(words: Sequence[str], flags: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """The settings of a command's words: `--name value`, `--name=value`, `--name` and `name=value`.
+    """Settings of a command's words: `--name value`, `--name=value`, `--name` and `name=value`.
 
-    What has several values is a list; what has none is True.
+    Several values become a list; no value becomes True.
     """
     position = 0
     while position < len(words):
@@ -500,7 +509,7 @@ def _begins(word: str) -> bool:
 
 
 def _of_words(words: list[str], where: str, form: str = "") -> Found:
-    """The sources of a command, and the devices that its launcher starts."""
+    """Sources of a command, and the devices that its launcher starts."""
     environment: dict[str, str] = {}
     while (
         words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL) and not any(each in words[0] for each in ("{",))
@@ -560,7 +569,7 @@ def _without(launched: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _script_at(words: Sequence[str]) -> int:
-    """Where the training's own words begin: at its script, its module, or a program that starts ranks by itself."""
+    """Start of the training's own words: its script, its module, or a program that starts ranks itself."""
     for at, word in enumerate(words):
         name = Path(word).name
         if name in ("litgpt", "axolotl", "llamafactory-cli", "nemo", "flagscale", "trl"):
@@ -573,7 +582,7 @@ def _script_at(words: Sequence[str]) -> int:
 
 
 def _of_command(own: Sequence[str], settings: Settings) -> Framework | None:
-    """The framework of a script or program by its name, where its options do not contradict it."""
+    """Framework of a script or program by its name, unless its options contradict it."""
     if not own:
         return None
     name, line = Path(own[0]).name, " ".join(own[:3])
@@ -588,14 +597,14 @@ def _of_command(own: Sequence[str], settings: Settings) -> Framework | None:
     if not found:
         return best
     signs = {each: find_framework(each).recognised(settings) for each in found}
-    # Of several the one with most signs, then the one whose program is named most exactly.
+    # Of several, the one with the most signs, then the one with the most specific program name.
     chosen = find_framework(max(found, key=lambda each: (signs[each], found[each])))
     clearly = best is not None and best.name not in found and best.recognised(settings) > signs[chosen.name] + 1
     return best if clearly else chosen
 
 
 def _processes(launched: Settings, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The devices that a launcher starts ranks on."""
+    """Number of devices that a launcher starts ranks on."""
     stated = Stated(launched, COMMAND)
     each = stated.whole("nproc_per_node", "num_gpus", "ntasks_per_node", "gpus_per_node")
     text = str(stated.get("nnodes", "num_nodes", "nodes", "N") or 1).rpartition(":")[2]
@@ -619,7 +628,7 @@ _VARIABLE = re.compile(r"\"?\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}\"?|
 
 
 def _shell_words(text: str, where: str) -> list[str]:
-    """The words of the command that a text has, or that a script ends in. Variables and arrays that it sets are filled in.
+    """Words of the command in a text, or at the end of a script, with its variables and arrays filled in.
 
     Raises:
         UsageError: it cannot be split into words.
@@ -646,7 +655,7 @@ def _shell_words(text: str, where: str) -> list[str]:
     lines = [filled(line) for line in re.split(r"[\n;]|&&", text) if line.strip()]
     commands = [line for line in lines if any(program in line for program in (*_PROGRAMS, ".py", "torchtitan.train"))]
     chosen = max(commands, key=len, default="")
-    if not chosen:  # a file of flags alone
+    if not chosen:  # a file with only flags
         chosen = " ".join(filled(each) for each in values.values() if each.strip().startswith("-"))
     return _split(chosen.replace("exec ", ""), where)
 

@@ -1,4 +1,4 @@
-"""The frameworks by name. Their modules are imported when the first of them is asked for."""
+"""Frameworks by name. Their modules are imported on demand."""
 
 import functools
 from types import ModuleType
@@ -11,9 +11,9 @@ LAUNCHERS = (
     *("trainer", "accelerate", "deepspeed", "lightning", "llamafactory", "axolotl", "litgpt", "torchtitan", "megatron"),
     *("megatron-bridge", "nemo"),
 )
-"""What `--launcher` takes."""
+"""Names for `--launcher`."""
 FRAMEWORKS = (*LAUNCHERS, "flagscale", "paddle")
-"""Those whose files and commands are read."""
+"""Frameworks whose files and commands can be read."""
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher of a name.
+    """Returns the launcher of a name.
 
     Raises:
         UsageError: there is none.
@@ -51,10 +51,10 @@ def find_launcher(name: str) -> Launcher:
 
 
 def find_framework(name: str) -> Framework:
-    """What is known of a framework.
+    """Returns the framework of a name.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is none.
     """
     if name not in FRAMEWORKS:
         raise UsageError(unknown("framework", name, FRAMEWORKS))

@@ -1,4 +1,4 @@
-"""A Python script on redline itself: the model with its schedule, trained on a text, under torchrun."""
+"""A Python script that uses redline: trains the model with its schedule on a text, under torchrun."""
 
 import pprint
 
@@ -8,8 +8,8 @@ from .common import ADAMW
 from .setup import MEASURED_WITH, Setup
 from .target import Target, hashed
 
-# What the configuration needs is done by redline.accelerate; the script is the loop around it, for its reader to change.
-# Placeholders in angle brackets stand where the run's own values go.
+# redline.accelerate applies the configuration; the script is the loop around it, for the user to change.
+# Placeholders in angle brackets are replaced by the run's values.
 _TEMPLATE = """\
 <comment>import argparse
 import gc
@@ -39,8 +39,8 @@ def main():
     parser.add_argument("--clip", type=float, help="largest norm of all gradients together")
     parser.add_argument("--seed", type=int, default=<seed>, help="of weights and data")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines")
-    parser.add_argument("--checkpoints", help="folder of checkpoints: gone on from, and saved at the end")
-    parser.add_argument("--save", help="where the trained weights go, a file for torch.load")
+    parser.add_argument("--checkpoints", help="folder of checkpoints to continue from, and to save to at the end")
+    parser.add_argument("--save", help="file for the trained weights, for torch.load")
     args = parser.parse_args()
 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -53,7 +53,7 @@ def main():
         workload<data>, strategy=CONFIG, clip=args.clip, seed=args.seed
     )
     if args.checkpoints and info.load(args.checkpoints) and info.main:
-        print(f"going on from step {info.step}", flush=True)
+        print(f"continuing from step {info.step}", flush=True)
     begin, reported = time.perf_counter(), info.step
     for batch in batches(loader, info, args.steps):
         step = info.step + 1
@@ -78,7 +78,7 @@ def main():
 
 
 def batches(loader, info, steps):
-    \"\"\"Those of the steps that are left, epoch after epoch.\"\"\"
+    \"\"\"Yields the batches of the remaining steps, epoch after epoch.\"\"\"
     while info.step < steps:
         for batch in loader:
             yield batch
@@ -127,7 +127,7 @@ def _python(setup: Setup, comment: str) -> str:
         "lora": f", lora={setup.lora!r}" if setup.lora else "",
         "data": "" if own else ", args.data",
     }
-    # One pass, so that a value that looks like a placeholder stays what it is.
+    # One pass, so that a value that looks like a placeholder is not replaced.
     parts = _TEMPLATE.split("<")
     text = parts[0]
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""What an export starts from: a configuration, its sizes, and a record of the knobs carried over."""
+"""Input of an export: a configuration, its sizes, and a record of the knobs carried over."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from ..results.columns import fold
 from ..results.measurement import Trial
 
 SEQUENCES = ("sp", "cp")
-"""Degrees by which sequences are cut over ranks."""
+"""Degrees that cut sequences over ranks."""
 WRITERS = {"sp": "deepspeed and python", "cp": "megatron, torchtitan and python"}
-"""Targets that have them."""
+"""Targets that support them."""
 _SHAPE = ("family", "layers", "hidden", "heads", "intermediate", "vocabulary")
-"""What has to be known of a model's shape."""
+"""Required sizes of a model."""
 
 
 PORT = 29500
-"""Where the first host listens for the others unless MASTER_PORT says otherwise: torchrun's own default."""
+"""Port of the first host unless MASTER_PORT is set: torchrun's default."""
 FIRST = f'"$MASTER_ADDR:${{MASTER_PORT:-{PORT}}}"'
-"""The first host's address, in a shell."""
+"""Address of the first host, in a shell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosts:
-    """How processes are shared among hosts, as many on each."""
+    """Distribution of processes over hosts, the same number on each."""
 
     count: int
-    """Hosts."""
+    """Number of hosts."""
     each: int
-    """Processes, and so devices, on each."""
+    """Number of processes, and so of devices, on each host."""
 
     @classmethod
     def of(cls, processes: int, per_host: int | None) -> "Hosts":
-        """The fewest hosts for so many processes, `per_host` at most on each; one where that is not known."""
+        """The fewest hosts for a number of processes, at most `per_host` on each; one if that is unknown."""
         most = per_host or processes
         count = next(n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= most)
         return cls(count=count, each=processes // count)
@@ -46,7 +46,7 @@ class Hosts:
         return f"{self.count} hosts of {self.each}" if self.count > 1 else "one host"
 
     def torchrun(self) -> str:
-        """torchrun with its options, for a shell; each host runs the same, with MASTER_ADDR the first."""
+        """torchrun with its options, for a shell; the same on each host, with MASTER_ADDR the first host."""
         if self.count == 1:
             return f"torchrun --nproc-per-node {self.each}"
         return (
@@ -55,22 +55,23 @@ class Hosts:
 
 
 MEASURED_WITH: Mapping[str, str] = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Environment of every trial that the speed on a CPU depends on. OpenMP threads that spin while they wait make a step
-several times slower as soon as anything else runs on the machine; asleep they cost nothing that can be measured."""
+"""Environment variables of every trial that affect the speed on a CPU. OpenMP threads that spin while they wait make
+a step several times slower as soon as anything else runs on the machine; sleeping threads cost nothing measurable.
+"""
 
 
 class Setup:
-    """A configuration to be written in the words of another framework.
+    """A configuration to write for another framework.
 
-    A target asks for each knob it understands and says by `note` what its framework cannot do. A knob that
-    nobody asked for becomes a note of its own, so that nothing is dropped in silence.
+    A target reads each knob that it supports and adds a `note` about anything that its framework cannot do. A knob
+    that was not read becomes a note, so that nothing is dropped silently.
 
     Args:
-        trial: whose configuration it is.
-        document: the run's run.yaml; None where only the trials are known.
-        target: the framework, as notes name it.
-        pipelines: whether it has pipeline stages; without, a training takes that many devices less.
-        sequences: by which of `sp` and `cp` it cuts sequences over ranks; without, likewise.
+        trial: trial with the configuration.
+        document: the run's run.yaml; None if only the trials are known.
+        target: the framework, as named in notes.
+        pipelines: True if it supports pipeline stages; otherwise the file runs on 1/pp of the devices.
+        sequences: those of `sp` and `cp` that it supports; for each other one, the file runs on that fraction of the devices.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
@@ -93,29 +94,29 @@ class Setup:
         }
         self.target = target
         self.notes: list[str] = []
-        """What could not be carried over, one sentence each."""
+        """Limitations of the export, one sentence each."""
         self._used: set[str] = set()
         self._whole = False
         self.model: str = str(asked.get("model") or "")
-        """What is trained, as people call it; empty where it is not known."""
+        """Name of the model; empty if unknown."""
         workload = asked.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
-        """By what it is found again: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
+        """Identifier of the model: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
         self.lora: str = str(workload.get("lora") or "")
-        """The adapters that are trained, as `--lora` takes them; empty where all weights are."""
+        """Adapters, in the format of `--lora`; empty for all weights."""
         self.seq_len: int | None = asked.get("seq_len")
         """Tokens of a sample."""
         self.seed: int = asked.get("seed") or 0
-        """Of weights and data."""
+        """Seed of weights and data."""
         shape = {name: value for name, value in (asked.get("shape") or {}).items() if value is not None}
         self.layers: int = shape.get("layers", 0)
-        """Blocks of the model; 0 where that is not known."""
+        """Number of blocks of the model; 0 if unknown."""
         self.shape: Mapping[str, Any] = shape if all(name in shape for name in _SHAPE) else {}
-        """The model's sizes in run.yaml's words (`redline.models.architecture`); empty where they are not known."""
+        """The model's sizes by the names in run.yaml (`redline.models.architecture`); empty if unknown."""
         self.simulated: bool = bool(asked.get("simulated"))
-        """Whether the trial is a prediction: nothing was run."""
+        """True if the trial is a prediction."""
         self.emulated: bool = bool(asked.get("emulated"))
-        """Whether some of its ranks ran alone on one device."""
+        """True if some of its ranks ran alone on one device."""
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
@@ -124,21 +125,23 @@ class Setup:
         measured = trial.measured.devices if trial.measurement is not None else None
         total = measured or devices.get("used")
         self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // split)
-        """Replicas that have samples of their own."""
+        """Replicas with their own samples."""
         shared = {name: getattr(self, name) for name in SEQUENCES}
         self.replicas = self.dp * prod(ranks for name, ranks in shared.items() if name in sequences)
-        """Those that share what ZeRO cuts: of each the ranks that share its sequences, where what is written has such."""
+        """Ranks that share what ZeRO shards: the replicas, times the ranks that share a sequence if the target
+        supports them.
+        """
         self.devices = split * self.dp
         """Devices of one training."""
         if self.devices > MAX_DEVICES:
             raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
         self.processes = self.tp * self.replicas * (self.pp if pipelines else 1)
-        """Devices that the exported file runs on."""
+        """Number of devices that the exported file runs on."""
         per_host = devices.get("per_host")
         self.per_host: int | None = per_host if isinstance(per_host, int) and per_host > 0 else None
-        """Devices of a host; None where that is not known."""
+        """Devices of a host; None if unknown."""
         self.hosts = Hosts.of(self.processes, self.per_host)
-        """The hosts that the exported file runs on."""
+        """Hosts that the exported file runs on."""
         host = ((document or {}).get("environment") or {}).get("host") or {}
         self._cores: int = host.get("cores") or 1
         self._used.update(("tp", "sp", "cp", "pp", "dp", "micro_batch", "grad_accum"))
@@ -158,21 +161,20 @@ class Setup:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of one optimizer step: micro-batch x accumulation x replicas; None where not known."""
+        """Samples of one optimizer step: micro-batch x accumulation x replicas; None if unknown."""
         if self.micro_batch is None or self.grad_accum is None:
             return None
         return self.micro_batch * self.grad_accum * self.dp
 
     @property
     def own_workload(self) -> bool:
-        """Whether what is trained is described in a file of somebody's own."""
+        """True if the workload is defined in a user's file."""
         return ".py:" in self.spec
 
     def torchrun(self) -> str:
-        """torchrun with its options, for a shell; a rank on a CPU has the threads and the environment it was measured
-        with."""
+        """torchrun with its options, for a shell; a rank on a CPU gets the threads and the environment of the trial."""
         threads = self._cores // self.hosts.each
-        # torchrun itself gives each of several ranks a single thread, and a rank alone all that there are.
+        # torchrun itself gives each of several ranks a single thread, and a single rank all threads.
         several = self.device_type == "cpu" and self.hosts.each > 1 and threads > 1
         variables = dict(MEASURED_WITH) if self.device_type == "cpu" else {}
         if several:
@@ -181,11 +183,11 @@ class Setup:
 
     @property
     def found(self) -> str:
-        """What the numbers of the trial were: `measured`, or `predicted`."""
+        """Origin of the trial's numbers: `measured`, or `predicted`."""
         return "predicted" if self.simulated else "measured"
 
     def marks(self) -> tuple[str, ...]:
-        """What has to be known before the configuration is used, one sentence each."""
+        """Warnings about the configuration, one sentence each."""
         out: list[str] = []
         if not self.trial.ok:
             out.append(ending(self.trial))
@@ -197,55 +199,55 @@ class Setup:
         for name in sorted(known):
             value = self._standard[name]
             exact = "fp32 or bf16" if name == "precision" else "without"
-            out.append(f"{name}={value} is another training than {exact}: {LOSSY[name][value]}")
+            out.append(f"{name}={value} trains differently from {exact}: {LOSSY[name][value]}")
         if others := [name for name in self.trial.lossy if name not in known]:
             what = lossy_values(self.config, others)
-            out.append(f"{what} trades accuracy for speed: another training than without")
+            out.append(f"{what} trades accuracy for speed: it trains differently from a run without")
         return tuple(out)
 
     def knob(self, name: str) -> Any:
-        """The value of a standard knob, neutral where the configuration does not have it."""
+        """Value of a standard knob, neutral if the configuration does not have it."""
         self._used.add(name)
         return self._standard.get(name, STANDARD[name].neutral)
 
     @property
     def formats(self) -> Formats:
-        """In which formats it was trained, and gradients were reduced."""
+        """Number formats of the training, and of the reduction of gradients."""
         self._used.add("precision")
         return formats_of(self._standard)
 
     @property
     def exchange(self) -> Exchange:
-        """What its replicas exchanged."""
+        """Communication of its replicas."""
         return exchange_of(self._standard, self.replicas)
 
     def has(self, name: str) -> bool:
-        """Whether the configuration has a knob of that name, other than at its neutral value."""
+        """True if the configuration has a knob of that name with a value other than the neutral one."""
         return name in self._standard and (name not in STANDARD or self._standard[name] != STANDARD[name].neutral)
 
     def note(self, sentence: str) -> None:
-        """States that something could not be carried over, and what to do instead."""
+        """Adds a sentence on what could not be carried over, and what to do instead."""
         self.notes.append(sentence)
 
     def note_unless_neutral(self, name: str, instead: str) -> None:
-        """States that a knob has no counterpart, where it asks for something."""
+        """Adds a note that a knob has no counterpart, unless it is neutral."""
         value = self.knob(name)
         if value != STANDARD[name].neutral:
             self.note(f"{name}={words(value)} has no counterpart here: {instead}")
 
     def take_all(self) -> dict[str, Any]:
-        """The whole configuration, carried over as it is."""
+        """Returns the whole configuration and marks it as carried over."""
         self._used.update(self.config)
         self._whole = True
         return dict(self.config)
 
     def order_of_stages(self) -> str | None:
-        """How a pipeline's micro-batches are ordered, by the knob's value; None without a pipeline."""
+        """Order of a pipeline's micro-batches, by the knob's value; None without a pipeline."""
         self._used.update(("pipeline_schedule", "virtual_stages"))
         return pipeline_schedule_of(self._standard, self.grad_accum) if self.pp > 1 else None
 
     def finish(self) -> tuple[str, ...]:
-        """All notes; a knob that nobody asked for is among them."""
+        """All notes, including one for each knob that was not read."""
         for name in self.config:
             if name not in self._used or (name not in self._standard and not self._whole):
                 self.note(
@@ -282,7 +284,7 @@ class Setup:
 
 
 def ending(trial: Trial) -> str:
-    """How a trial ended that did not run to its end, in a sentence."""
+    """Sentence on how a trial ended that did not finish."""
     if trial.measurement is None:
         return f"trial {trial.number} has not ended: whether it works is not known"
     reason = f" ({fold(trial.measured.reason)})" if trial.measured.reason else ""
@@ -290,7 +292,7 @@ def ending(trial: Trial) -> str:
 
 
 def words(value: Any) -> str:
-    """A knob's value as people write it."""
+    """Formats a knob's value for people."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

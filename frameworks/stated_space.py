@@ -1,4 +1,4 @@
-"""A space in the making, out of what another tool's file says, with what could not be carried over."""
+"""Builds a space from another tool's file, with notes on what could not be carried over."""
 
 import math
 import re
@@ -20,34 +20,34 @@ _TEXT = re.compile(r"'[^']*'")
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpace:
-    """What a space of another tool's comes to on devices that are known."""
+    """Search space of another tool on a known number of devices."""
 
     space: Space
-    """The knobs and rules that were carried over."""
+    """Knobs and rules that were carried over."""
     notes: tuple[str, ...]
-    """What its user should know of it; what was not carried over among it."""
+    """Notes for the user, including what was not carried over."""
     called: str
-    """What it is, with the name of its file."""
+    """Description, with the name of its file."""
     stated: frozenset[str]
-    """Knobs with one value, which the file states rather than varies."""
+    """Knobs with a single value, which the file sets rather than varies."""
     options: tuple[tuple[str, str], ...] = ()
-    """What a command is to be told: options of its own, each with the template of its value."""
+    """Options for a command, each with the template of its value."""
     render: tuple[str, ...] = ()
-    """Files that a command reads, as `--render` has them."""
+    """Files that a command reads, in the syntax of `--render`."""
     metric: str | None = None
-    """What is to be read of what it says."""
+    """Metric to read from its output."""
     direction: str | None = None
-    """Of that metric."""
+    """Direction of the metric."""
 
 
 @dataclass
 class Draft:
-    """What a reader of a format fills in.
+    """A space under construction, filled in by the reader of a format.
 
     Args:
-        devices: of one trial.
-        global_batch: samples of a step that were asked for beside the file.
-        path: the file; None for an object of Python.
+        devices: devices of one trial.
+        global_batch: requested samples of a step.
+        path: the file; None for a Python object.
     """
 
     devices: int
@@ -63,13 +63,13 @@ class Draft:
     _off: list[str] = field(default_factory=list, init=False)
 
     def knob(self, shown: str, values: Sequence[Any], *, name: str = "", when: str | None = None) -> bool:
-        """Declares a knob with these values, the first of them its default; a note where it cannot be one.
+        """Declares a knob with these values, the first of them its default; adds a note if that is not possible.
 
         Args:
-            shown: what the file calls it.
-            values: as they stand there.
-            name: the knob's; by default made of `shown`.
-            when: the condition under which it exists.
+            shown: name in the file.
+            values: values in the file.
+            name: name of the knob; by default derived from `shown`.
+            when: condition under which it exists.
         """
         name = name or identifiers([shown], taken=self.space.by_name)[shown]
         try:
@@ -82,7 +82,7 @@ class Draft:
         return True
 
     def require(self, rule: str, reason: str) -> None:
-        """Declares a condition, where all knobs that it names are there.
+        """Declares a condition, if all knobs in it exist.
 
         Raises:
             SpaceError: no configuration is left.
@@ -91,25 +91,25 @@ class Draft:
             self.space.require(rule, reason)
 
     def off(self, shown: str) -> None:
-        """Something that the file leaves at what is so without it: no knob, and said once."""
+        """Records a setting that the file leaves off: it is not a knob, and is reported once."""
         self._off.append(shown)
 
     def leave(self, what: str, why: str) -> None:
-        """Notes what is not carried over, and why."""
+        """Adds a note on what is not carried over, and why."""
         self._notes.append(f"not carried over: {what}: {why}")
 
     def leave_all(self, found: Iterable[str], reasons: dict[str, str], within: str = "") -> None:
-        """Notes settings that are not carried over, each with its reason; empty ones need no word."""
+        """Adds notes on settings that are not carried over, each with its reason; empty ones are ignored."""
         for key in found:
             if why := reasons.get(key, "this setting is not known here"):
                 self.leave(f"{within}{key}", why)
 
     def say(self, note: str) -> None:
-        """Notes what was carried over otherwise than it stands in the file."""
+        """Adds a note on what was carried over differently."""
         self._notes.append(note)
 
     def finish(self, of: str) -> ForeignSpace:
-        """What it came to.
+        """Returns the space.
 
         Raises:
             UsageError: nothing was carried over.
@@ -137,7 +137,7 @@ class Draft:
 
 
 def plain(values: Sequence[Any]) -> list[Value]:
-    """Values as one knob can have them, in their order, none twice.
+    """Converts values to those of one knob, in order, without duplicates.
 
     Raises:
         SpaceError: one is a list or an object, or they are of different kinds.
@@ -149,14 +149,14 @@ def plain(values: Sequence[Any]) -> list[Value]:
 
 
 def identifiers(shown: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
-    """Names of knobs for names that may be none, such as `optimizer.lr`: different ones for different ones."""
+    """Valid names of knobs for names that may be invalid, such as `optimizer.lr`; distinct for distinct names."""
     out: dict[str, str] = {}
     used = set(taken)
     for each in shown:
         name = re.sub(r"[^A-Za-z0-9_]", "_", each)
         try:
             check_name(name)
-        except SpaceError:  # empty, a digit first, a word of the grammar
+        except SpaceError:  # empty, starting with a digit, or a keyword of the grammar
             name = f"_{name}"
         number, base = 1, name
         while name in used:
@@ -168,11 +168,11 @@ def identifiers(shown: Iterable[str], taken: Iterable[str] = ()) -> dict[str, st
 
 
 def declare(space: Space, name: str, values: Sequence[Any], *, when: str | None = None) -> None:
-    """Declares a knob by its values, the first of them its default; numbers are put in order, and one whose name is
-    standard in training needs memory as it does there.
+    """Declares a knob by its values, the first of them its default. Numbers are sorted. A knob with a standard name
+    declares its standard effect on memory.
 
     Raises:
-        SpaceError: the name or the values can be no knob's.
+        SpaceError: the name or the values are invalid for a knob.
     """
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     along = STANDARD[name].memory if numbers and name in STANDARD else 0
@@ -182,23 +182,22 @@ def declare(space: Space, name: str, values: Sequence[Any], *, when: str | None 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A tool's way to state what may vary."""
+    """A tool's format of search spaces."""
 
     name: str
-    """What it is called."""
     holds: str
-    """What it is known by, for people."""
+    """Characteristic contents, for messages."""
     recognises: Callable[[Any], bool]
-    """Whether a document is one."""
+    """True for a document of this format."""
     read: Callable[[Any, Draft], None]
-    """Puts what it says into a draft."""
+    """Reads a document into a draft."""
 
 
 # -- documents ------------------------------------------------------------------------------------------------
 
 
 def read_document(path: Path) -> Any:
-    """What a file holds: JSON where its name says so, else YAML.
+    """Contents of a file: JSON if its name ends in that, otherwise YAML.
 
     Raises:
         UsageError: it cannot be read, or is neither.
@@ -209,14 +208,14 @@ def read_document(path: Path) -> Any:
     except OSError as error:
         raise UsageError(f"the space's file {path} cannot be read: {error.strerror or error}") from error
     except Malformed as error:
-        raise UsageError(f"the space's file {path} is no {kind}: {error}") from error
+        raise UsageError(f"the space's file {path} is not {kind}: {error}") from error
 
 
 def section(given: Any, shown: str) -> Mapping[str, Any]:
-    """A part of a document that is a mapping; empty where it is not there.
+    """A part of a document that is a mapping; empty if it is missing.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is not a mapping.
     """
     if given is None:
         return {}
@@ -225,41 +224,41 @@ def section(given: Any, shown: str) -> Mapping[str, Any]:
     return given
 
 
-# -- degrees: factors of the number of devices, as the tuners of Megatron and Paddle have them ---------------------
+# -- degrees: factors of the number of devices, as in the tuners of Megatron and Paddle ----------------------------
 
 MOST_LISTED = 16
-"""Integers of a range that are all taken."""
+"""Largest number of integers of a range that are all taken."""
 
 
 def listed(given: Any, auto: Sequence[Any]) -> list[Any]:
-    """The values that a setting is given: `auto` where it says that, or one."""
+    """Values of a setting, or `auto`'s values."""
     if isinstance(given, str) and given.lower() == "auto":
         return list(auto)
     return list(given) if isinstance(given, list) else [given]
 
 
 def whole_numbers(values: Sequence[Any], shown: str) -> list[int]:
-    """Values of a degree or a batch.
+    """Checks values of a degree or a batch.
 
     Raises:
-        UsageError: one is no whole number of at least 1, or there are none.
+        UsageError: one is not a whole number of at least 1, or there are none.
     """
     if strange := [each for each in values if type(each) is not int or each < 1]:
-        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but holds {strange[0]!r}")
+        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but contains {strange[0]!r}")
     if not values:
         raise UsageError(f"{shown} must have values, but is empty")
     return list(values)
 
 
 def declare_degrees(draft: Draft, degrees: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    """Declares degrees of which the product divides the devices; the text of that product, empty where all are 1.
+    """Declares degrees whose product divides the devices. Returns the expression of that product, empty if all are 1.
 
     Args:
         draft: the space.
-        degrees: of each knob what the file calls it, and its values.
+        degrees: for each knob its name in the file, and its values.
 
     Raises:
-        UsageError: of the values of one none divides the devices.
+        UsageError: no value of one degree divides the devices.
     """
     factors = []
     for name, (shown, values) in degrees.items():
@@ -277,19 +276,20 @@ def declare_degrees(draft: Draft, degrees: Mapping[str, tuple[str, Sequence[int]
 
 
 def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None, asked: bool) -> bool:
-    """Declares `micro_batch`; whether it could.
+    """Declares `micro_batch`. Returns True if that was possible.
 
     Args:
         draft: the space.
-        shown: what the file calls it.
-        given: its values, or `auto`: what divides the global batch.
-        total: samples of a step; None where nobody says.
-        asked: whether they were asked for beside the file.
+        shown: name in the file.
+        given: its values, or `auto`: the divisors of the global batch.
+        total: samples of a step; None if unknown.
+        asked: True if they were requested apart from the file.
     """
     auto = isinstance(given, str) and given.lower() == "auto"
     if auto and total is None:
         draft.leave(
-            shown, "its range ends at the global batch, which nobody says: --global-batch B, or --set micro_batch=1,2,4"
+            shown,
+            "its range ends at the global batch, which is not given: --global-batch B, or --set micro_batch=1,2,4",
         )
         return False
     values = whole_numbers(listed(given, divisors(total) if total else ()), shown)
@@ -303,12 +303,12 @@ def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None,
 
 
 def share(draft: Draft, total: int, replicas: str) -> None:
-    """Has a step take so many samples, whatever the micro-batch.
+    """Fixes the samples of a step, whatever the micro-batch.
 
     Args:
         draft: the space, with a micro-batch.
         total: samples of a step.
-        replicas: a text that says how many replicas there are.
+        replicas: an expression for the number of replicas.
     """
     together = f"micro_batch * {replicas}"
     draft.space.derive("grad_accum", f"{total} // ({together})", help="micro-batches per optimizer step")
@@ -316,7 +316,7 @@ def share(draft: Draft, total: int, replicas: str) -> None:
 
 
 def divisors(total: int, among: Sequence[int] | None = None) -> list[int]:
-    """The divisors of a number, or those of some numbers that divide it.
+    """Divisors of a number, or those of some numbers that divide it.
 
     >>> divisors(12), divisors(12, [5, 4, 2])
     ([1, 2, 3, 4, 6, 12], [4, 2])

@@ -1,4 +1,4 @@
-"""What a target of an export is, and what an export is."""
+"""Targets of exports, and their results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,60 +12,61 @@ Form = Literal["yaml", "json", "shell", "python", "env"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A framework, or a plain form, that a configuration can be written for."""
+    """A framework, or a plain format, that a configuration can be exported to."""
 
     name: str
-    """What `--to` calls it."""
+    """Name for `--to`."""
     about: str
-    """What is written, in a few words."""
+    """Short description."""
     stem: str
-    """What its file is called where nobody says, without the suffix."""
+    """Default name of its file, without the suffix."""
     forms: Mapping[str, Callable[[Setup, str], str]]
-    """For each form `body(setup, comment)`: the text. `comment` says what there is to say, as lines without
-    comment signs; a form that holds comments puts them in. The first form is the default."""
+    """For each form `body(setup, comment)`, which returns the text. `comment` contains the notes as lines without
+    comment signs; a form with comments inserts them. The first form is the default.
+    """
     silent: frozenset[str] = frozenset()
-    """Forms that have no place for comments."""
+    """Forms without comments."""
     checked: tuple[str, str] | None = None
-    """The framework's package and the version of it that exports were checked against."""
+    """Package of the framework, with the version that exports were checked against."""
     pipelines: bool = True
-    """Whether what is written has pipeline stages."""
+    """True if it supports pipeline stages."""
     sequences: tuple[str, ...] = ()
-    """By which of `sp` and `cp` what is written cuts sequences over ranks."""
+    """Those of `sp` and `cp` that it supports."""
     use: Callable[[str], str] | None = None
-    """How a file of that name is read, where that is not in `start`."""
+    """How a file of that name is used, if `start` does not show it."""
     start: Callable[[Setup, str], str] | None = None
-    """The shell line that starts a training with a file of that name (quoted for a shell) on one host, or is
-    run on each of several: MASTER_ADDR is then the first one's name, NODE_RANK each one's own number from 0.
-    Further arguments can be put behind it. None where there is nothing to start."""
+    """Shell line that starts a training with a file of that name (quoted for a shell) on one host, or that runs on
+    each of several hosts, with MASTER_ADDR the first host's name and NODE_RANK each host's number from 0. Further
+    arguments can be appended. None if there is nothing to start.
+    """
 
     def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
-        """What an export to it starts from."""
+        """Input of an export to this target."""
         return Setup(trial, document, self.name, pipelines=self.pipelines, sequences=self.sequences)
 
     def file(self, form: str) -> str:
-        """What a file of that form is called where nobody says."""
+        """Default name of a file of that form."""
         return self.stem + SUFFIXES[form]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """A configuration in the words of a target."""
+    """A configuration exported to a target."""
 
     target: str
-    """Its name."""
+    """Name of the target."""
     form: str
-    """`yaml`, `json`, `shell`, `python` or `env`: also says the suffix of a file."""
+    """`yaml`, `json`, `shell`, `python` or `env`; it determines the suffix of a file."""
     text: str
     """The file's text."""
     notes: tuple[str, ...]
-    """What has to be known, and what could not be carried over. It stands in the text too, but for a form
-    without comments."""
+    """Warnings, and what could not be carried over. They are in the text too, except for a form without comments."""
     use: tuple[str, ...]
-    """How the file is used, in lines; in the text too, likewise."""
+    """Instructions, in lines; in the text too, likewise."""
     devices: int
     """Devices of one training."""
     comments_inside: bool
-    """Whether the text states the notes."""
+    """True if the text contains the notes."""
 
 
 SUFFIXES: Mapping[str, str] = {
@@ -75,14 +76,14 @@ SUFFIXES: Mapping[str, str] = {
     "python": ".py",
     "env": ".env",
 }
-"""What files of a form end in."""
+"""File suffix of each form."""
 
 
 def hashed(comment: str) -> str:
-    """Lines of a comment behind `#`."""
+    """Lines of a comment, each after `#`."""
     return "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
 
 
 def sourced(file: str) -> str:
-    """A file's name (quoted for a shell) as `source` finds it: without a slash it would look through PATH."""
+    """A file's name (quoted for a shell) for `source`, which searches PATH for a name without a slash."""
     return file if "/" in file else f"./{file}"

@@ -17,7 +17,7 @@ PRESETS = {
     "llama3-8b": ("llama3", "llama3_8b"),
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
 }
-"""Models that both have: torchtitan's module and configuration."""
+"""Models in both: torchtitan's module and configuration."""
 _PARAM, _DTYPE = "training.mixed_precision_param", "training.dtype"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _SEQUENCE = "parallelism.enable_sequence_parallel"
@@ -78,7 +78,7 @@ WORDS = Words(
         ),
     ),
 )
-"""How torchtitan names the knobs; its batch and its replicas follow from several knobs (`write`)."""
+"""torchtitan's names of the knobs; its batch and its replicas follow from several knobs (`write`)."""
 
 
 Give = Callable[[str, object], None]
@@ -120,7 +120,7 @@ def flags(setup: Setup) -> list[str]:
             )
         if setup.dp % groups:
             setup.note(
-                f"hsdp={groups} is left out: torchtitan's groups are of whole rings, of which there are {setup.dp}"
+                f"hsdp={groups} is left out: torchtitan's groups consist of whole rings, and there are {setup.dp}"
             )
             groups = 1
     give(_REPLICATE, groups)
@@ -142,7 +142,7 @@ def flags(setup: Setup) -> list[str]:
     say("pp", setup.pp)
     if setup.pp > 1:
         give(_PIECE, setup.micro_batch or 1)
-        # Its names are those of torch.distributed.pipelining.
+        # torchtitan uses the names of torch.distributed.pipelining.
         give(_SCHEDULE, _order(setup).made_by.removeprefix("Schedule"))
         _chunks(setup, give)
     note_lora(setup)
@@ -156,7 +156,7 @@ def flags(setup: Setup) -> list[str]:
     if fused is not None:
         say("fused_optimizer", fused)
     say("fusion", bool(setup.knob("fusion")))
-    # By default torchtitan captures a step as a CUDA graph, and then refuses pipelines; redline does not.
+    # By default torchtitan captures a step as a CUDA graph, unlike redline, and then refuses pipelines.
     out.append("--training.disable_cuda_graphs")
     note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
     attention = setup.knob("attention")
@@ -167,13 +167,14 @@ def flags(setup: Setup) -> list[str]:
 
 
 def _order(setup: Setup) -> PipelineSchedule:
-    """The order of a pipeline's micro-batches; 1F1B in place of one that is not known."""
+    """Order of a pipeline's micro-batches; 1F1B in place of an unknown one."""
     return PIPELINE_SCHEDULES.get(setup.order_of_stages() or "", PIPELINE_SCHEDULES["1f1b"])
 
 
 def _chunks(setup: Setup, give: Give) -> None:
-    """How many stages a rank holds: torchtitan makes two where the schedule takes several, unless it is told
-    how many layers each has, of which embedding and head count as one each."""
+    """Sets the number of stages of a rank: torchtitan makes two if the schedule takes several, unless it gets the
+    number of layers of each stage, in which embedding and head count as one each.
+    """
     chunks = setup.knob("virtual_stages")
     if _order(setup).most == 1 or chunks == 2:
         return
@@ -213,7 +214,7 @@ def _shell(setup: Setup, comment: str) -> str:
         choice = ': "${MODULE:?set MODULE, such as llama3} ${CONFIG:?set CONFIG, such as llama3_8b}"\n'
     else:
         choice = f'MODULE="${{MODULE:-{module}}}"\nCONFIG="${{CONFIG:-{name}}}"\n'
-    # tyro gives everything behind a subcommand to that: what is added has to stand before it.
+    # tyro passes everything after a subcommand to it, so further arguments have to precede it.
     arguments = [*_lines(flags(setup)), '"$@"', _policy(setup)]
     return (
         f"#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{choice}"
@@ -226,12 +227,12 @@ def _shell(setup: Setup, comment: str) -> str:
 
 
 def _policy(setup: Setup) -> str:
-    """The subcommand of torchtitan's parser that says what is recomputed."""
+    """Subcommand of torchtitan's parser for recomputation."""
     return f"activation_checkpoint:{WORDS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
 
 
 def _lines(given: list[str]) -> list[str]:
-    """Flags with their values, one flag a line, quoted for a shell."""
+    """Flags with their values, one flag per line, quoted for a shell."""
     lines: list[str] = []
     for each in given:
         if each.startswith("--"):
@@ -271,8 +272,9 @@ LAUNCHER = Launcher(
 
 
 def prepare(stated: Stated) -> None:
-    """Takes what torchtitan's parser and its defaults make of settings: `--a.no_b` is `a.b=false`, and
-    `activation_checkpoint:full` is a mode."""
+    """Converts settings as torchtitan's parser and its defaults do: `--a.no_b` is `a.b=false`, and
+    `activation_checkpoint:full` is a mode.
+    """
     for name in list(stated.settings):
         section, dot, last = plain(name).rpartition(".")
         if last.startswith("no_"):
@@ -286,7 +288,7 @@ def prepare(stated: Stated) -> None:
 
 
 def read(stated: Stated) -> None:
-    """Reads the model, the batch, the replicas and the policy of recomputation."""
+    """Reads the model, the batch, the replicas and the recomputation policy."""
     _read_model(stated)
     knobs, pp = stated.knobs, stated.knobs.get("pp", 1)
     local = stated.whole(_LOCAL, "training.batch_size") or 8
@@ -303,7 +305,7 @@ def read(stated: Stated) -> None:
     replicate = stated.whole(_REPLICATE, "training.data_parallel_replicate_degree") or 1
     shard = stated.get(_SHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree")
     shard = int(shard) if shard is not None else -1
-    # Its shards are cut over the ranks of a ring too, which share their samples.
+    # It also shards over the ranks of a ring, which share their samples.
     if shard > 0:
         knobs["dp"] = replicate * shard
     if shard == 1 and knobs.get("cp", 1) == 1:
@@ -324,7 +326,7 @@ def read(stated: Stated) -> None:
 
 
 def _read_model(stated: Stated) -> None:
-    """The model of `[model] name, flavor`, or of `--module, --config`, by redline's name where it has one."""
+    """Reads the model of `[model] name, flavor`, or of `--module, --config`, by redline's name if there is one."""
     configuration = str(stated.get("config") or "")
     if configuration:
         known = {config: name for name, (_, config) in PRESETS.items()}
@@ -335,7 +337,7 @@ def _read_model(stated: Stated) -> None:
 
 
 def _read_chunks(stated: Stated) -> None:
-    """The stages of a rank: two where the schedule takes several, unless the layers of each are given."""
+    """Reads the stages of a rank: two if the schedule takes several, unless the layers of each are given."""
     order = PIPELINE_SCHEDULES[stated.knobs.setdefault("pipeline_schedule", "1f1b")]
     if order.most == 1:
         return
@@ -371,17 +373,24 @@ def _read_float8(stated: Stated) -> None:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Its formats: FSDP2 keeps pieces of weights, gradients and states in fp32 and gathers weights in bf16, in which the
-    residual stream is too; products in 8 bits are of linear layers alone; the loss upcasts logits by operators."""
+    """torchtitan's formats: FSDP2 keeps shards of weights, gradients and states in fp32 and gathers weights in bf16,
+    the format of the residual stream; 8-bit products are only in linear layers; the loss upcasts logits by
+    operators; shards are offloaded too. Pipeline stages reduce gradients with their last micro-batch, and keep them
+    whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
+    """
     eight = str(config.get("precision", "")).startswith("fp8")
-    if config.get("precision") != "bf16" and not eight:
-        return {"loss": "plain"}
-    shards = {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-    return {**shards, "loss": "plain", **({"products": "fp8"} if eight else {})}
+    said: dict[str, Any] = {"loss": "plain"}
+    if config.get("offload") == "optimizer":
+        said["offload_weights"] = True
+    if config.get("pp", 1) > 1:
+        said["unsharded_gradients"] = True
+    if config.get("precision") == "bf16" or eight:
+        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return said | ({"products": "fp8"} if eight else {})
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes the batch and the replicas, which a file states by several settings at once."""
+    """Writes the batch and the replicas, which a file sets by several settings at once."""
     local, piece = strategy.micro_batch, {}
     if strategy.pp > 1:
         local, piece = strategy.micro_batch * strategy.grad_accum, {_PIECE: strategy.micro_batch}
@@ -430,6 +439,6 @@ FRAMEWORK = Framework(
     prepare=prepare,
     read=read,
     write=write,
-    # torchtitan/components/metrics.py: tps is a device's
+    # torchtitan/components/metrics.py: tps is per device
     prints=r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
 )

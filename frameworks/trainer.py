@@ -1,6 +1,7 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.meaning import recomputed
@@ -23,7 +24,7 @@ from .words import Framework, Stated, Word, Words
 CHECKED = ("transformers", "5.23")
 
 AVERAGING = ("bert", "roberta", "albert", "t5")
-"""Families whose models average their loss themselves, though their forward takes whatever it is given."""
+"""Families whose models average their loss themselves, although their forward accepts any keyword."""
 
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
 _EVERY = "activation_checkpointing_kwargs.every_n_layers"
@@ -67,9 +68,9 @@ WORDS = Words(
     ),
     Word(knob="attention", keys=("attn_implementation",)),
 )
-"""How TrainingArguments name the knobs. The older way of FSDP is one text, `full_shard auto_wrap offload`."""
+"""TrainingArguments' names of the knobs. The older form of FSDP is one text, `full_shard auto_wrap offload`."""
 OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "lion": "lion"}
-"""Optimizers that are not AdamW, as the estimator names them."""
+"""Optimizers other than AdamW, by the estimator's names."""
 
 
 def arguments(setup: Setup) -> dict[str, Any]:
@@ -96,15 +97,15 @@ def arguments(setup: Setup) -> dict[str, Any]:
     else:
         setup.note_unless_neutral("offload", "the Trainer offloads with FSDP only (or see the target deepspeed)")
         if setup.processes > 1:
-            # By default the Trainer looks for parameters without a gradient in every step; what was found to
-            # train has none.
+            # By default the Trainer looks for parameters without a gradient in every step; a configuration that
+            # trained in a trial has none.
             out["ddp_find_unused_parameters"] = False
     if setup.device_type == "cpu":
         note_kernels(setup)
     elif setup.knob("kernels"):
         out |= WORDS.write("kernels", True)
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
-    # By default the Trainer waits for every micro-batch's loss, to see whether it is a number.
+    # By default the Trainer waits for every micro-batch's loss to check that it is a number.
     out["logging_nan_inf_filter"] = False
     if setup.device_type == "cpu":
         out["use_cpu"] = True
@@ -122,11 +123,11 @@ def _precision(setup: Setup) -> dict[str, Any]:
     if precision == "tf32":
         return {"tf32": True}
     half = setup.formats.autocast
-    return {half: True} if half else {}  # what is off is the default, and not written
+    return {half: True} if half else {}  # off is the default, and not written
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:
-    # Clipping was not measured. The Trainer computes the norm that it needs for that all the same.
+    # Clipping was not measured. The Trainer computes the norm for it anyway.
     out: dict[str, Any] = {"max_grad_norm": 0.0}
     if given := adamw(setup):
         out |= {
@@ -172,7 +173,7 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         }
     if ratio < 1:
         setup.note(f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than {setup.found}")
-    # FSDP's own wraps what it gathers, and so gathers it once less.
+    # FSDP's own checkpointing wraps the gathered unit, and so gathers it once less.
     return {} if sharded else {"activation_checkpointing": True}
 
 
@@ -182,7 +183,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
         tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
         setup.note(
             f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
-            f"dp_shard_size={setup.dp // groups}{tp}); it cannot stand in a file, and without it pieces are cut "
+            f"dp_shard_size={setup.dp // groups}{tp}); a file cannot contain it, and without it pieces are cut "
             f"over all {setup.dp} replicas: less memory than {setup.found}"
         )
     out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
@@ -208,7 +209,7 @@ def _note_the_rest(setup: Setup) -> None:
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
-            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); it cannot stand in a file"
+            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); a file cannot contain it"
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
@@ -223,7 +224,7 @@ def _yaml(setup: Setup, comment: str) -> str:
 
 
 def _json(setup: Setup, comment: str) -> str:
-    # HfArgumentParser refuses keys that it does not know, so that nothing can be said in the file.
+    # HfArgumentParser refuses unknown keys, so the file cannot contain notes.
     return json.dumps(arguments(setup), indent=2) + "\n"
 
 
@@ -264,7 +265,7 @@ LAUNCHER = Launcher(
 
 
 def prepare(stated: Stated) -> None:
-    """Takes what TrainingArguments do with FSDP where a setting is left out."""
+    """Fills in the defaults of TrainingArguments for missing FSDP settings."""
     text = stated.get("fsdp")
     if text is not None and stated.flag("fsdp") is not False:
         stated.set("fsdp_config.reshard_after_forward", True)
@@ -284,13 +285,14 @@ def read(stated: Stated) -> None:
     every = stated.whole(_EVERY)
     if every and stated.knobs.get("checkpoint_ratio"):
         stated.knobs["checkpoint_ratio"] = 1 / every
-    if str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16"):
+    narrow = str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
+    if narrow and not (stated.knobs.get("precision") == "bf16" and stated.knobs.get("zero", 0) >= 2):
         stated.conventions["precision"] = "bf16_pure"
     read_optimizer(stated, stated.get("optim", "optimizer"))
 
 
 def read_optimizer(stated: Stated, name: object) -> None:
-    """Takes the optimizer's states into account, of which redline's own AdamW has two in float32."""
+    """Takes the optimizer's states into account; redline's own AdamW has two in float32."""
     text = str(name or "").lower()
     known = next((kind for part, kind in OPTIMIZERS.items() if part in text), None)
     if known is not None:
@@ -301,8 +303,19 @@ def read_optimizer(stated: Stated, name: object) -> None:
         )
 
 
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """accelerate's `no_sync` while it accumulates: replicas reduce nothing, so that FSDP keeps gradients whole. Its FSDP widens
+    pieces of 16 bits to fp32 where mixed precision is on, and gathers them in 16; what it offloads are pieces too."""
+    said: dict[str, Any] = {"unsharded_gradients": True}
+    if config.get("offload") == "optimizer":
+        said["offload_weights"] = True
+    if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
+        said |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return said
+
+
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
-    """Writes a share of checkpointed blocks, which only every n-th can be."""
+    """Writes a share of checkpointed blocks, which must be every n-th."""
     ratio = strategy.checkpoint_ratio
     if ratio in (0, 1):
         return {}
@@ -315,7 +328,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 
 MODEL = ("config_name", "model_name_or_path", "model_id", "model_name", "model")
-"""Arguments of Hugging Face's scripts that name the model; a configuration by itself counts first."""
+"""Arguments of Hugging Face's scripts that name the model; a separate configuration has precedence."""
 SEQ_LEN = (
     "block_size",
     "max_seq_length",
@@ -349,10 +362,11 @@ FRAMEWORK = Framework(
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
     prepare=prepare,
+    conventions=conventions,
     read=read,
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
-    # of steps only where that says so: others are of files that are loaded, or of data.
+    # of steps only if its name says so: others are of files that are loaded, or of data.
     prints=(
         r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
         r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"

@@ -1,9 +1,9 @@
-"""The names that a framework has for the standard knobs, and what it states in a file or command.
+"""A framework's names of the standard knobs, and settings of one file or command.
 
-Each framework has one table of `Word`s. Exports are written from it, commands are rendered from it, and files and
-commands are read back by it. Settings are flat whatever the format: a TOML file with `[training] seq_len = 8192` is
-`{"training.seq_len": 8192}`, and `--seq-length 8192` is `{"seq-length": "8192"}`. Names are compared without regard to
-hyphens and underscores.
+Each framework has one table of `Word`s. It is used to write exports, to render commands, and to read files and
+commands. Settings are flat in every format: a TOML file with `[training] seq_len = 8192` is `{"training.seq_len":
+8192}`, and `--seq-length 8192` is `{"seq-length": "8192"}`. Names are compared without regard to hyphens and
+underscores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,32 +14,32 @@ from typing import Any
 from ..knobs.strategy import STANDARD, Strategy
 
 Settings = Mapping[str, Any]
-"""Settings of a file or command by their names."""
+"""Settings of a file or command by name."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """How a framework calls a knob: by a setting that has the knob's value, or by settings for each of its values."""
+    """A framework's form of a knob: a setting with the knob's value, or settings for each of its values."""
 
     knob: str
     keys: tuple[str, ...] = ()
-    """Names of the setting that has the knob's value itself. The first is written, older ones are read too."""
+    """Names of the setting with the knob's value. The first is written, older ones are read too."""
     ways: tuple[Mapping[Any, Settings], ...] = ()
-    """The settings for each value; None for one that must be absent. The first way is written, others are read too."""
+    """Settings for each value; None for a setting that must be absent. The first way is written, others are read too."""
     option: Mapping[Any, Settings] = field(default_factory=dict)
-    """The settings of a command, where they are not those of a file."""
+    """Settings of a command, if they differ from those of a file."""
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The values that can be written; empty where the setting has the knob's own value."""
+        """Values that can be written; empty if the setting has the knob's own value."""
         return tuple(self.ways[0]) if self.ways else ()
 
     def settings(self, value: Any, stated: "Stated | None" = None) -> dict[str, Any]:
-        """The settings for a value of the knob, in the way in which a file states the knob already.
+        """Settings for a value of the knob, in the way that a file already uses.
 
         Raises:
-            LookupError: the framework has no words for this value.
+            LookupError: the framework cannot express this value.
         """
         if self.keys:
             return {self.keys[0] if stated is None else stated.name(*self.keys): value}
@@ -52,14 +52,14 @@ class Word:
         return dict(way[value])
 
     def value(self, stated: "Stated") -> Any:
-        """The knob's value as settings state it; None where they do not."""
+        """The knob's value according to settings; None if they do not set it."""
         for key in self.keys:
             if (found := stated.get(key)) is not None:
                 return number(found)
         return self._found(stated)[0]
 
     def _found(self, stated: "Stated") -> tuple[Any, Mapping[Any, Settings] | None]:
-        """The value of which most settings are there, and the way in which they state it."""
+        """The value with the most matching settings, and the way in which they set it."""
         best, used, most = None, None, 0
         for way in (*self.ways, self.option):
             for value, expected in way.items():
@@ -69,10 +69,10 @@ class Word:
         return best, used
 
     def template(self, values: Sequence[Any] | None = None) -> dict[str, str]:
-        """For each setting of the knob a template of its value.
+        """Template of the value of each setting of the knob.
 
         Args:
-            values: that the knob can have there; None for all.
+            values: possible values of the knob; None for all.
         """
         if self.keys:
             return {self.keys[0]: f"{{{self.knob}}}"}
@@ -85,7 +85,7 @@ class Word:
 
 
 class Words(Mapping[str, Word]):
-    """A framework's words by the knob."""
+    """A framework's words by knob."""
 
     def __init__(self, *words: Word) -> None:
         self._words = {each.knob: each for each in words}
@@ -100,20 +100,20 @@ class Words(Mapping[str, Word]):
         return len(self._words)
 
     def write(self, knob: str, value: Any) -> dict[str, Any]:
-        """The settings for a value of a knob.
+        """Settings for a value of a knob.
 
         Raises:
-            LookupError: the framework has no words for it.
+            LookupError: the framework cannot express it.
         """
         return self[knob].settings(value)
 
     def options(self, form: str, said: Mapping[str, Sequence[Any] | None], *, hyphens: bool = False) -> dict[str, str]:
-        """Templates of a command's options, by the knob.
+        """Templates of a command's options, by knob.
 
         Args:
-            form: of an option, such as `--{} {}`.
-            said: the knobs, each with the values that it can have; None for all.
-            hyphens: whether options have hyphens where settings have underscores.
+            form: format of an option, such as `--{} {}`.
+            said: possible values of each knob; None for all.
+            hyphens: replace underscores in settings by hyphens in options.
         """
         return {
             knob: " ".join(
@@ -125,7 +125,7 @@ class Words(Mapping[str, Word]):
 
 
 def plain(name: str) -> str:
-    """A setting's name as it is compared: `--micro-batch-size` and `micro_batch_size` are the same.
+    """Normal form of a setting's name for comparisons: `--micro-batch-size` and `micro_batch_size` are the same.
 
     >>> plain("--micro-batch-size")
     'micro_batch_size'
@@ -137,9 +137,9 @@ class Stated:
     """Settings of one framework in one file or command, and the knobs read from them so far.
 
     Args:
-        settings: by their names there.
+        settings: settings by name.
         where: `the command`, or the file's path.
-        by_last: whether a setting is found by the last part of its name, as options of a command have no sections.
+        by_last: find settings by the last part of their names, because options of a command have no sections.
     """
 
     def __init__(self, settings: Settings, where: str, *, by_last: bool = False) -> None:
@@ -150,7 +150,7 @@ class Stated:
         self.facts: dict[str, Any] = {}
         """Fields of `TrainerConfig` besides knobs: `model`, `shape`, `seq_len`, `global_batch`, `devices`, `lora`."""
         self.conventions: dict[str, Any] = {}
-        """Fields of the estimator's `TrainingSetup` that the settings decide."""
+        """Fields of the estimator's `TrainingSetup` that follow from the settings."""
         self._by_last = by_last
         self._plain: dict[str, tuple[str, Any]] = {}
         for name, value in self.settings.items():
@@ -160,11 +160,11 @@ class Stated:
         return plain(name).rpartition(".")[2] if self._by_last else plain(name)
 
     def has(self, key: str) -> bool:
-        """Whether a setting is there, other than as `auto` or empty."""
+        """True if a setting is present and neither `auto` nor empty."""
         return self.get(key) is not None
 
     def get(self, *keys: str) -> Any:
-        """The first of these settings that is there; None where none is. `auto` and empty values are not there."""
+        """The first of these settings that is present; None if there is none. `auto` and empty values count as absent."""
         for key in keys:
             _, value = self._plain.get(self._key(key), ("", None))
             if value is not None and value != "" and not (isinstance(value, str) and value.lower() == "auto"):
@@ -172,35 +172,35 @@ class Stated:
         return None
 
     def name(self, *keys: str) -> str:
-        """The name that the first of these settings has there; the first name where none is there."""
+        """Name of the first of these settings that is present; the first name if none is."""
         return next((self._plain[self._key(key)][0] for key in keys if self._key(key) in self._plain), keys[0])
 
     def set(self, key: str, value: Any) -> None:
-        """Adds a setting that follows from others or is a default, unless it is there."""
+        """Adds a setting that follows from others or is a default, unless it is present."""
         if not self.has(key):
             self._plain[self._key(key)] = (key, value)
 
     def override(self, key: str, value: Any) -> None:
-        """Replaces a setting's value by what it comes to."""
+        """Replaces a setting's value by its effective value."""
         self._plain[self._key(key)] = (self.name(key), value)
 
     def whole(self, *keys: str) -> int | None:
-        """The first of these settings that is a whole number of at least 1; None where there is none."""
+        """The first of these settings that is a whole number of at least 1; None if there is none."""
         value = number(self.get(*keys))
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
     def flag(self, *keys: str) -> bool | None:
-        """The first of these settings as a flag; None where it is not there, or is not a flag."""
+        """The first of these settings as a flag; None if it is absent or not a flag."""
         return as_flag(self.get(*keys))
 
     def note(self, sentence: str) -> None:
-        """States a setting that has no knob, has no effect, or contradicts another."""
+        """Adds a note on a setting that has no knob, has no effect, or contradicts another."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
 
 def as_flag(value: Any) -> bool | None:
-    """A setting as a flag; None where it is not one."""
+    """Converts a setting to a flag; None if it is not one."""
     if isinstance(value, bool) or value is None:
         return value
     text = str(value).lower()
@@ -209,15 +209,14 @@ def as_flag(value: Any) -> bool | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What is known of a trainer: its names for knobs, how its files and commands are recognised and read, and what it
-    does where they say nothing."""
+    """A trainer: its names of knobs, how its files and commands are recognised and read, and its defaults."""
 
     name: str
-    """As `--to` and `--launcher` name it, where it has those."""
+    """Name for `--to` and `--launcher`, if supported."""
     title: str
     words: Words
     signs: tuple[str, ...] = ()
-    """Patterns of settings that tell its files from those of others."""
+    """Patterns of settings that identify its files."""
     programs: tuple[str, ...] = ()
     """Patterns of scripts, modules and programs of its commands."""
     model: tuple[str, ...] = ()
@@ -225,34 +224,35 @@ class Framework:
     seq_len: tuple[str, ...] = ()
     """Settings for the tokens of a sample."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of knobs that it has where nothing is stated."""
+    """Default values of knobs."""
     conventions: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Fields of the estimator's `TrainingSetup`, `precision` among them, by which a configuration here differs from
-    redline's own training."""
+    """Fields of the estimator's `TrainingSetup`, including `precision`, that differ from redline's own training for a
+    configuration.
+    """
     by_last: bool = False
-    """Whether its settings are found without their sections."""
+    """True if its settings are found without their sections."""
     prepare: Callable[[Stated], None] = lambda stated: None
     """Adds defaults of settings before words are read."""
     read: Callable[[Stated], None] = lambda stated: None
-    """Reads what is not a word: what follows from several settings."""
+    """Reads knobs that follow from several settings."""
     write: Callable[[Strategy, Stated], dict[str, Any]] = lambda strategy, stated: {}
-    """Settings of a strategy that are not words. The stated is the file that is to be changed."""
+    """Settings of a strategy that are not words, for the file that is to be changed."""
     partly: frozenset[str] = frozenset()
-    """Knobs of which `write` has the values that are not in the table."""
+    """Knobs for which `write` supports values that are not in the table."""
     option: str = "--{key} {value}"
-    """How a command states a setting."""
+    """Format of a setting in a command."""
     prints: str = ""
-    """What a step's line of its log looks like: a regular expression with metrics as groups."""
+    """Regular expression of a step's line in its log, with metrics as groups."""
     spoken: str = ""
-    """What its log says of the loss alone."""
+    """Regular expression of the loss in its log."""
 
     def recognised(self, settings: Settings) -> int:
-        """How many settings are signs of this framework."""
+        """Number of settings that are signs of this framework."""
         names = {plain(name) for name in settings}
         return sum(any(fnmatchcase(name, sign) for sign in self.signs) for name in names)
 
     def reading(self, settings: Settings, where: str) -> Stated:
-        """What these settings state: knobs, facts and notes."""
+        """Reads knobs, facts and notes from settings."""
         stated = Stated(settings, where, by_last=self.by_last)
         self.prepare(stated)
         for word in self.words.values():
@@ -271,10 +271,10 @@ class Framework:
         return stated
 
     def settings(self, strategy: Strategy, stated: Stated, knobs: Iterable[str]) -> dict[str, Any]:
-        """The settings for these knobs of a strategy, by the names that a file has already.
+        """Settings for these knobs of a strategy, by the names that a file already uses.
 
         Raises:
-            LookupError: the framework has no words for one of the values.
+            LookupError: the framework cannot express one of the values.
         """
         wanted = set(knobs)
         out: dict[str, Any] = {}
@@ -285,7 +285,7 @@ class Framework:
 
 
 def flattened(document: Any, prefix: str = "") -> dict[str, Any]:
-    """A document's values by their names, those in mappings with dots between.
+    """A document's values by name, with dots between the names of nested mappings.
 
     >>> flattened({"training": {"seq_len": 8192, "steps": 10}, "seed": 1})
     {'training.seq_len': 8192, 'training.steps': 10, 'seed': 1}
@@ -300,7 +300,7 @@ def flattened(document: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """Settings as a document of mappings inside each other, the reverse of `flattened`."""
+    """Settings as a document of nested mappings, the inverse of `flattened`."""
     out: dict[str, Any] = {}
     for name, value in settings.items():
         *path, last = name.split(".")
@@ -312,12 +312,12 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 def _present(expected: Settings, stated: Stated) -> int:
-    """How many of these settings are there."""
+    """Number of these settings that are present."""
     return sum(stated.has(key) for key, each in expected.items() if each is not None)
 
 
 def _same(found: Any, expected: Any) -> bool:
-    """Whether a setting is as expected. One that is not there is false."""
+    """True if a setting is as expected. An absent one counts as false."""
     if expected is None:
         return found is None or as_flag(found) is False
     if isinstance(expected, bool):
@@ -332,7 +332,7 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """A text of a whole number or a fraction as that number; anything else as it is."""
+    """Converts a text of a whole number or a fraction to that number; anything else is unchanged."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return int(value)
     if not isinstance(value, str):
@@ -349,7 +349,7 @@ def number(value: Any) -> Any:
 
 
 def _expression(knob: str, cases: Mapping[Any, Any]) -> str:
-    """A template of what a setting has for each value of a knob: `{'bf16-mixed' if precision == 'bf16' else '32-true'}`."""
+    """Template of a setting's value for each value of a knob: `{'bf16-mixed' if precision == 'bf16' else '32-true'}`."""
     if all(isinstance(each, bool) for each in cases.values()):
         on = [value for value, each in cases.items() if each]
         return (

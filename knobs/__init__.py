@@ -1,1 +1,1 @@
-"""What a configuration means: formats, sharding, pipeline schedules, sequence shards, standard and lossy values."""
+"""Meaning of configurations: formats, sharding, pipeline schedules, sequence shards, standard and lossy values."""

@@ -1,7 +1,7 @@
 """Lossy values: those that trade accuracy for speed, so that a configuration with one is another training.
 
-They are in a space only where somebody asked for them. run.yaml says under `asked.lossy`, for each knob that
-has some, which of its values in the space they are; from there every trial knows of itself (`Trial.lossy`).
+They are in a space only if the user requested them. run.yaml lists under `asked.lossy`, for each knob with lossy
+values, those in its space; `Trial.lossy` uses this list.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +15,16 @@ LOSSY: Mapping[str, Mapping[Any, str]] = {
     },
     "reduce_dtype": {"bf16": "gradients are rounded to bf16 before replicas average them"},
 }
-"""Of the standard knobs, values that are another training than float32's, and why: small updates are lost, or what
-is multiplied or added up is rounded coarsely. Autocast (`bf16`, `fp16`) keeps fp32 weights and sums."""
+"""Values of the standard knobs that give another training than float32, with the reason: small updates are lost, or
+operands or sums are rounded coarsely. Autocast (`bf16`, `fp16`) keeps fp32 weights and sums.
+"""
 
 Lossy = Mapping[str, Sequence[Any]]
-"""Of each knob that has some, its lossy values."""
+"""Lossy values by knob."""
 
 
 def lossy_of(document: Mapping[str, Any] | None) -> Lossy:
-    """The lossy values of the run that a run.yaml is of; none where it does not say."""
+    """Lossy values of a run, from its run.yaml; none if it does not list them."""
     asked = (document or {}).get("asked")
     found = asked.get("lossy") if isinstance(asked, Mapping) else None
     if not isinstance(found, Mapping):
@@ -32,15 +33,15 @@ def lossy_of(document: Mapping[str, Any] | None) -> Lossy:
 
 
 def lossy_in(config: Mapping[str, Any], lossy: Lossy) -> tuple[str, ...]:
-    """The knobs of a configuration that have a lossy value."""
+    """Knobs of a configuration with a lossy value."""
     return tuple(name for name, values in lossy.items() if name in config and config[name] in values)
 
 
 def lossy_values(config: Mapping[str, Any], knobs: Iterable[str]) -> str:
-    """What these knobs of a configuration have, as `precision=bf16_pure`; empty for no knobs."""
+    """Formats the values of these knobs, as `precision=bf16_pure`; empty for no knobs."""
     return ", ".join(f"{name}={config[name]}" for name in knobs)
 
 
 def exactness(knobs: Iterable[str]) -> str:
-    """What configurations without a lossy value of these knobs have, in words; empty for no knobs."""
+    """Describes configurations without lossy values of these knobs; empty for no knobs."""
     return "without lossy values" if set(knobs) else ""

@@ -1,8 +1,8 @@
-"""What a configuration means: in which formats it computes, what its replicas exchange, when and how, which
-blocks its stages have and which of them are recomputed. `redline.knobs.pipeline` has the orders of a pipeline.
+"""Meaning of a configuration: its number formats, the communication of its replicas, the blocks of its stages and
+those that are recomputed. `redline.knobs.pipeline` has the orders of a pipeline.
 
-Stated once. Training is built from it (`training/training.py`), time and memory are estimated from it
-(`runners/estimate`), and exports say it in the words of other frameworks (`frameworks`).
+It is defined once. Training is built from it (`training/training.py`), time and memory are estimated from it
+(`runners/estimate`), and exports translate it to other frameworks (`frameworks`).
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BUCKET_MIB = 25.0
-"""What replicas that are kept whole exchange at once, MiB; the default of torch's DistributedDataParallel."""
+"""Size of the gradient buckets of whole replicas, MiB; the default of torch's DistributedDataParallel."""
 LEAST_CHUNK = 128
-"""Tokens of the smallest chunk of a large micro-batch whose logits are not formed: below it products are too thin to be
-fast."""
+"""Tokens of the smallest chunk of a large micro-batch with unmaterialised logits: smaller products are too thin to be
+fast.
+"""
 
 
 def most_chunk(hidden: int) -> int:
-    """Tokens of a chunk of a large micro-batch whose logits are not formed. A chunk adds its part to the gradient of the
-    head's weight, vocabulary x hidden numbers, after some passes over vocabulary x chunk: with half as many tokens as
-    features the one costs about as much as the others, and the logits take half of that gradient."""
+    """Tokens of a chunk of a large micro-batch with unmaterialised logits. A chunk adds its part to the gradient of
+    the head's weight, vocabulary x hidden numbers, after some passes over vocabulary x chunk: with half as many
+    tokens as features the former costs about as much as the latter, and the logits take half the memory of that
+    gradient.
+    """
     return max(LEAST_CHUNK, hidden // 2)
 
 
@@ -28,28 +31,29 @@ class Formats:
     """Number formats of a training step: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`."""
 
     weights: str = "fp32"
-    """What the optimizer updates, and its state."""
+    """Format of the weights that the optimizer updates, and of its state."""
     compute: str = "fp32"
-    """Matrix products."""
+    """Format of matrix products."""
     gathered: str = "fp32"
-    """In what weights that are cut over replicas (ZeRO 2 and 3) are gathered."""
+    """Format in which sharded weights (ZeRO 2 and 3) are gathered."""
     gradients: str = "fp32"
-    """In what gradients add up."""
+    """Format in which gradients are accumulated."""
     reduced: str = "fp32"
-    """In what gradients travel between replicas."""
+    """Format in which gradients are reduced between replicas."""
     scaling: str | None = None
-    """What of 8-bit numbers shares a scale: a tensor, or each of its rows (the primitive `float8`)."""
+    """Granularity of the scales of 8-bit numbers: a tensor, or each of its rows (the primitive `float8`)."""
 
     @property
     def autocast(self) -> str | None:
-        """What products are cast to; None where they are computed in the format of the weights. Beside those
-        in 8 bits, which the linear layers of repeated blocks have, all others are in bf16."""
+        """Format that operands of products are cast to; None if products use the format of the weights. Apart from
+        8-bit products, which are those of linear layers in repeated blocks, all others are in bf16.
+        """
         compute = "bf16" if self.compute == "fp8" else self.compute
         return compute if compute not in (self.weights, "tf32") else None
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of what a product reads."""
+        """Bytes per operand of a product."""
         return 2 if self.autocast or self.weights == "bf16" else 4
 
 
@@ -62,31 +66,34 @@ FORMATS: Mapping[str, Formats] = {
     "fp8": Formats(compute="fp8", gathered="bf16", scaling="tensorwise"),
     "fp8_rowwise": Formats(compute="fp8", gathered="bf16", scaling="rowwise"),
 }
-"""By the knob `precision`. TensorFloat-32 (`tf32`) is a class of its own: weights, optimizer and sums as in `fp32`, and what
-products multiply is rounded to 10 bits. With fp16 the loss is scaled, and gradients are unscaled in float32."""
+"""By value of the knob `precision`. TensorFloat-32 (`tf32`) is separate: weights, optimizer and sums as in `fp32`,
+with operands of products rounded to 10 bits. With fp16 the loss is scaled, and gradients are unscaled in float32.
+"""
 
 FLOAT8 = tuple(name for name, formats in FORMATS.items() if formats.compute == "fp8")
 """Values of the knob `precision` that compute in 8 bits."""
 REDUCED = ("fp32", "bf16")
-"""Values of the knob `reduce_dtype`: what gradients of float32 travel in."""
+"""Format of the reduction of float32 gradients, by value of the knob `reduce_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What replicas exchange in one optimizer step."""
+    """Communication of replicas in one optimizer step."""
 
     cut: tuple[str, ...]
-    """What they share among them: of `optimizer`, `gradients` and `weights`."""
+    """State that is sharded over them: of `optimizer`, `gradients` and `weights`."""
     reduced: str
-    """When gradients are summed over them: once a `step`, or with every `micro_batch`, since keeping them whole
-    until the last would take the memory that cutting them is there to save."""
+    """When gradients are summed over them: once per `step`, or with every `micro_batch`, since keeping whole
+    gradients until the last one would take the memory that sharding saves.
+    """
     gathered: str
-    """When weights are collected: `never`; behind the `update`, each from its owner; in the forward pass, for
-    the whole `step`; or for every `pass`, forward and backward."""
+    """When weights are gathered: `never`; after the `update`, each from its owner; in the forward pass, for the whole
+    `step`; or for every `pass`, forward and backward.
+    """
     hsdp: int = 1
-    """Into how many groups replicas are divided, each of which cuts all that is cut over its own ranks."""
+    """Number of groups of replicas, each of which shards over its own ranks."""
     summed: str = "step"
-    """When the groups sum what each has reduced: as `reduced`."""
+    """When the groups sum their reduced gradients: as `reduced`."""
 
 
 EXCHANGES: Mapping[int, Exchange] = {
@@ -95,15 +102,16 @@ EXCHANGES: Mapping[int, Exchange] = {
     2: Exchange(("optimizer", "gradients"), "micro_batch", "step"),
     3: Exchange(("optimizer", "gradients", "weights"), "micro_batch", "pass"),
 }
-"""By the knob `zero`. Source: Rajbhandari et al., ZeRO (2020)."""
+"""By value of the knob `zero`. Source: Rajbhandari et al., ZeRO (2020)."""
 
 SUMMED: Mapping[bool, str] = {False: "step", True: "micro_batch"}
-"""When groups of replicas (HSDP) sum their gradients, by whether it is in a pipeline: what a micro-batch adds
-is kept in pieces until the last, but a stage of a pipeline does not know which is its last."""
+"""When groups of replicas (HSDP) sum their gradients, by whether there is a pipeline: shards of gradients are kept
+until the last micro-batch, but a stage of a pipeline does not know which is its last.
+"""
 
 
 def formats_of(config: Mapping[str, Any]) -> Formats:
-    """The formats of a configuration, by its knobs `precision` and `reduce_dtype`.
+    """Formats of a configuration, by its knobs `precision` and `reduce_dtype`.
 
     Raises:
         KeyError: there is no such precision.
@@ -114,7 +122,7 @@ def formats_of(config: Mapping[str, Any]) -> Formats:
 
 
 def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
-    """What so many replicas exchange in a configuration, by its knobs `zero`, `hsdp` and `pp`."""
+    """Communication of a number of replicas in a configuration, by its knobs `zero`, `hsdp` and `pp`."""
     if replicas == 1:
         return EXCHANGES[0]
     pipelined = int(config.get("pp", 1)) > 1
@@ -122,8 +130,9 @@ def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
 
 
 def pipeline_schedule_of(config: Mapping[str, Any], micro_batches: int | None) -> str:
-    """In which of `redline.knobs.pipeline.PIPELINE_SCHEDULES` a pipeline runs so many micro-batches (None: enough), by the knobs
-    `pipeline_schedule`, `virtual_stages` and `pp`."""
+    """Name in `redline.knobs.pipeline.PIPELINE_SCHEDULES` for a number of micro-batches (None: enough), by the knobs
+    `pipeline_schedule`, `virtual_stages` and `pp`.
+    """
     if named := config.get("pipeline_schedule"):
         return str(named)
     if config.get("virtual_stages", 1) > 1:
@@ -133,8 +142,8 @@ def pipeline_schedule_of(config: Mapping[str, Any], micro_batches: int | None) -
 
 
 def stage_sizes(blocks: int, stages: int) -> list[int]:
-    """How many blocks each stage of a pipeline has: in even shares, the first stages a block more where there
-    is a rest, since the head comes with the last.
+    """Number of blocks of each pipeline stage: even shares, with the remainder in the first stages, since the last
+    stage also has the head.
 
     >>> stage_sizes(10, 4)
     [3, 3, 2, 2]
@@ -144,7 +153,7 @@ def stage_sizes(blocks: int, stages: int) -> list[int]:
 
 
 def recomputed(blocks: int, ratio: float) -> list[int]:
-    """Which of the blocks of a stage are recomputed at a `checkpoint_ratio`: `round(ratio * blocks)` of them,
+    """Indices of the blocks of a stage that are recomputed at a `checkpoint_ratio`: `round(ratio * blocks)` of them,
     spread evenly.
 
     >>> recomputed(4, 0.5), recomputed(12, 0.25)

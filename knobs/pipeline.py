@@ -1,7 +1,7 @@
-"""In which order a pipeline runs its micro-batches, and which of its ranks holds which of its stages.
+"""Orders of a pipeline's micro-batches, and the placement of its stages on ranks.
 
-Stated once, below all floors: the schedule language runs it, the default space and estimates follow from it,
-and exports name it.
+They are defined once, in the lowest layer of the package: the schedule language runs them, the default space and
+estimates use them, and exports name them.
 """
 
 from collections.abc import Mapping
@@ -10,23 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSchedule:
-    """In which order the stages of a pipeline run the micro-batches of a batch."""
+    """Order in which the stages of a pipeline run the micro-batches of a batch."""
 
     made_by: str
-    """The class of torch.distributed.pipelining."""
+    """Class of torch.distributed.pipelining."""
     least: int = 1
-    """Stages that a rank holds at least."""
+    """Smallest number of stages per rank."""
     most: int | None = 1
-    """And at most; None for any number."""
+    """Largest number of stages per rank; None for any number."""
     in_rounds: bool = False
-    """Whether the micro-batches come in rounds of as many as there are ranks."""
+    """True if the micro-batches come in rounds of one per rank."""
     waits: bool = False
-    """Whether no backward pass begins before all forward passes are done."""
+    """True if no backward pass begins before all forward passes are done."""
     v_shaped: bool = False
     """See `Placement`."""
     splits_backward: bool = False
-    """Whether gradients of a stage's inputs are computed first and those of its weights later, where the
-    stage would wait."""
+    """True if gradients of a stage's inputs are computed first and those of its weights later, when the stage would
+    wait.
+    """
 
 
 PIPELINE_SCHEDULES: Mapping[str, PipelineSchedule] = {
@@ -38,24 +39,25 @@ PIPELINE_SCHEDULES: Mapping[str, PipelineSchedule] = {
     ),
     "zbv": PipelineSchedule(made_by="ScheduleZBVZeroBubble", least=2, most=2, v_shaped=True, splits_backward=True),
 }
-"""By the knob `pipeline_schedule`."""
+"""By value of the knob `pipeline_schedule`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank of a pipeline holds which of its stages."""
+    """Placement of a pipeline's stages on its ranks."""
 
     stages: int
     ranks: int
     v_shaped: bool = False
-    """Whether every second lap through the ranks runs backwards, so that rank 0 of p holds the stages 0 and
-    2p - 1; otherwise each lap begins at rank 0."""
+    """True if every second pass through the ranks is reversed, so that rank 0 of p has the stages 0 and 2p - 1;
+    otherwise each pass begins at rank 0.
+    """
 
     def rank(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """Rank of a stage."""
         lap, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.v_shaped and lap % 2 else place
 
     def held(self, rank: int) -> list[int]:
-        """The stages that a rank holds, ascending."""
+        """Stages of a rank, ascending."""
         return [stage for stage in range(self.stages) if self.rank(stage) == rank]

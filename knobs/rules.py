@@ -1,9 +1,10 @@
-"""The rules of what goes together in a configuration.
+"""Rules for valid combinations of knobs in a configuration.
 
-A `Rule` states what it refuses by comparisons, `&`, `|` and arithmetic alone, so that one predicate works on
+A `Rule` defines the combinations that it refuses only by comparisons, `&`, `|` and arithmetic, so that one predicate
+works on
 
-- a `Strategy`: the runtime refuses by it (`refusal`), and exports and checks name it;
-- a space, whose knobs are expressions: the default space requires the opposite (`models/spaces.py`), and
+- a `Strategy`: the runtime refuses by it (`refusal`), and exports and checks report it;
+- a space, whose knobs are expressions: the default space requires the negation (`models/spaces.py`), and
   `redline space` explains by it;
 - columns of configurations as numpy arrays: the estimator refuses by it.
 
@@ -23,7 +24,7 @@ from .strategy import DEGREES, STANDARD, Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleContext:
-    """What rules read besides knobs. None where it is unknown or free: rules about it then refuse nothing."""
+    """Inputs of rules besides knobs. None if unknown or free: rules on it then refuse nothing."""
 
     devices: int | None = None
     """Devices of a training."""
@@ -32,33 +33,34 @@ class RuleContext:
     seq_len: int | None = None
     """Tokens of a sample."""
     tokens: bool = True
-    """Samples are made of tokens."""
+    """True if samples consist of tokens."""
     own_loss: bool = False
-    """The loss is not the model's own."""
+    """True if the loss is not the model's own."""
     experts: tuple[int, ...] | None = None
-    """The numbers of experts of the model's mixtures, each once; empty for a model without any."""
+    """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Values of knobs that do not go together."""
+    """Values of knobs that cannot be combined."""
 
     name: str
     knobs: tuple[str, ...]
-    """The knobs that it reads."""
+    """Knobs that it reads."""
     broken: Callable[[Any, RuleContext], Any]
     """`broken(knobs, context)`, with an attribute for each knob: a bool, an expression or a boolean array."""
     reason: Callable[[RuleContext], str]
-    """What must hold, or why the values do not go together."""
+    """The requirement, or the reason against the combination."""
     general: bool = False
-    """It holds for every trainer, and not for redline's own alone."""
+    """True if it applies to every trainer, not only redline's own."""
     of_stages: bool = False
-    """It is about the stages that the standard schedules make; one of the user's own may make others, which the
-    schedule language checks (`schedule/parallel/pipeline.py`)."""
+    """True if it is about the stages of the standard schedules; a user's schedule may make others, which the schedule
+    language checks (`schedule/parallel/pipeline.py`).
+    """
 
 
 def one_of(value: Any, names: Iterable[Any]) -> Any:
-    """The condition that a knob has one of these values; False for no values."""
+    """Condition that a knob has one of these values; False for no values."""
     if hasattr(value, "isin"):  # an expression
         return value.isin(names)
     found: Any = False
@@ -72,7 +74,7 @@ def refusal(
     context: RuleContext,
     rules: "Iterable[Rule] | None" = None,
 ) -> str:
-    """The first rule that a strategy breaks, as `KNOB=VALUE, ...: REASON`; empty where it breaks none."""
+    """The first rule that a strategy breaks, as `KNOB=VALUE, ...: REASON`; empty if it breaks none."""
     for rule in RULES if rules is None else rules:
         if rule.broken(strategy, context):
             return f"{_values(rule, strategy)}: {rule.reason(context)}"
@@ -80,7 +82,7 @@ def refusal(
 
 
 def _values(rule: Rule, strategy: Strategy) -> str:
-    """The values of a rule's knobs that are not neutral, as `tp=2, fusion=true`."""
+    """Values of a rule's knobs that are not neutral, as `tp=2, fusion=true`."""
     given = {name: getattr(strategy, name) for name in rule.knobs}
     changed = {name: value for name, value in given.items() if value != STANDARD[name].neutral} or given
     return ", ".join(f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in changed.items())
@@ -142,7 +144,7 @@ def _uneven_experts(k: Any, context: RuleContext) -> Any:
 
 
 def _experts(context: RuleContext) -> str:
-    """Says which degrees divide the experts."""
+    """Requirement on degrees that divide the experts."""
     numbers = context.experts or ()
     common = gcd(*numbers)
     can = [str(each) for each in range(1, common + 1) if common % each == 0]
@@ -155,9 +157,9 @@ def _experts(context: RuleContext) -> str:
 _EARLY = [name for name, each in PIPELINE_SCHEDULES.items() if not each.waits and not each.in_rounds]
 _ROUNDS = [name for name, each in PIPELINE_SCHEDULES.items() if each.in_rounds]
 SPLITTING = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.splits_backward)
-"""Pipeline schedules that compute the gradients of weights apart from those of inputs."""
+"""Pipeline schedules that compute the gradients of weights separately from those of inputs."""
 CHUNKED = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.most != 1)
-"""Pipeline schedules of which a rank may hold several stages."""
+"""Pipeline schedules with possibly several stages per rank."""
 _SPLIT = " and ".join(SPLITTING)
 NOT_SPLIT = {
     "checkpoint": f"{_SPLIT} would recompute a block again for the gradients of its weights",
@@ -167,7 +169,7 @@ NOT_SPLIT = {
     "shard_data": f"{_SPLIT} compute the gradients of weights apart from the backward pass, in which ZeRO 2 and 3 "
     "reduce them; use ZeRO 0 or 1",
 }
-"""By the primitive: why it does not go with a backward pass in two parts."""
+"""Reason, by primitive, against a backward pass in two parts."""
 
 
 def _few_micro_batches(k: Any, context: RuleContext) -> Any:
@@ -254,7 +256,7 @@ RULES: Sequence[Rule] = (
         "sequences of tokens",
         "sp cp",
         _no_tokens,
-        "samples are not made of tokens, so that there is no sequence to cut",
+        "samples have no tokens, so there is no sequence to cut",
         general=True,
     ),
     _rule(
@@ -284,13 +286,13 @@ RULES: Sequence[Rule] = (
         lambda context: f"tp * sp * cp must divide the {context.seq_len} tokens of a sample to cut them",
         general=True,
     ),
-    _rule("experts of a dense model", "ep", _dense, "the model has no experts, so that ep must be 1", general=True),
+    _rule("experts of a dense model", "ep", _dense, "the model has no experts, so ep must be 1", general=True),
     _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
     _rule(
         "replicas that share experts",
         "ep dp sp cp",
         lambda k, context: (k.dp * k.sp * k.cp) % k.ep != 0,
-        "ep must divide the dp * sp * cp replicas, of which so many neighbours share the experts",
+        "ep must divide the dp * sp * cp replicas, because this number of neighbours shares the experts",
     ),
     _rule(
         "experts and hsdp",
@@ -381,18 +383,18 @@ RULES: Sequence[Rule] = (
         "a ring attends by its own code, which computes blocks by torch's flash attention where attention is sdpa",
     ),
 )
-"""All rules; the first that is broken gives the reason."""
+"""All rules; the first broken one gives the reason."""
 GENERAL: Sequence[Rule] = tuple(rule for rule in RULES if rule.general)
-"""Those that hold for every trainer."""
+"""Rules that apply to every trainer."""
 
 
 def sequence_refusal(seq_len: int | None, sp: int, cp: int, *, own_loss: bool = False) -> str:
-    """The reason why `sp * cp` ranks cannot share sequences; empty where they can.
+    """Reason why `sp * cp` ranks cannot share sequences; empty if they can.
 
     Args:
-        seq_len: tokens of a sample; None where samples are not made of tokens.
-        sp, cp: ranks that exchange heads, and of a ring.
-        own_loss: the loss is not the model's own.
+        seq_len: tokens of a sample; None if samples have no tokens.
+        sp, cp: numbers of ranks that exchange heads, and of a ring.
+        own_loss: True if the loss is not the model's own.
 
     >>> sequence_refusal(12, 2, 4)
     '2 * cp must divide the 12 tokens of a sample (cp=4)'

@@ -1,4 +1,4 @@
-"""Who has which piece of a sequence that ranks share."""
+"""Pieces of a sequence that ranks share."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,27 +11,27 @@ if TYPE_CHECKING:
 class SequenceShards:
     """Ranks that have a piece each of the same sequences.
 
-    With a ring a sequence is 2 P stretches, and rank r of it has r and 2 P - 1 - r: where tokens look back alone, all
-    have as much to look at. Each of the S ranks that stand there has a part of these two.
+    With a ring a sequence is cut into 2 P stretches, and rank r of the ring has r and 2 P - 1 - r: with causal
+    attention, all ranks then have the same work. Each of the S ranks at that position has a part of these two.
     """
 
     sp: int = 1
-    """Ranks that exchange heads, neighbours."""
+    """Number of neighbouring ranks that exchange heads."""
     cp: int = 1
-    """Ranks of a ring."""
+    """Number of ranks of a ring."""
     rank: int = 0
-    """Which of all of them."""
+    """Index among all of them."""
 
     def __str__(self) -> str:
         return " with ".join(f"{name}={size}" for name, size in (("sp", self.sp), ("cp", self.cp)) if size > 1)
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.sp * self.cp
 
     def piece(self, value: "torch.Tensor", dim: int) -> "torch.Tensor":
-        """What this rank has of a dimension that has a place for every token."""
+        """This rank's piece along a dimension of tokens."""
         import torch
 
         if self.cp > 1:

@@ -1,7 +1,7 @@
 """The standard knobs, and a `Strategy`: the value of each of them in one configuration.
 
 A training is built from a `Strategy`, an estimate is computed from the same fields as arrays, and exports are written
-from it. `redline.knobs.meaning` defines what the values mean, `redline.knobs.rules` which of them go together.
+from it. `redline.knobs.meaning` defines the meaning of the values, `redline.knobs.rules` their valid combinations.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,16 @@ from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_o
 from .pipeline import PIPELINE_SCHEDULES
 
 MAX_DEVICES = 1 << 20
-"""Most devices of one training."""
+"""Largest number of devices of one training."""
 OFFLOADS = ("none", "optimizer")
 """Values of the knob `offload`."""
 DEGREES = ("tp", "sp", "cp", "pp", "dp")
 """Knobs whose product is the number of devices."""
 BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
-"""Knobs that name blocks by their indices, such as `0-3,7` or `none`: those that are recomputed, in place of
-`checkpoint_ratio`, and those whose weights ZeRO 3 keeps gathered from forward to backward. No space varies them: they
-come from a refinement block by block, or are fixed."""
+"""Knobs that name blocks by their indices, such as `0-3,7` or `none`: blocks that are recomputed, in place of
+`checkpoint_ratio`, and blocks whose weights ZeRO 3 keeps gathered from forward to backward. No space varies them:
+they come from a refinement block by block, or are fixed.
+"""
 
 
 def is_whole(value: Any) -> bool:
@@ -61,7 +62,7 @@ def _knob(neutral: Any, values: Values, memory: int = 0) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """The standard knobs of one configuration; those that it lacks have their neutral value."""
+    """The standard knobs of one configuration; missing ones have their neutral value."""
 
     tp: int = _knob(1, _DEGREE, -1)
     sp: int = _knob(1, _DEGREE, -1)
@@ -81,33 +82,33 @@ class Strategy:
     checkpoint_ratio: float = _knob(0, _SHARE, -1)
     precision: str = _knob("fp32", _among(*FORMATS))
     attention: str | None = _knob(None, _NAME)
-    """As transformers names it; None for the model's default."""
+    """transformers' name; None for the model's default."""
     fusion: bool = _knob(False, _FLAG)
     fused_optimizer: bool | None = _knob(None, _FLAG_OR_NONE)
-    """None for the default of whoever makes the optimizer."""
+    """None for the optimizer's default."""
     kernels: bool = _knob(False, _FLAG)
     offload: str = _knob("none", _among(*OFFLOADS))
     reduce_dtype: str = _knob("fp32", _among(*REDUCED))
     checkpoint_blocks: str | None = _knob(None, _NAME)
-    """In place of `checkpoint_ratio`: the indices of the blocks that are recomputed."""
+    """Indices of the blocks that are recomputed, in place of `checkpoint_ratio`."""
     gathered_blocks: str | None = _knob(None, _NAME)
-    """The indices of the blocks whose weights ZeRO 3 keeps gathered from forward to backward."""
+    """Indices of the blocks whose weights ZeRO 3 keeps gathered from forward to backward."""
 
     @classmethod
     def of(
         cls, config: Mapping[str, Any], *, devices: int | None = None, global_batch: int | None = None
     ) -> "Strategy":
-        """The strategy of a configuration. A knob without effect beside the others, such as `zero` of one replica, has
-        its neutral value; knobs that are not standard are ignored.
+        """Returns the strategy of a configuration. A knob without effect beside the others, such as `zero` of one
+        replica, has its neutral value; knobs that are not standard are ignored.
 
         Args:
-            config: values by the names of knobs.
-            devices: of the training; `dp` is what the other degrees leave of them where it is not a knob.
-            global_batch: samples of one optimizer step; `micro_batch` and `grad_accum` are what it leaves where they
-                are not knobs.
+            config: values by knob.
+            devices: devices of the training; if `dp` is not a knob it is their number over the other degrees.
+            global_batch: samples of one optimizer step; if `micro_batch` or `grad_accum` are not knobs they follow
+                from it.
 
         Raises:
-            UsageError: a knob has a value that it cannot have, or the global batch cannot be divided so.
+            UsageError: a knob has an invalid value, or the global batch cannot be divided.
         """
         given = {name: config[name] for name in _NAMES if name in config}
         for name, value in given.items():
@@ -133,12 +134,12 @@ class Strategy:
 
     @property
     def devices(self) -> int:
-        """The product of the degrees."""
+        """Product of the degrees."""
         return self.tp * self.sp * self.cp * self.pp * self.dp
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights: those with samples of their own, and those that share sequences."""
+        """Number of ranks with the same weights: replicas with their own samples, times ranks that share sequences."""
         return self.dp * self.sp * self.cp
 
     @property
@@ -148,12 +149,12 @@ class Strategy:
 
     @property
     def exchange(self) -> Exchange:
-        """What replicas exchange in one step."""
+        """Communication of replicas in one step."""
         return exchange_of({"zero": self.zero, "hsdp": self.hsdp, "pp": self.pp}, self.replicas)
 
 
 def _batch(given: Mapping[str, Any], total: int) -> dict[str, int]:
-    """`micro_batch` and `grad_accum`, where a configuration lacks one or both."""
+    """`micro_batch` and `grad_accum`, if a configuration lacks one or both."""
     if "micro_batch" in given and "grad_accum" in given:
         return {}
     dp = given.get("dp", 1)
@@ -173,14 +174,14 @@ def _batch(given: Mapping[str, Any], total: int) -> dict[str, int]:
 
 
 class StandardKnob(NamedTuple):
-    """A knob that means the same whatever is tuned."""
+    """A knob with the same meaning for every model."""
 
     neutral: Any
-    """The value that asks nothing of a framework."""
+    """Value that requires nothing of a framework."""
     can_be: Callable[[Any], bool]
-    """Returns True for a value that it can have: a callable's space may call other things by its name."""
+    """Returns True for a valid value: a callable's space may use its name for something else."""
     memory: int = 0
-    """1 where a larger value needs more memory whoever trains, -1 where it needs less, 0 where neither is certain."""
+    """1 if a larger value needs more memory in every trainer, -1 if less, 0 if neither is certain."""
 
 
 _NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in fields(Strategy)}
@@ -189,4 +190,4 @@ STANDARD: Mapping[str, StandardKnob] = {
     for each in fields(Strategy)
     if each.name not in BLOCK_KNOBS
 }
-"""By their names. `BLOCK_KNOBS` mean something only for a model whose blocks are known."""
+"""By name. `BLOCK_KNOBS` have a meaning only for a model with known blocks."""

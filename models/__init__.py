@@ -1,8 +1,8 @@
-"""What is tuned: workloads, any Hugging Face language model or image classifier, presets, families' schedules."""
+"""Workloads: any Hugging Face language model or image classifier, presets, schedules of families."""
 
 import lazy_loader
 
-# `workload` is a function here and a file beside it: bound after the file is imported, the function stays.
+# `workload` is both a function and a module: bound after the module is imported, the function remains.
 from .workload import Workload  # isort: skip
 from .resolve import workload  # isort: skip
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# What describes a checkpoint rather than an architecture.
+# Entries of a checkpoint rather than of an architecture.
 _NOT_ARCHITECTURE = (
     "_name_or_path",
     "architectures",
@@ -29,8 +29,8 @@ _NOT_ARCHITECTURE = (
     "torch_dtype",
     "transformers_version",
 )
-# By these a configuration, and those inside of it, would choose how it is computed, which the knobs do; with a name that
-# holds a slash transformers fetches and runs a kernel of the hub's.
+# These entries, also of nested configurations, select an implementation, which the knobs do here. For a name with a
+# slash, transformers downloads and runs a kernel of the hub.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal|_autoset)?|use_kernels|kernel_config")
 _ATTENTION = re.compile(r"\w+", re.ASCII)
 _AUTO: dict[Task, str] = {
@@ -39,7 +39,7 @@ _AUTO: dict[Task, str] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image": "AutoModelForImageClassification",
 }
-# What transformers computes for labels that are shifted already is that of masked tokens.
+# transformers' loss for shifted labels is that of masked tokens.
 _LOSS: dict[Task, str] = {
     "causal": "ForCausalLM",
     "masked": "ForMaskedLM",
@@ -72,10 +72,10 @@ class Architecture:
     """`causal`, `masked`, `seq2seq` or `image`."""
 
     def configuration(self) -> Any:
-        """A fresh `transformers.PretrainedConfig`.
+        """Returns a new `transformers.PretrainedConfig`.
 
         Raises:
-            WorkloadError: transformers does not take these values.
+            WorkloadError: transformers does not accept these values.
         """
         with quiet() as transformers:
             kind = _config_class(transformers, self.model_type)
@@ -84,14 +84,14 @@ class Architecture:
                 made = kind.from_dict({**_without_implementations(self.arguments), "model_type": self.model_type})
                 made.use_cache = False
                 if self.task == "seq2seq" and getattr(made, "decoder_start_token_id", None) is None:
-                    # Published configurations have it; T5's convention.
+                    # Published configurations contain it; T5's convention.
                     made.decoder_start_token_id = made.pad_token_id
             except refusals() as error:
-                raise WorkloadError(f"the configuration is no valid {self.model_type}: {one_line(error)}") from error
+                raise WorkloadError(f"the configuration is not a valid {self.model_type}: {one_line(error)}") from error
         return made
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
-        """The module in float32, on the current device, with the knob `attention` followed.
+        """Returns the module in float32, on the current device, with the implementation of the knob `attention`.
 
         Raises:
             WorkloadError: transformers cannot build it.
@@ -118,29 +118,29 @@ class Architecture:
                     f"transformers cannot build this {self.model_type} with attention '{attention}': {one_line(error)}"
                 ) from error
         if getattr(model, "loss_type", "") is None:
-            # transformers guesses the loss from the name of the class, and warns where it cannot.
+            # transformers guesses the loss from the name of the class, and warns if it cannot.
             model.loss_type = _LOSS[self.task]
         return model
 
     @cached_property
     def model_class(self) -> type:
-        """The class transformers has for this family and task."""
+        """Class of transformers for this family and task."""
         with quiet() as transformers:
             mapping = getattr(transformers, _MAPPING[self.task])
             return mapping[_config_class(transformers, self.model_type)]
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """What building the model imports; most of a second, were it done in every trial."""
+        """Modules that building the model imports, which takes most of a second in each process."""
         return ("transformers.models.auto.modeling_auto", self.model_class.__module__, __name__)
 
     @property
     def default_attention(self) -> str:
-        """What `transformers.Trainer` would run with."""
+        """Implementation that `transformers.Trainer` would use."""
         return "sdpa" if supports_sdpa(self.model_class) else "eager"
 
     def attentions(self, device: Device) -> tuple[str, ...]:
-        """Implementations of attention that the architecture and the device have, the default first."""
+        """Implementations of attention available for the architecture and the device, the default first."""
         found = ["sdpa", "eager"] if supports_sdpa(self.model_class) else ["eager"]
         if (
             supports_flash(self.model_class)
@@ -153,7 +153,7 @@ class Architecture:
 
 
 def _without_implementations(found: Any) -> Any:
-    """A configuration's values without those that say how it is computed, at any depth."""
+    """Removes values that select an implementation, at any depth."""
     if isinstance(found, Mapping):
         return {
             name: _without_implementations(value)
@@ -164,7 +164,7 @@ def _without_implementations(found: Any) -> Any:
 
 
 def from_configuration(configuration: Any, name: str) -> Architecture:
-    """The architecture a `transformers.PretrainedConfig` describes.
+    """Returns the architecture of a `transformers.PretrainedConfig`.
 
     Raises:
         WorkloadError: transformers has no language model and no image classifier for it.
@@ -198,12 +198,12 @@ def _task(configuration: Any, kinds: list[Task]) -> Task:
 
 
 def _config_class(transformers: ModuleType, model_type: str) -> Any:
-    """The class of a family's configurations, of `transformers.PretrainedConfig`."""
+    """Class of a family's configurations, a subclass of `transformers.PretrainedConfig`."""
     return transformers.CONFIG_MAPPING[model_type]
 
 
 def described(configuration: Any) -> dict[str, Any]:
-    """The architecture as plain data, without what a checkpoint or a version of transformers adds."""
+    """The architecture as JSON-ready data, without entries of a checkpoint or a version of transformers."""
     values = configuration.to_diff_dict()
     return {
         **{key: value for key, value in values.items() if key not in (*_NOT_ARCHITECTURE, "use_cache")},
@@ -212,7 +212,7 @@ def described(configuration: Any) -> dict[str, Any]:
 
 
 def without_memory(architecture: Architecture) -> "nn.Module":
-    """The model on the meta device.
+    """Returns the model on the meta device.
 
     Raises:
         WorkloadError: its sizes contradict each other.
@@ -230,7 +230,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-# The words of run.yaml, and what the families call it; the first that a configuration has counts.
+# Names in run.yaml, and in the families' configurations; the first one present counts.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
@@ -257,10 +257,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def shape_of(model: Any) -> dict[str, Any] | None:
-    """What run.yaml keeps of a model's shape: its `family` and, where its configuration has them, `layers`,
-    `hidden`, `heads`, `kv_heads`, `head_dim`, `intermediate`, `vocabulary`, `positions`, `tied` and the like.
+    """Shape of a model for run.yaml: its `family` and, if its configuration has them, `layers`, `hidden`, `heads`,
+    `kv_heads`, `head_dim`, `intermediate`, `vocabulary`, `positions`, `tied` and others.
 
-    None of what is no single stack of blocks over tokens: an encoder with a decoder, images, one's own model.
+    None if the model is not a single stack of blocks over tokens: an encoder with a decoder, images, a user's model.
     """
     if not isinstance(model, Architecture) or model.task not in ("causal", "masked"):
         return None
@@ -271,6 +271,6 @@ def shape_of(model: Any) -> dict[str, Any] | None:
         value = next((each for each in values if each is not None), None)
         if value is not None:
             found[word] = dict(value) if isinstance(value, Mapping) else value
-    # GPT-2, GPT-Neo and others leave it open.
+    # GPT-2, GPT-Neo and others do not set it.
     found.setdefault("intermediate", 4 * found["hidden"])
     return found

@@ -1,4 +1,4 @@
-"""What is done with batches: checked, cut into micro-batches, moved, and given to a model."""
+"""Checks batches, cuts them into micro-batches, moves them, and passes them to a model."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_batch(workload: Workload, size: int, seed: int) -> Batch:
-    """A batch of the workload, checked.
+    """Returns a checked batch of the workload.
 
     Raises:
         WorkloadError: it is not a dict or tuple of CPU tensors whose first dimension is `size`.
@@ -27,7 +27,7 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     if not isinstance(batch, Mapping | tuple):
         raise WorkloadError(f"{where} must be a dict or a tuple of tensors, but is {type(batch).__name__}")
     if not batch:
-        raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must hold tensors")
+        raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must contain tensors")
     for key, value in entries(batch).items():
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
@@ -45,7 +45,7 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
 
 
 def entries(batch: Batch) -> dict[str | int, Any]:
-    """What a batch holds, by name or by position."""
+    """Entries of a batch, by name or by position."""
     return dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
 
 
@@ -60,12 +60,12 @@ def num_bytes(batch: Batch) -> int:
 
 
 def to_device(batch: Batch, device: "torch.device") -> Batch:
-    """The batch on a device; from pinned memory the copy does not wait."""
+    """Copies the batch to a device; the copy from pinned memory is asynchronous."""
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def each_tensor(batch: Batch, function: "Callable[[torch.Tensor], Any]") -> Batch:
-    """The batch with `function` applied to every tensor; a tensor that stands there twice stays one."""
+    """Applies `function` to every tensor of the batch; a tensor that occurs twice is converted once."""
     done: dict[int, Any] = {}
 
     def once(tensor: "torch.Tensor") -> Any:
@@ -79,7 +79,7 @@ def each_tensor(batch: Batch, function: "Callable[[torch.Tensor], Any]") -> Batc
 
 
 class ForwardPass:
-    """How a workload's model is called and its loss computed."""
+    """Calls a workload's model and computes its loss."""
 
     def __init__(self, workload: Workload, model: "nn.Module") -> None:
         self._workload = workload
@@ -87,11 +87,11 @@ class ForwardPass:
         self._names = _forward_names(model)
 
     def __call__(self, batch: Batch, watch: Callable[[Any], None] | None = None) -> "torch.Tensor":
-        """The scalar loss of a batch; nothing else that the model returned stays alive.
+        """Returns the scalar loss of a batch. No other output of the model is kept alive.
 
         Args:
-            batch: what `make_batch` returns.
-            watch: called with what the model returned.
+            batch: result of `make_batch`.
+            watch: called with the model's output.
 
         Raises:
             WorkloadError: the loss is not a scalar tensor.
@@ -103,10 +103,10 @@ class ForwardPass:
         return self.loss(output, batch)
 
     def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What of a batch the model is called with, by position and by name.
+        """Arguments of the model from a batch, by position and by name.
 
         Raises:
-            WorkloadError: the model takes nothing of it.
+            WorkloadError: the model takes no entry of it.
         """
         if isinstance(batch, Mapping):
             taken = dict(batch) if self._names is None else {k: v for k, v in batch.items() if k in self._names}
@@ -114,13 +114,13 @@ class ForwardPass:
                 raise WorkloadError(
                     f"{self._workload.name}: the model's forward takes "
                     f"{', '.join(sorted(self._names or ()))}, but "
-                    f"the batch holds {', '.join(map(str, batch))}"
+                    f"the batch has {', '.join(map(str, batch))}"
                 )
             return (), taken
         return (batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch), {}
 
     def loss(self, output: Any, batch: Batch) -> "torch.Tensor":
-        """The scalar loss of what the model returned for a batch.
+        """Returns the scalar loss of a model's output for a batch.
 
         Raises:
             WorkloadError: it is not a scalar tensor.
@@ -148,14 +148,14 @@ class ForwardPass:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise WorkloadError(
-                f"{self._workload.name}: without a loss of its own the workload needs a model that returns "
+                f"{self._workload.name}: without its own loss the workload needs a model that returns "
                 f"one, but it returned {type(output).__name__} without a loss; give Workload(loss=...)"
             )
         return loss
 
 
 def _forward_names(model: "nn.Module") -> set[str] | None:
-    """Names of what the model's forward takes; None where it takes any."""
+    """Names of the arguments of the model's forward; None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 Task = Literal["causal", "masked", "seq2seq", "image"]
-"""What a model is trained to do: the next token, hidden tokens, another sequence, the class of an image."""
+"""Training task of a model: the next token, masked tokens, another sequence, the class of an image."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
-"""How much of a text is read: many times what a dry run consumes, and it travels to every trial."""
+"""Number of bytes of a text that are read: much more than a dry run needs, and they are sent to every trial."""
 MASKED_SHARE = 0.15
 BYTE_OFFSET = 3
-"""Byte b is token b + 3: the first three are left to padding, end and unknown (ByT5, arXiv:2105.13626)."""
+"""Byte b is token b + 3: the first three tokens are padding, end and unknown (ByT5, arXiv:2105.13626)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
-"""By any of which a folder is known to hold a tokenizer."""
+"""Files that identify a folder with a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +28,8 @@ class TokenText:
     """A text as tokens."""
 
     path: str
-    """The file."""
     tokens: "np.ndarray"
-    """Token ids, one dimension, of the smallest unsigned type that holds them."""
+    """Token ids, one dimension, of the smallest unsigned type that represents them."""
     tokenizer: str
     """`bytes`, or the folder of the tokenizer."""
     digest: str
@@ -43,11 +42,10 @@ class TokenText:
 class TokenBatches:
     """`batches(size, seed)`: `input_ids` and `labels`, int64, shape [size, seq_len].
 
-    Causal: labels are the inputs (the model shifts them). Masked: 15 % of every sequence, always the same
-    number so that the mean over a batch is the mean over its micro-batches, is chosen; of these 80 % become
-    the mask token, 10 % a random one, 10 % stay (BERT, arXiv:1810.04805); other labels are -100. Sequence to
-    sequence: labels are as many tokens again, of a text those that follow; the model makes of them what its
-    decoder reads.
+    Causal: labels are the inputs (the model shifts them). Masked: 15 % of every sequence is selected, always the same
+    number, so that the mean over a batch is the mean over its micro-batches. Of these 80 % become the mask token, 10 %
+    a random one, 10 % do not change (BERT, arXiv:1810.04805); other labels are -100. Sequence to sequence: labels are
+    the same number of further tokens, of a text those that follow; the model derives its decoder's input from them.
     """
 
     task: Task
@@ -55,11 +53,11 @@ class TokenBatches:
     seq_len: int
     """Tokens of a sample; sequence to sequence, of its input and of its output each."""
     vocab_size: int
-    """Ids are below."""
+    """All ids are smaller."""
     pad_id: int | None = None
-    """An id that never occurs: models treat it apart."""
+    """An id that never occurs, because models treat it specially."""
     text: TokenText | None = field(default=None, repr=False)
-    """Where the tokens come from; None draws them."""
+    """Source of the tokens; None for random tokens."""
 
     def __call__(self, size: int, seed: int) -> dict[str, "torch.Tensor"]:
         import torch
@@ -77,17 +75,17 @@ class TokenBatches:
 
 
 class Draw(Protocol):
-    """Where random numbers come from; each call gives new ones."""
+    """Source of random numbers; each call returns new ones."""
 
     def uniform(self, shape: tuple[int, int]) -> "torch.Tensor":
-        """Numbers from 0 to below 1."""
+        """Numbers from 0 to 1, without 1."""
 
     def below(self, bound: int, shape: tuple[int, int]) -> "torch.Tensor":
-        """Integers from 0 to below `bound`, int64."""
+        """Integers from 0 to `bound` - 1, int64."""
 
 
 class GeneratorDraw:
-    """Numbers drawn by a generator of PyTorch."""
+    """Draws numbers from a generator of PyTorch."""
 
     def __init__(self, generator: "torch.Generator") -> None:
         self._generator = generator
@@ -104,7 +102,7 @@ class GeneratorDraw:
 
 
 def random_tokens(shape: tuple[int, int], vocab_size: int, pad_id: int | None, draw: Draw) -> "torch.Tensor":
-    """Random tokens of a vocabulary, its padding left out."""
+    """Random tokens of a vocabulary, without its padding."""
     if pad_id is None or not 0 <= pad_id < vocab_size:
         return draw.below(vocab_size, shape)
     ids = draw.below(vocab_size - 1, shape)
@@ -121,16 +119,16 @@ def inputs_and_labels(
     draw: Draw,
     real: "torch.Tensor | None" = None,
 ) -> dict[str, "torch.Tensor"]:
-    """What a model of a task reads and what it must say of samples of tokens, as `TokenBatches` describes it.
+    """Returns inputs and labels of a task for samples of tokens, as described in `TokenBatches`.
 
     Args:
         task: `causal`, `masked` or `seq2seq`.
         tokens: int64, shape [samples, window(task, seq_len)].
-        vocab_size: ids are below.
+        vocab_size: all ids are smaller.
         pad_id: an id that is never drawn.
-        mask_id: what hides a token; None for the last id.
-        draw: of the numbers that choose what is hidden.
-        real: bool, shape of `tokens`: those that may be hidden; None for all.
+        mask_id: token that replaces masked ones; None for the last id.
+        draw: source of random numbers for the selection.
+        real: bool, shape of `tokens`: tokens that may be masked; None for all.
     """
     if task == "seq2seq":
         source, target = tokens.chunk(2, dim=1)
@@ -143,7 +141,7 @@ def inputs_and_labels(
     order = draw.uniform((size, length))
     counts = torch.full((size, 1), length) if real is None else real.sum(dim=1, keepdim=True)
     if real is not None:
-        order = order.masked_fill(~real, 2.0)  # behind all that may be hidden
+        order = order.masked_fill(~real, 2.0)  # after all that may be masked
     counts = (MASKED_SHARE * counts.double()).round().long().clamp(min=1)
     most = int(counts.max())
     positions = order.argsort(dim=1)[:, :most]
@@ -159,7 +157,7 @@ def inputs_and_labels(
 
 
 def _windows(tokens: "np.ndarray", shape: tuple[int, int], draw: Draw) -> "torch.Tensor":
-    """Pieces of a text that begin anywhere in it, of so many samples and tokens."""
+    """Pieces of a text at random positions, with the given number of samples and tokens."""
     import numpy as np
     import torch
 
@@ -170,17 +168,18 @@ def _windows(tokens: "np.ndarray", shape: tuple[int, int], draw: Draw) -> "torch
 
 
 def window(task: Task, seq_len: int) -> int:
-    """How many tokens of a text one sample takes."""
+    """Number of tokens of a text that one sample needs."""
     return 2 * seq_len if task == "seq2seq" else seq_len
 
 
 def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path | None = None) -> TokenText:
-    """A text file as tokens: by the tokenizer in `folder` if there is one, by bytes otherwise.
+    """Reads a text file as tokens: by the tokenizer in `folder` if there is one, by bytes otherwise.
 
     The first 4 MiB are read.
 
     Raises:
-        WorkloadError: no readable UTF-8 text, too short for one sample, or tokens beyond the vocabulary.
+        WorkloadError: the file is not readable UTF-8 text, too short for one sample, or has tokens beyond the
+            vocabulary.
     """
     import hashlib
 
@@ -203,7 +202,7 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
         if len(ids) and int(ids.max()) >= vocab_size:
             raise WorkloadError(
                 f"{path}: the tokenizer in {folder} yields token {int(ids.max())}, but the model's "
-                f"vocabulary has {vocab_size}; they do not belong together"
+                f"vocabulary has {vocab_size}; they do not match"
             )
     if len(ids) < seq_len:
         raise WorkloadError(
@@ -236,7 +235,7 @@ def _read(path: Path) -> bytes:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; None where there is none.
+    """Returns the tokenizer of a folder; None if there is none.
 
     Raises:
         WorkloadError: it cannot be loaded.
@@ -255,17 +254,17 @@ def load_tokenizer(folder: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageBatches:
-    """`batches(size, seed)`: `pixel_values`, float32, shape [size, channels, height, width], standard normal as
-    images are after normalisation; `labels`, int64, shape [size]."""
+    """`batches(size, seed)`: `pixel_values`, float32, shape [size, channels, height, width], standard normal like
+    normalised images; `labels`, int64, shape [size].
+    """
 
     channels: int
-    """Channels of an image."""
     height: int
     """Pixels."""
     width: int
     """Pixels."""
     classes: int
-    """Labels are below."""
+    """All labels are smaller."""
 
     def __call__(self, size: int, seed: int) -> dict[str, "torch.Tensor"]:
         import torch

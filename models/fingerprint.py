@@ -1,4 +1,4 @@
-"""Digests that are the same in every process."""
+"""Digests that are equal in every process."""
 
 import functools
 import hashlib
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def digest(value: Any) -> str:
-    """Ten hex digits of the SHA-256 of plain data's canonical JSON."""
+    """Ten hex digits of the SHA-256 of the data's canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def of_callable(function: Any) -> Any:
-    """What a callable is, as plain data: its source text (or its bytecode), defaults and closed-over values.
+    """Describes a callable by JSON-ready data: its source text (or its bytecode), defaults and closed-over values.
 
-    Values that are not plain data themselves count by their type alone.
+    Values that are not JSON-ready count only by their type.
     """
     if function is None:
         return None

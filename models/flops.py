@@ -1,4 +1,4 @@
-"""How many floating-point operations training takes, counted without doing them."""
+"""Counts the floating-point operations of training without running it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ class Flops:
     """Model FLOPs of one sample."""
 
     per_sample: float | None
-    """Forward and backward, recomputation not included; None where the model cannot be traced."""
+    """Forward and backward, without recomputation; None if the model cannot be traced."""
     reason: str = ""
-    """Why not."""
+    """Reason for None."""
 
 
 def flops_of(workload: Workload) -> Flops:
-    """Model FLOPs of one sample, counted once; see `count_flops`."""
+    """Model FLOPs of one sample, counted once per workload; see `count_flops`."""
     return workload.once(count_flops)
 
 
 def count_flops(workload: Workload) -> Flops:
-    """Traces one sample forward and backward with fake tensors: no memory, no arithmetic, a second or a few.
+    """Traces one sample forward and backward with fake tensors, without memory or arithmetic, in a few seconds.
 
-    Matrix products, convolutions and attention count, a multiplication and an addition as two. Attention is
-    counted in its eager form and over the whole square, so that every implementation of it counts alike (the
-    convention of PaLM, arXiv:2204.02311, appendix B).
+    Matrix products, convolutions and attention count, a multiplication and an addition as two operations. Attention is
+    counted in its eager form and over the whole square, so that every implementation counts the same (the convention
+    of PaLM, arXiv:2204.02311, appendix B).
 
     Raises:
-        WorkloadError: the batch or the loss is not what it must be; a loss that adds up over samples.
+        WorkloadError: the batch or the loss is invalid, for example a loss that is a sum over samples.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -48,11 +48,11 @@ def count_flops(workload: Workload) -> Flops:
     if isinstance(workload.model, Architecture):
         config = {**config, "attention": "eager"}
     batch = make_batch(workload, 1, 0)
-    # Meta tensors would do but for transformers, which looks at values unless it sees that it is traced.
+    # Meta tensors would be enough, but transformers reads values unless it detects tracing.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with torch.random.fork_rng(devices=[]), quiet(), fake:
-            with no_init_weights():  # some look at the values that they draw
+            with no_init_weights():  # some read the values that they draw
                 model = by_shapes_alone(workload.build_model(config).train())
             step, fakes = ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
             with FlopCounterMode(display=False) as counter:
@@ -62,12 +62,12 @@ def count_flops(workload: Workload) -> Flops:
     except WorkloadError:
         raise
     except UNABLE as error:
-        # Whatever is wrong with the model itself, the trials will tell.
+        # Errors of the model itself are reported by the trials.
         text = " ".join(str(error).split())[:200]
         return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {text}")
     if workload.loss is not None:
         check_mean(workload, output, batch)
     total = counter.get_total_flops()
     if not total:
-        return Flops(per_sample=None, reason="it does no operation that is counted")
+        return Flops(per_sample=None, reason="it has no operation that is counted")
     return Flops(per_sample=float(total))

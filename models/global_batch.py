@@ -1,4 +1,4 @@
-"""The samples of one optimizer step where nobody has said how many: as many as the devices can share."""
+"""Default samples of one optimizer step: a number that the devices can share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +10,11 @@ from .workload import Workload
 
 
 def shareable(usual: int, devices: int) -> int:
-    """A global batch for so many devices: the usual one where they can share it without a rest, else the
-    next larger one that gives each of them a power of two of samples.
+    """Returns a global batch for a number of devices: the usual one if they can share it evenly, otherwise the next
+    larger one that gives each of them a power of two of samples.
 
-    So there is always plain data parallelism, a sample a device or more, and micro-batches to choose from.
+    Plain data parallelism is therefore always possible, with at least a sample per device and a choice of
+    micro-batches.
 
     >>> [shareable(usual, devices) for usual, devices in ((32, 1), (32, 8), (16, 64), (32, 24))]
     [32, 32, 64, 48]
@@ -25,16 +26,16 @@ def shareable(usual: int, devices: int) -> int:
 
 
 def shared(workload: Workload, devices: int, *, target: object, asked: int | None) -> tuple[Workload, tuple[str, ...]]:
-    """The workload with a global batch that so many devices can share, and what is to be said of it.
+    """Returns the workload with a global batch that the devices can share, and notes about it.
 
-    Only a batch that nobody chose is changed: that of a preset or a configuration file. One that was asked
-    for, or is part of a workload of somebody's own, is kept.
+    Only a default batch is changed: that of a preset or a configuration file. A requested one, or that of a user's
+    workload, is kept.
 
     Args:
-        workload: as it was resolved.
-        devices: of one trial.
+        workload: the resolved workload.
+        devices: devices of one trial.
         target: what it was resolved from.
-        asked: the global batch that was asked for; None for none.
+        asked: the requested global batch; None for none.
     """
     total = workload.global_batch
     if asked is not None or isinstance(target, Workload) or workload.source is not None:
@@ -43,16 +44,16 @@ def shared(workload: Workload, devices: int, *, target: object, asked: int | Non
     if chosen == total:
         return workload, ()
     each = chosen // devices
-    said = (
+    note = (
         f"global batch: {chosen:,}, {each} sample{'s'[: each > 1]} a device, since none was given and "
         f"{workload.name}'s usual {total} {'is less than' if total < devices else 'cannot be shared by'} the "
         f"{devices:,} devices"
     )
-    return replace(workload, global_batch=chosen), (said,)
+    return replace(workload, global_batch=chosen), (note,)
 
 
 def too_few(total: int, devices: int) -> tuple[str, ...]:
-    """What to say where a global batch has fewer samples than there are devices."""
+    """Note if a global batch has fewer samples than there are devices."""
     if total >= devices:
         return ()
     return (
@@ -68,7 +69,7 @@ def free_accumulation(
     override: Mapping[str, Sequence[Any]] | None,
     fix: Mapping[str, Any] | None,
 ) -> list[int] | None:
-    """Values of `grad_accum` where they were given in place of a global batch; None where it is derived.
+    """Values of `grad_accum` if they were given in place of a global batch; None if it is derived.
 
     Raises:
         UsageError: they are not whole numbers of at least 1.

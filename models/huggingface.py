@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ..schedule import Schedule
 
 DEFAULT_IMAGE_SIZE = 224
-"""Pixels on a side, as in ImageNet training."""
+"""Pixels per side, as in ImageNet training."""
 MAX_DEFAULT_SEQ_LEN = 4096
-"""Longest sequence that is chosen where nobody said how long: many models allow 128 Ki positions."""
+"""Longest default sequence length: many models allow 128 Ki positions."""
 
 
 def hugging_face_workload(
@@ -30,10 +30,10 @@ def hugging_face_workload(
     data: str | Path | None = None,
     folder: Path | None = None,
 ) -> Workload:
-    """The workload of training an architecture from scratch: `language_model`, or `image_classifier`.
+    """Returns the workload that trains an architecture from scratch: `language_model`, or `image_classifier`.
 
     Raises:
-        WorkloadError: as they do; a sequence length or a text is given for images.
+        WorkloadError: as for these; or a sequence length or a text is given for images.
     """
     if architecture.task != "image":
         return language_model(
@@ -58,13 +58,13 @@ def hugging_face(
     global_batch: int | None = None,
     data: str | Path | None = None,
 ) -> Workload:
-    """The workload of training what a `transformers.PretrainedConfig` describes.
+    """Returns the workload that trains the model of a `transformers.PretrainedConfig`.
 
     Args:
         configuration: the configuration; weights are never read.
-        name: what people call it; None for its model type.
+        name: name of the workload; None for its model type.
         schedule: `schedule(sch, config)`; None for that of its family.
-        seq_len, global_batch, data: as `redline.workload` takes them.
+        seq_len, global_batch, data: as for `redline.workload`.
 
     Raises:
         WorkloadError: transformers cannot build a language model or an image classifier of it.
@@ -82,18 +82,18 @@ def hugging_face(
 
 
 def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None:
-    """Refuses what images do not have.
+    """Refuses text options for images.
 
     Raises:
         WorkloadError: a sequence length or a text is given.
     """
     for what, value in (("seq_len", seq_len), ("data", data)):
         if value is not None:
-            raise WorkloadError(f"{name} takes images, so that {what} must not be given, but is {value!r}")
+            raise WorkloadError(f"{name} takes images, so {what} must not be given, but is {value!r}")
 
 
 def image_classifier(architecture: Architecture, *, name: str, spec: str, global_batch: int | None = None) -> Workload:
-    """The workload of training a classifier on images of the configuration's size, 224 where it has none.
+    """Returns the workload that trains a classifier on images of the configuration's size, 224 if it has none.
 
     Raises:
         WorkloadError: the architecture cannot be built, or has fewer than two classes.
@@ -133,16 +133,16 @@ def language_model(
     data: str | Path | None = None,
     folder: Path | None = None,
 ) -> Workload:
-    """The workload of training an architecture from scratch.
+    """Returns the workload that trains an architecture from scratch.
 
     Args:
-        architecture: what is built.
-        name: what people call it.
-        spec: by what it is found again, from any folder.
-        seq_len: tokens of a sample; None for as many as the model has positions, 4096 at most.
+        architecture: architecture of the model.
+        name: name of the workload.
+        spec: identifier that is valid from any folder.
+        seq_len: tokens of a sample; None for the model's positions, at most 4096.
         global_batch: samples of one optimizer step; None for 32.
-        data: a text file; None draws random tokens.
-        folder: where a tokenizer may be.
+        data: a text file; None for random tokens.
+        folder: folder that may contain a tokenizer.
 
     Raises:
         WorkloadError: the architecture cannot be built, has fewer positions, or the data does not fit it.
@@ -186,14 +186,14 @@ def language_model(
 
 
 def _positions(architecture: Architecture, text_config: Any) -> int | None:
-    """Longest sequence with a position of its own; None where positions are computed, as rotary ones are."""
+    """Longest sequence with a learned position for each token; None if positions are computed, like rotary ones."""
     from torch import nn
 
     model = without_memory(architecture)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
-            # RoBERTa counts from padding_idx + 1; OPT's table has `offset` rows more than positions.
+            # RoBERTa counts from padding_idx + 1; OPT's table has `offset` more rows than positions.
             skipped = module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)
             return module.num_embeddings - skipped
     limit = getattr(text_config, "max_position_embeddings", None)

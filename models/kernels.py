@@ -1,4 +1,4 @@
-"""The knob `kernels`: whether the logits of a workload's head can be left unformed, and whether that pays."""
+"""The knob `kernels`: decides if the loss can avoid materialising a workload's logits, and if that pays."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from ..schedule import Schedule
 
 LARGE_HEAD = 4
-"""Logits of a token for each feature from which on they matter: a feed-forward part has as many numbers."""
+"""Logits per token and feature from which they matter: a feed-forward part has as many numbers."""
 _LOOKED_AT = 2
-"""Blocks of a list that run to see what a loss does with logits: the first may differ from the rest."""
+"""Blocks of a list that run to observe the loss: the first may differ from the rest."""
 
 
 def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
-    """Why a workload's space is without `kernels`; empty where it has it.
+    """Reason why a workload's space lacks `kernels`; empty if it has it.
 
     Args:
-        workload: of a schedule of its own, or of a StandardSchedule.
-        sch: a schedule of its skeleton, where there is one.
+        workload: with its own schedule, or a StandardSchedule.
+        sch: a schedule of its skeleton, if there is one.
     """
     from ..schedule import create_schedule
     from .skeleton import skeleton
@@ -44,10 +44,10 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
 
 
 def formed_logits(workload: Workload) -> str:
-    """Why the logits of a workload's head would be formed all the same, empty where they are not.
+    """Reason why the logits of a workload's head would be materialised anyway; empty if they are not.
 
-    Its schedule is a StandardSchedule.
-    Its loss is computed for one sample of fake tensors, behind the first blocks of the model.
+    Its schedule is a StandardSchedule. Its loss is computed for one sample of fake tensors, after the first blocks of
+    the model.
     """
     import torch
     from transformers.initialization import no_init_weights
@@ -85,7 +85,7 @@ def formed_logits(workload: Workload) -> str:
 
 
 def _shorten(model: "nn.Module", blocks: list[str]) -> None:
-    """Leaves the lists of blocks their first members: of what follows, only form matters."""
+    """Shortens the lists of blocks to their first members: for the rest, only shapes matter."""
     from torch import nn
 
     for path in {each.rpartition(".")[0] for each in blocks}:

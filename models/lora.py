@@ -1,4 +1,4 @@
-"""Fine-tuning by low-rank adapters (LoRA, arXiv:2106.09685): other work than training all weights."""
+"""Fine-tuning by low-rank adapters (LoRA, arXiv:2106.09685)."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,23 +18,23 @@ EXAMPLE = "r=16, or r=16,alpha=32,target=q_proj+v_proj"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Which adapters a model gets."""
+    """Adapters of a model."""
 
     r: int
     """Rank."""
     alpha: float | None = None
-    """Scale of what an adapter adds, times the rank; None for the rank, a scale of 1."""
+    """Scale of an adapter's output, times the rank; None for the rank, a scale of 1."""
     target: tuple[str, ...] = ()
-    """Names of the linear layers that get one, or `all-linear`; empty for peft's choice for the family."""
+    """Names of the adapted linear layers, or `all-linear`; empty for peft's choice for the family."""
     dropout: float = 0.0
     """Dropout before an adapter."""
 
     @staticmethod
     def parse(text: str) -> "Lora":
-        """The adapters of `r=16[,alpha=32][,target=q_proj+v_proj][,dropout=0.05]`.
+        """Parses `r=16[,alpha=32][,target=q_proj+v_proj][,dropout=0.05]`.
 
         Raises:
-            WorkloadError: it does not look so, or a number is out of range.
+            WorkloadError: the text is malformed, or a number is out of range.
         """
         given: dict[str, str] = {}
         known = [each.name for each in fields(Lora)]
@@ -77,10 +77,11 @@ class AdaptedArchitecture(Architecture):
     lora: Lora
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
-        """As `Architecture`, names of modules included: an adapted layer holds the original as `base_layer`.
+        """Returns the module like `Architecture`, including names of modules: an adapted layer contains the original
+        as `base_layer`.
 
         Raises:
-            WorkloadError: no layer is what `target` names, or peft has no choice for the family.
+            WorkloadError: no layer matches `target`, or peft has no choice for the family.
         """
         from ..base._torch import unset_fake_temporarily
 
@@ -98,7 +99,7 @@ class AdaptedArchitecture(Architecture):
         )
         try:
             with quiet(), warnings.catch_warnings(), unset_fake_temporarily():
-                # It says that GPT-2's layers are transposed, and sets what that needs by itself.
+                # peft warns that GPT-2's layers are transposed, and handles that itself.
                 warnings.simplefilter("ignore", UserWarning)
                 model = peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -116,16 +117,17 @@ class AdaptedArchitecture(Architecture):
 
 
 def with_lora(workload: Workload, lora: Lora) -> Workload:
-    """The workload of training adapters of a Hugging Face model only. Its space is the same; it has another id.
+    """Returns the workload that trains only adapters of a Hugging Face model. Its space is the same; it has another
+    id.
 
     Raises:
         MissingDependency: peft is not installed.
-        WorkloadError: it is no Hugging Face model, or no layer is what `target` names.
+        WorkloadError: it is not a Hugging Face model, or no layer matches `target`.
     """
     model = workload.model
     if not isinstance(model, Architecture):
         raise WorkloadError(
-            f"lora adapts Hugging Face models; '{workload.name}' is built by code of its own, which can add "
+            f"lora adapts Hugging Face models; '{workload.name}' is built by your own code, which can add "
             "adapters itself"
         )
     own = {each.name: getattr(model, each.name) for each in fields(model)}
@@ -139,9 +141,9 @@ def with_lora(workload: Workload, lora: Lora) -> Workload:
 
 
 def _materialise(model: "nn.Module") -> None:
-    """Puts adapters, which are made on the meta device, where the layers are, initialised.
+    """Moves adapters, which are made on the meta device, to the device of their layers, initialised.
 
-    peft's own way of moving them fails where a model is traced with fake tensors.
+    peft's own way of moving them fails if a model is traced with fake tensors.
     """
     import torch
     from torch import nn
@@ -159,7 +161,7 @@ def _materialise(model: "nn.Module") -> None:
             for each in getattr(layer, name).values():
                 each.weight = nn.Parameter(torch.empty_like(each.weight, device=weight.device, dtype=weight.dtype))
                 each.reset_parameters()
-                if name == "lora_B":  # adapters start as nothing
+                if name == "lora_B":  # adapters start at zero
                     nn.init.zeros_(each.weight)
 
 

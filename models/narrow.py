@@ -1,4 +1,4 @@
-"""Another tool's space for a model of redline's: its values for the knobs that the model has."""
+"""Restricts a model's space to the values in another tool's space."""
 
 from collections.abc import Collection, Iterator
 
@@ -9,12 +9,12 @@ from ..space.expression import Expression
 
 
 def narrow(space: Space, foreign: ForeignSpace, asked: Collection[str] = ()) -> tuple[str, ...]:
-    """Leaves a model's space what another one says, and everything else at its default; what is to be said of it.
+    """Restricts a model's space to another one's values, and everything else to its default. Returns notes.
 
     Args:
         space: the model's own; it is changed.
         foreign: the other one.
-        asked: knobs that vary all the same, as values are asked for.
+        asked: knobs that vary anyway, because their values are given.
 
     Raises:
         UsageError: the model has none of its knobs.
@@ -52,9 +52,9 @@ def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> It
         value = usual.get(knob.name, knob.default)
         try:
             space.fix(knob.name, value)
-        except SpaceError:  # what is asked for needs another one
+        except SpaceError:  # the given values require another one
             continue
         kept[knob.name] = value
     if kept:
-        told = ", ".join(f"{name}={value}" for name, value in kept.items())
-        yield f"as {foreign.called} does not say, {told}; --set gives them values"
+        defaults = ", ".join(f"{name}={value}" for name, value in kept.items())
+        yield f"{foreign.called} has no values for some knobs, so {defaults}; --set gives them values"

@@ -1,4 +1,4 @@
-"""How a model may be spread over devices: the parallel knobs of the default space, and what excludes what."""
+"""Parallel knobs of the default space, and their constraints."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -17,17 +17,17 @@ from .families.standard import Support
 PIPELINES = tuple(PIPELINE_SCHEDULES)
 """Orders of a pipeline's micro-batches."""
 VIRTUAL_STAGES = (1, 2, 4)
-"""Model chunks of a pipeline rank that are tried."""
+"""Numbers of model chunks of a pipeline rank that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """The numbers of replicas that are possible."""
+    """Possible numbers of replicas."""
 
     replicas: tuple[int, ...]
     """Ascending."""
     default_dp: int
-    """The most there can be: plain data parallelism where the global batch allows it."""
+    """The largest possible number: plain data parallelism if the global batch allows it."""
 
 
 def declare(
@@ -42,23 +42,24 @@ def declare(
     own_loss: bool,
     experts: bool = False,
 ) -> Spread:
-    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `ep`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
-    where there are several devices, with a constraint for each degree that the model or the host cannot have.
+    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `ep`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and
+    `pipeline_schedule` if there are several devices, with a constraint for each degree that the model or the host
+    does not support.
 
-    `tp`, `sp`, `cp` and `pp` carry no hint on memory: what a higher degree saves in weights or activations it can cost
-    in activations (a first stage keeps several micro-batches, a replica has more samples) or in what fewer
-    replicas are left to share (ZeRO).
+    `tp`, `sp`, `cp` and `pp` do not declare an effect on memory: the savings of a higher degree in weights or
+    activations may be lost in activations (a first stage keeps several micro-batches, a replica has more samples) or
+    because fewer replicas share the state (ZeRO).
 
     Args:
         space: receives the knobs.
         total: samples of one optimizer step over all devices.
-        device: the kind of device, and how many of it a host has.
+        device: kind of device, and number of devices of a host.
         devices: devices of one trial.
-        support: what the model's schedule can do.
-        any_batch: the samples of a step are not given, so that any number of replicas can share them.
-        seq_len: tokens of a sample; None where samples are not made of tokens.
-        own_loss: whether the loss is not the model's own.
-        experts: whether the model has mixtures of experts.
+        support: abilities of the model's schedule.
+        any_batch: True if the samples of a step are not given, so that any number of replicas can share them.
+        seq_len: tokens of a sample; None if samples have no tokens.
+        own_loss: True if the loss is not the model's own.
+        experts: True if the model has mixtures of experts.
 
     Raises:
         SpaceError: no number of replicas divides the global batch.
@@ -115,7 +116,7 @@ def declare(
 
 
 class _Way(NamedTuple):
-    """Degrees that go together."""
+    """A combination of degrees."""
 
     tp: int
     sp: int
@@ -124,22 +125,22 @@ class _Way(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The devices of a replica that has samples of its own."""
+        """Devices of a replica with its own samples."""
         return prod(self)
 
 
 _Refused = dict[str, dict[int, str]]
 _Together = dict[tuple[tuple[str, int], tuple[str, int]], str]
-"""Of two knobs by their names and values: why they cannot be together."""
+"""Reason why two knobs cannot have these values together."""
 
 
 def replicas(space: Space) -> Expression:
-    """How many hold the same weights: those that have samples of their own, and those that share these."""
+    """Number of ranks with the same weights: replicas with their own samples, times ranks that share these."""
     return space["dp"] * space["sp"] * space["cp"]
 
 
 def _ways(devices: int, refused: _Refused, together: _Together, total: int | None) -> list[_Way]:
-    """The degrees that are possible, whose replicas share `total` samples; None lets any number share."""
+    """Possible degrees whose replicas share `total` samples; None allows any number of replicas."""
     degrees = {name: [degree for degree in divisors(devices) if not refused[name].get(degree)] for name in _Way._fields}
     return [
         way
@@ -152,7 +153,7 @@ def _ways(devices: int, refused: _Refused, together: _Together, total: int | Non
 
 
 def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_loss: bool) -> str:
-    """Why so many ranks cannot share sequences; empty where they can."""
+    """Reason why this number of ranks cannot share sequences; empty if they can."""
     if why := support.sequences(sp, cp, 1):
         return why
     return sequence_refusal(seq_len, sp, cp, own_loss=own_loss)
@@ -161,7 +162,7 @@ def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_l
 def _not_together(
     degrees: list[int], refused: _Refused, devices: int, device: Device, support: Support, seq_len: int | None
 ) -> _Together:
-    """Why some degrees, each of them possible, cannot be together."""
+    """Reasons why some degrees, each of them possible, cannot be combined."""
     reasons: _Together = {}
     for degree, sp in product(degrees, repeat=2):
         if devices % (degree * sp) or refused["sp"][sp]:
@@ -182,30 +183,31 @@ def _zero(space: Space) -> None:
         when=replicas(space) > 1,
         others=(),
         help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
-        # ZeRO 2 has the pieces that are updated beside the weights that are gathered, which on few replicas
-        # takes more than ZeRO 1 does; on a CPU what is gathered can take more than sharding saves.
+        # ZeRO 2 has the updated shards in addition to the gathered weights, which on few replicas
+        # takes more memory than ZeRO 1; on a CPU gathered weights can take more than sharding saves.
         monotone_memory=0,
     )
 
 
 def no_hsdp(devices: int, device: Device) -> str:
-    """Why the default space has no `hsdp` on so many devices, where it has none: replicas must be on several
-    hosts, and several of them on each."""
+    """Reason why the default space lacks `hsdp` on these devices: replicas must be on several hosts, and several of
+    them on each.
+    """
     per_host = _per_host(devices, device)
     if device.type != "cuda":
         return "which ranks share a host is not known of CPUs"
     if per_host == devices:
         return f"the {devices} devices are on one host"
     if per_host == 1:
-        return f"each of the {devices} devices is on a host of its own"
+        return f"each of the {devices} devices is on its own host"
     return f"no replicas are both on several hosts and several on each host of {per_host}"
 
 
 def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Device) -> None:
-    """Adds `hsdp` where there are replicas on several hosts, and several of them on each.
+    """Adds `hsdp` if there are replicas on several hosts, and several of them on each.
 
     Args:
-        ways: the pairs of tp and pp that are possible.
+        ways: possible pairs of tp and pp.
     """
     each = _per_host(devices, device)
     groups = {devices // (pp * each) for tp, pp in ways if tp < each < devices // pp and devices // pp % each == 0}
@@ -217,25 +219,25 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         sorted({1, *groups}),
         when=(dp > 1) & (space["zero"] >= 2),
         others=(),
-        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no groups",
+        help="HSDP: groups of replicas, one per host, that have all shards and sum their gradients; 1: no groups",
         monotone_memory=1,
     )
     space.require(
         (knob == 1) | (tp * replicas(space) == each * knob),
-        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
+        f"pieces are cut within a host, of {each} devices here, so there is a group for each host of replicas",
     )
     if any(tp == each for tp, _ in ways):
-        space.require((knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it")
+        space.require((knob == 1) | (tp < each), "a host has one replica, so there is nothing to shard within it")
 
 
 def compose(space: Space, device: Device, devices: int, support: Support) -> None:
-    """Adds `offload`, and what the model asks of parallel knobs beside all others. Call it last.
+    """Adds `offload`, and the model's requirements on combinations of parallel knobs. Call it last.
 
     Args:
         space: receives them.
-        device: the kind of device.
+        device: kind of device.
         devices: devices of one trial.
-        support: what the model's schedule can do.
+        support: abilities of the model's schedule.
     """
     names = space.by_name
     if device.type == "cuda" and not support.offload:
@@ -254,10 +256,10 @@ def compose(space: Space, device: Device, devices: int, support: Support) -> Non
 
 
 def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
-    """Adds `virtual_stages` and `pipeline_schedule`, and what they ask of each other and of the model.
+    """Adds `virtual_stages` and `pipeline_schedule`, and their constraints.
 
     Args:
-        degrees: the numbers of pipeline ranks, above 1, that the model can have.
+        degrees: possible numbers of pipeline ranks above 1.
     """
     pp = space["pp"]
     virtual = space.choice(
@@ -286,17 +288,17 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending, 1 and the number included."""
+    """Divisors in ascending order, including 1 and the number."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _per_host(devices: int, device: Device) -> int:
-    """Ranks on a host, where hosts have as many ranks each, as few as do."""
+    """Ranks on a host, if all hosts have the same, smallest possible number."""
     return max(each for each in divisors(devices) if each <= max(1, device.count))
 
 
 def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer") -> str:
-    """Why neighbours among the ranks would not be on one host."""
+    """Reason why neighbouring ranks would not be on one host."""
     if device.type != "cuda":
         return ""
     mine = _per_host(devices, device)

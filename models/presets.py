@@ -1,4 +1,4 @@
-"""Models that have a name: their true shapes, and small ones of the same families."""
+"""Named models: published shapes, and small ones of the same families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from .data import Task
 
-# A family's words for the four numbers that describe a transformer.
+# A family's names of the four numbers that describe a transformer.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -20,7 +20,6 @@ class Preset:
     """A named model."""
 
     name: str
-    """The name."""
     model_type: str
     """The family, as transformers names it."""
     task: Task
@@ -28,15 +27,14 @@ class Preset:
     arguments: Mapping[str, Any]
     """Keyword arguments of the configuration, as published; the rest are the family's defaults."""
     parameters: int
-    """Parameters, the language-model head included, tied ones counted once."""
+    """Number of parameters, including the language-model head, tied ones counted once."""
     seq_len: int | None
     """Tokens of a sample: as in pre-training, or 64 for the tiny ones; None for images."""
     global_batch: int
-    """Samples of one optimizer step: enough micro-batches to choose from, few enough to be quick."""
+    """Samples of one optimizer step: enough for a choice of micro-batches, few enough to be fast."""
 
     def shape(self) -> dict[str, int]:
-        """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 where there
-        is no such thing."""
+        """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 if it does not apply."""
         found = {
             word: next((self.arguments[name] for name in names if name in self.arguments), 0)
             for word, names in _NAMES.items()
@@ -79,7 +77,7 @@ def _decoder(
     rope_theta: float = 10000.0,
     **more: Any,
 ) -> dict[str, Any]:
-    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and those of their form. No dropout.
+    # Llama (Touvron et al. 2023, Llama 3 2024), Qwen 3 (2025) and similar models. No dropout.
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -109,8 +107,8 @@ def _latent(
     head_dims: tuple[int, int, int],
     **more: Any,
 ) -> dict[str, Any]:
-    # DeepSeek-V3 (2024): `dense` blocks, then blocks of experts beside a shared one, of which tokens choose among those of
-    # the best groups; queries, and keys with values, by way of latent vectors (MLA).
+    # DeepSeek-V3 (2024): `dense` blocks, then blocks with a shared expert and routed experts, chosen among those of
+    # the best groups; queries, and keys with values, through latent vectors (MLA).
     return {
         **_decoder(layers, hidden, heads, vocabulary, kv_heads=heads, intermediate=intermediate, **more),
         "first_k_dense_replace": dense,
@@ -125,6 +123,52 @@ def _latent(
         "qk_nope_head_dim": head_dims[0],
         "qk_rope_head_dim": head_dims[1],
         "v_head_dim": head_dims[2],
+    }
+
+
+def _gemma3(
+    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, scalar: int
+) -> dict[str, Any]:
+    # Gemma team 2025, the language model: five blocks that attend to the last 1,024 tokens, then one to all.
+    return {
+        **_decoder(layers, hidden, heads, 262208, kv_heads=kv_heads, intermediate=intermediate, positions=131072),
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": 1024,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    # OpenAI 2025: every other block attends to the last 128 tokens, every block has experts, and each token uses 4 of them.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+    }
+
+
+def _modern_encoder(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, Any]:
+    # ModernBERT (Warner et al. 2024): rotary positions; two blocks that attend to 128 tokens, then one to all.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "vocab_size": 50368,
+        "max_position_embeddings": 8192,
+        "local_attention": 128,
     }
 
 
@@ -200,7 +244,7 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
     ("vit-large", "vit", "image", 304_326_632, None, 128, _vit(24, 1024, 16, image=224, patch=16, classes=1000)),
     ("wide-resnet-28-10", "wide_resnet", "image", 36_479_194, None, 128, {"depth": 28, "width": 10, "classes": 10}),
     (
-        # Zhang et al. 2022; the only OPT with a projection of its embeddings and norms behind the blocks.
+        # Zhang et al. 2022; the only OPT with a projection of its embeddings and norms after the sublayers.
         "opt-350m", "opt", "causal", 331_196_416, 2048, 32,
         {
             "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096,
@@ -227,6 +271,37 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
         _decoder(36, 4096, 32, 151936, kv_heads=8, intermediate=12288, positions=40960, rope_theta=1e6,
                  head_dim=128, tie_word_embeddings=False),
     ),
+    (
+        "qwen3-32b", "qwen3", "causal", 32_762_123_264, 4096, 16,
+        _decoder(64, 5120, 64, 151936, kv_heads=8, intermediate=25600, positions=40960, rope_theta=1e6,
+                 head_dim=128, tie_word_embeddings=False),
+    ),
+    (
+        "qwen3-30b-a3b", "qwen3_moe", "causal", 30_532_122_624, 4096, 64,
+        _decoder(48, 2048, 32, 151936, kv_heads=4, intermediate=6144, positions=40960, rope_theta=1e6, head_dim=128,
+                 num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+                 tie_word_embeddings=False),
+    ),
+    ("gemma3-4b", "gemma3_text", "causal", 3_880_263_168, 8192, 16, _gemma3(34, 2560, 8, 4, 256, 10240, 256)),
+    ("gemma3-12b", "gemma3_text", "causal", 11_766_034_176, 8192, 16, _gemma3(48, 3840, 16, 8, 256, 15360, 256)),
+    ("gemma3-27b", "gemma3_text", "causal", 27_009_346_304, 8192, 16, _gemma3(62, 5376, 32, 16, 128, 21504, 168)),
+    (
+        # Mistral AI 2025.
+        "mistral-small-24b", "mistral", "causal", 23_572_403_200, 8192, 16,
+        _decoder(40, 5120, 32, 131072, kv_heads=8, intermediate=32768, positions=32768, rope_theta=1e8, head_dim=128,
+                 rms_norm_eps=1e-5, sliding_window=None),
+    ),
+    (
+        # Abdin et al. 2024; Phi-3's architecture, with a fused projection of queries, keys and values.
+        "phi-4", "phi3", "causal", 14_659_507_200, 8192, 16,
+        _decoder(40, 5120, 40, 100352, kv_heads=10, intermediate=17920, positions=16384, rope_theta=2.5e5,
+                 rms_norm_eps=1e-5, original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265,
+                 pad_token_id=100349),
+    ),
+    ("gpt-oss-20b", "gpt_oss", "causal", 20_914_757_184, 4096, 64, _gpt_oss(24, 32)),
+    ("gpt-oss-120b", "gpt_oss", "causal", 116_829_156_672, 4096, 256, _gpt_oss(36, 128)),
+    ("modernbert-base", "modernbert", "masked", 149_655_232, 1024, 128, _modern_encoder(22, 768, 12, 1152)),
+    ("modernbert-large", "modernbert", "masked", 395_881_664, 1024, 64, _modern_encoder(28, 1024, 16, 2624)),
     (
         "qwen2-7b", "qwen2", "causal", 7_615_616_512, 4096, 16,
         _decoder(28, 3584, 28, 152064, kv_heads=4, intermediate=18944, positions=131072, rope_theta=1e6,
@@ -295,6 +370,11 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
         _decoder(80, 8192, 64, 128256, kv_heads=8, intermediate=28672, positions=8192, rope_theta=5e5,
                  rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
     ),
+    (
+        "llama3-405b", "llama", "causal", 405_853_388_800, 8192, 16,
+        _decoder(126, 16384, 128, 128256, kv_heads=8, intermediate=53248, positions=131072, rope_theta=5e5,
+                 rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
+    ),
 )  # fmt: skip
 
 PRESETS: Mapping[str, Preset] = {
@@ -309,11 +389,11 @@ PRESETS: Mapping[str, Preset] = {
     )
     for name, model_type, task, parameters, seq_len, global_batch, arguments in _TABLE
 }
-"""Every preset by its name, the tiny ones first."""
+"""All presets by name, the tiny ones first."""
 
 
 def list_presets() -> list[dict[str, Any]]:
-    """A row a preset: name, family, parameters, layers, hidden, heads, vocabulary, seq_len, global_batch."""
+    """A row per preset: name, family, parameters, layers, hidden, heads, vocabulary, seq_len, global_batch."""
     return [
         {
             "name": each.name,

@@ -1,4 +1,4 @@
-"""Whether a loss is the mean over the samples of its batch, found out without running the model."""
+"""Checks that a loss is the mean over the samples of its batch, without running the model."""
 
 import copy
 import dataclasses
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     import torch
 
 COPIES = (8, 2)
-"""Copies of a sample that are tried, the most that are affordable."""
+"""Numbers of copies of a sample that are tried; the largest affordable one is used."""
 AFFORDABLE_BYTES = 512 * 1024 * 1024
-"""Of made-up outputs. A model whose output of two samples is larger is not looked at."""
+"""Limit on synthetic outputs. A model with a larger output for two samples is not checked."""
 UNABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""How code of somebody's own says that it cannot compute with what it got."""
+"""Exceptions of user code that cannot handle the given values."""
 WITHIN = 0.02
-"""How near to a multiple a loss must be; bfloat16 keeps 8 bits."""
+"""Tolerance of the factor between losses; bfloat16 has 8 bits."""
 
 
 def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
-    """Refuses a loss that adds up over samples: candidates of other micro-batches would train something else.
+    """Refuses a loss that is a sum over samples: configurations with other micro-batches would train something else.
 
-    The loss of several copies of a sample must be that of the one. What the model returns is made up, of the
-    shapes that a trace found: random numbers between 0 and 1, which are probabilities too. A loss that
-    cannot be computed of these is not judged.
+    The loss of several copies of a sample must equal that of one. The model's output is synthetic, with the traced
+    shapes: random numbers between 0 and 1, which are also valid probabilities. A loss that cannot be computed from
+    these is not checked.
 
     Args:
-        workload: with a loss of its own.
-        output: what the model returned for `batch`; only shapes and types are read.
-        batch: of one sample.
+        workload: with its own loss.
+        output: the model's output for `batch`; only shapes and types are used.
+        batch: a batch of one sample.
 
     Raises:
         WorkloadError: the loss of n copies is n times that of one.
@@ -59,7 +59,7 @@ def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
                 )
             )
     except UNABLE:
-        return  # it wants more of an output than its shape; what is really wrong with it, a trial will tell
+        return  # it needs more than the shape of an output; a trial reports actual errors
     if one and math.isclose(several / one, count, rel_tol=WITHIN):
         raise WorkloadError(
             f"{workload.name}: the loss at micro-batch {count} is {_times(count)} the one at 1: is it a sum? "
@@ -81,7 +81,7 @@ def _made_up(like: "torch.Tensor", generator: "torch.Generator") -> "torch.Tenso
 
 
 def _copies(tensor: "torch.Tensor", count: int) -> "torch.Tensor":
-    """Copies along the samples; what has no dimension of one sample stays as it is."""
+    """Copies along the samples; a tensor without a dimension of one sample is unchanged."""
     if not tensor.dim() or tensor.shape[0] != 1:
         return tensor
     return tensor.repeat(count, *[1] * (tensor.dim() - 1))
@@ -100,13 +100,13 @@ def _num_bytes(output: Any) -> int:
 
 
 def _each(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
-    """What a model returned, with `function` applied to every tensor in it."""
+    """Applies `function` to every tensor in a model's output."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        out: Any = copy.copy(value)  # transformers' outputs are mappings with attributes, and can be changed
+        out: Any = copy.copy(value)  # transformers' outputs are mutable mappings with attributes
         for key, each in value.items():
             out[key] = _each(each, function)
         return out

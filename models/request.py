@@ -1,4 +1,4 @@
-"""What is asked about a training: what is trained, on how many devices, and what of it may vary."""
+"""Requests of a training: what is trained, on how many devices, and what may vary."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,22 +23,22 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How the command line asks for a field of a request, in its annotation; what has none is for Python alone."""
+    """Command-line option of a request's field, in its annotation; a field without it is only available in Python."""
 
     help: str
-    """What it says of it."""
+    """Help text."""
     flag: str = ""
-    """Its name there, where that is not the field's."""
+    """Name of the option, if it differs from the field's."""
     type: Any = None
-    """What it reads it as, a range for numbers from its start on; None for text."""
+    """Type of its value, a range for numbers from its start on; None for text."""
     metavar: str | None = None
-    """What stands for its value there."""
+    """Placeholder for its value."""
     many: bool = False
-    """Whether it can be given there several times."""
+    """True if it can be given several times."""
 
 
 def either(names: Iterable[str]) -> str:
-    """Names as a help text lists them.
+    """Formats names for a help text.
 
     >>> either(["ray", "local", "slurm"])
     'ray, local or slurm'
@@ -58,8 +58,8 @@ class ModelRequest:
         seq_len: tokens of a sample, in place of the workload's.
         global_batch: samples of an optimizer step, in place of the workload's.
         data: a text file to train on, in place of random tokens.
-        lora: train adapters of a Hugging Face model only, such as `r=16` or
-            `r=16,alpha=32,target=q_proj+v_proj`; the other weights are frozen.
+        lora: train only adapters of a Hugging Face model, such as `r=16` or `r=16,alpha=32,target=q_proj+v_proj`; the
+            other weights are frozen.
     """
 
     target: Any = field(kw_only=False)
@@ -86,7 +86,7 @@ class ModelRequest:
     ] = None
 
     def check_numbers(self) -> None:
-        """Raises UsageError unless what is a number of things is a whole one of at least 1."""
+        """Raises UsageError unless counts are whole numbers of at least 1."""
         for what in ("devices", "seq_len", "global_batch"):
             value = getattr(self, what)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -98,15 +98,15 @@ class SpaceRequest:
     """What may vary.
 
     Args:
-        space: knobs and constraints, also as a YAML file; by default the workload's own for the devices at hand.
-        taken_from: the file of another tuner, in the place of `space`: of a tool in `redline.models.foreign.FORMATS`. Notes
+        space: knobs and constraints, or a YAML file with them; by default the workload's own for the devices at hand.
+        taken_from: a file of another tuner, in place of `space`: of a tool in `redline.models.foreign.FORMATS`. Notes
             name what cannot be carried over.
-        allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
-            fp32 master weights; the best without them stands beside the winner.
-        baseline: the number format of the default configuration, against which the gain is stated. By default it is the
+        allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without fp32 master
+            weights; the best without them is reported beside the winner.
+        baseline: number format of the default configuration, which the gain is measured against. By default the
             space's: bf16 on a GPU that has it, otherwise fp32.
         override: values of knobs, in place of the space's.
-        fix: knobs that do not vary.
+        fix: values of knobs that do not vary.
     """
 
     space: Annotated[
@@ -141,19 +141,19 @@ class SpaceRequest:
 
     @cached_property
     def given_space(self) -> Space | None:
-        """The space that is given, read where it is a file, and not to be changed; None where it is the default one.
+        """The given space, read if it is a file; it must not be changed. None for the default one.
 
         Raises:
-            SpaceError: the file is no space.
+            SpaceError: the file does not contain a valid space.
         """
         return Space.from_yaml(self.space) if isinstance(self.space, (str, Path)) else self.space
 
     @cached_property
     def source(self) -> Source | None:
-        """Another tool's space, recognised and not yet read; None where none is given.
+        """Another tool's space, recognised but not yet read; None if none is given.
 
         Raises:
-            UsageError: it is none that is known, or given beside a space.
+            UsageError: its format is unknown, or it is given together with a space.
         """
         if self.taken_from is None:
             return None
@@ -163,21 +163,21 @@ class SpaceRequest:
 
     @property
     def asked_knobs(self) -> frozenset[str]:
-        """The knobs of which values are given beside a space."""
+        """Knobs whose values are given in addition to a space."""
         return frozenset((*(self.override or ()), *(self.fix or ())))
 
     def space_or(
         self, default: Callable[[tuple[str, ...]], Space], foreign: ForeignSpace | None = None
     ) -> tuple[Space, tuple[str, ...]]:
-        """A space that is the caller's, knobs overridden and fixed as asked, and what is to be said of it.
+        """Returns a new space, with overridden and fixed knobs, and notes.
 
         Args:
-            default: makes it where none is given, with what is allowed.
-            foreign: what `source` came to, for what has no default space: a command or a callable. Values that are given
-                for knobs beyond it declare these.
+            default: makes the space if none is given, with the allowed extensions.
+            foreign: result of `source`, for a target without a default space: a command or a callable. Values given
+                for further knobs declare these.
 
         Raises:
-            SpaceError: nothing of the name can be allowed; the space has no such knob or value, or no configuration is
+            SpaceError: an unknown extension is allowed; the space has no such knob or value, or no configuration is
                 left.
         """
         own = self.given_space if foreign is None else foreign.space
@@ -200,10 +200,10 @@ class SpaceRequest:
 
 
 def _begin_with(space: Space, baseline: str) -> None:
-    """Has a space's default configuration compute in a number format.
+    """Sets the number format of a space's default configuration.
 
     Raises:
-        UsageError: the space has none, or not this one.
+        UsageError: the space has no number format, or not this one.
     """
     knob = space.by_name.get("precision")
     values = () if knob is None or knob.derived else knob.values
@@ -220,7 +220,7 @@ class TrainingRequest(SpaceRequest, ModelRequest):
     """What is trained, on how many devices, and what of it may vary."""
 
     def check_knobs(self) -> None:
-        """Raises SpaceError where a knob is given that no default space has, before a model is built and traced."""
+        """Raises SpaceError if a knob is given that no default space has, before a model is built and traced."""
         named = isinstance(self.target, ServerModel) or (
             isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
         )
@@ -234,23 +234,22 @@ class TrainingRequest(SpaceRequest, ModelRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a request comes to on devices that are known."""
+    """A request resolved for known devices."""
 
     workload: Workload
-    """What is trained, with the global batch of these devices."""
+    """The workload, with the global batch for these devices."""
     space: Space
-    """What may vary."""
     free_batch: bool
-    """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
+    """True if the samples per step vary with `grad_accum`, because no global batch was given."""
     notes: tuple[str, ...]
-    """What its user should know beforehand."""
+    """Notes for the user."""
 
 
 def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
-    """The workload and the space of a request, on so many devices of a kind.
+    """Returns the workload and the space of a request, for a number of devices of a kind.
 
     Raises:
-        UsageError: something asked for is unknown, impossible, or contradicts the rest.
+        UsageError: a value is unknown or impossible, or contradicts the rest.
     """
     sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
     workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
@@ -258,22 +257,29 @@ def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
     notes: tuple[str, ...] = ()
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
-    told: list[str] = []
+    foreign_notes: list[str] = []
 
     def default(allow: tuple[str, ...]) -> Space:
         space = make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
         if request.source is not None:
-            told.extend(narrow(space, request.source.read(devices, workload.global_batch), request.asked_knobs))
+            foreign_notes.extend(
+                narrow(space, request.source.read(devices, workload.global_batch), request.asked_knobs)
+            )
         return space
 
-    space, said = request.space_or(default)
+    space, space_notes = request.space_or(default)
     if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
         _check_attention(space, workload.model.attentions(device))
-    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=(*notes, *told, *said))
+    return Resolved(
+        workload=workload,
+        space=space,
+        free_batch=accumulation is not None,
+        notes=(*notes, *foreign_notes, *space_notes),
+    )
 
 
 def _check_attention(space: Space, known: Sequence[str]) -> None:
-    """Refuses implementations of attention that a space of one's own has beyond those of the default space.
+    """Refuses implementations of attention in a user's space that the default space does not have.
 
     Raises:
         UsageError: it has one.

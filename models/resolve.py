@@ -1,4 +1,4 @@
-"""From what somebody asked for to a workload."""
+"""Resolves a model specification to a workload."""
 
 import json
 import os
@@ -20,7 +20,7 @@ CONNECT_SECONDS = 3
 
 
 class _Given(TypedDict):
-    """What a model's own sizes and data are overridden by; None for these."""
+    """Overrides of a model's sizes and data; None for none."""
 
     seq_len: int | None
     global_batch: int | None
@@ -35,21 +35,22 @@ def workload(
     data: str | Path | None = None,
     lora: str | None = None,
 ) -> Workload:
-    """The workload of a preset's name, a Hugging Face folder or `config.json`, a hub id, or `file.py:name`.
+    """Returns the workload of a preset's name, a Hugging Face folder or `config.json`, a hub id, or `file.py:name`.
 
-    Weights are never read; only a hub id that is not in the local cache needs a network. A preset comes
-    before a file or folder of the same name; write that as a path (`./gpt2`).
+    Weights are never read; only a hub id that is not in the local cache needs a network. A preset has precedence over
+    a file or folder of the same name; write that as a path (`./gpt2`).
 
     Args:
-        spec: what is asked for; a Workload is checked and, where asked, given another global batch. A ServerModel is
+        spec: the specification; a Workload is checked and, if requested, gets another global batch. A ServerModel is
             resolved without looking at files of that name.
-        seq_len: tokens of a sample; None for the model's usual length.
+        seq_len: tokens of a sample; None for the model's default.
         global_batch: samples of one optimizer step; None for the default.
         data: a text file to train on; None for seeded random tokens.
-        lora: train adapters only, such as `r=16` or `r=16,alpha=32,target=q_proj+v_proj`.
+        lora: train only adapters, such as `r=16` or `r=16,alpha=32,target=q_proj+v_proj`.
 
     Raises:
-        WorkloadError: nothing of that name (the nearest is named), or it cannot be turned into a workload.
+        WorkloadError: there is nothing of that name (the message names the nearest), or it cannot be converted to a
+            workload.
     """
     if lora is not None:
         from .lora import Lora, with_lora
@@ -75,17 +76,17 @@ def workload(
     if text in PRESETS:
         return _preset(text, given)
     path = Path(text).expanduser()
-    if text and os.path.exists(path):  # false, not an error, for what cannot be a path
+    if text and os.path.exists(path):  # false, not an error, for an invalid path
         return _local(path, text, given)
     if named := _NAMED.fullmatch(text):
         raise _no_python_file(named["path"])
     if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
-            f"there is no file or folder {text}; give a folder or config.json, or a name out of {', '.join(PRESETS)}"
+            f"there is no file or folder {text}; give a folder or config.json, or one of {', '.join(PRESETS)}"
         )
     if _HUB_ID.fullmatch(text):
         return _hub(text, given)
-    # A family's name means a model of full size.
+    # A family's name refers to a model of full size.
     full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
     raise WorkloadError(
         f"{unknown('model', text, PRESETS, like=full[0] if full else None)} "
@@ -94,7 +95,7 @@ def workload(
 
 
 def _no_python_file(text: str) -> WorkloadError:
-    """Why FILE:NAME does not name a workload where FILE does not end in `.py`."""
+    """Error of a FILE:NAME whose FILE does not end in `.py`."""
     path = Path(text).expanduser()
     if path.is_file():
         rest = "; save the notebook's code as one" if path.suffix == ".ipynb" else ""
@@ -143,7 +144,7 @@ def _preset(name: str, given: _Given) -> Workload:
 def _local(path: Path, text: str, given: _Given) -> Workload:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise WorkloadError(f"{text} holds no config.json; a Hugging Face model's folder does")
+        raise WorkloadError(f"{text} contains no config.json, as a Hugging Face model's folder does")
     content = _content(file)
     resolved = file.resolve()
     name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
@@ -151,7 +152,7 @@ def _local(path: Path, text: str, given: _Given) -> Workload:
 
 
 def _content(file: Path) -> Any:
-    """What a file of JSON holds.
+    """Contents of a JSON file.
 
     Raises:
         WorkloadError: it cannot be read.
@@ -180,18 +181,18 @@ def _of_a_server(model: ServerModel, given: _Given) -> Workload:
 def _of_contents(
     content: Any, where: str, given: _Given, *, name: str, spec: str, folder: Path | None = None
 ) -> Workload:
-    """The workload of what a config.json holds.
+    """Returns the workload of a config.json's contents.
 
     Args:
-        content: parsed.
-        where: it is, for errors.
+        content: parsed contents.
+        where: location, for errors.
         given: sizes and data.
-        name: of the workload.
-        spec: by what it is found again.
-        folder: where a tokenizer may be.
+        name: name of the workload.
+        spec: identifier of the workload.
+        folder: folder that may contain a tokenizer.
 
     Raises:
-        WorkloadError: it is not the configuration of a model that transformers has.
+        WorkloadError: it is not the configuration of a model in transformers.
     """
     from ..base._transformers import quiet, refusals
     from .architecture import from_configuration
@@ -210,7 +211,7 @@ def _of_contents(
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
         except refusals() as error:
-            raise WorkloadError(f"{where} is no valid {model_type} configuration: {_one_line(error)}") from error
+            raise WorkloadError(f"{where} is not a valid {model_type} configuration: {_one_line(error)}") from error
     return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
 
 
@@ -220,11 +221,11 @@ def _hub(text: str, given: _Given) -> Workload:
 
 
 def _hub_content(text: str) -> Any:
-    """What the config.json of a hub's model holds. The hub's client is asked for that file alone: transformers' own loader
-    would take a folder of that name here for the model.
+    """Contents of a hub model's config.json. The hub's client requests only that file: transformers' own loader would
+    mistake a local folder of that name for the model.
 
     Raises:
-        WorkloadError: it is not in the local cache, and the hub does not give it.
+        WorkloadError: it is not in the local cache, and the hub does not provide it.
     """
     from huggingface_hub import hf_hub_download
 
@@ -242,17 +243,17 @@ def _hub_content(text: str) -> Any:
 
 
 def _reach_hub(text: str) -> None:
-    """Says at once that there is no network: the hub's own client tries for half a minute."""
+    """Fails at once without a network: the hub's own client would try for half a minute."""
     import socket
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
     from huggingface_hub import constants
 
-    without = f"'{text}' is no preset, no file or folder here, not in the local Hugging Face cache, and "
+    without = f"'{text}' is not a preset, a file or folder here, or in the local Hugging Face cache, and "
     instead = "give a folder or config.json of the model instead"
     if constants.HF_HUB_OFFLINE:
-        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids to ask the hub; {instead}")
+        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids asking the hub; {instead}")
     where = urlsplit(constants.ENDPOINT)
     if where.scheme in getproxies():
         return
@@ -269,11 +270,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def check_workload(made: Workload) -> None:
-    """Builds the model without weights, makes a small batch twice and traces a step as far as that goes.
+    """Builds the model without weights, makes a small batch twice and traces a step as far as possible.
 
     Raises:
-        WorkloadError: the batch is not made of tensors of its size, is not the same for the same seed, or the
-            model or the loss is not what it must be.
+        WorkloadError: the batch is not made of tensors of its size, is not the same for the same seed, or the model or
+            the loss is invalid.
     """
     if made.identity is not None:  # made here
         return

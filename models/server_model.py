@@ -1,4 +1,4 @@
-"""A model as a server takes it: a preset's name, a hub id, or the contents of a config.json."""
+"""Models that a server accepts: a preset's name, a hub id, or the contents of a config.json."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,29 +12,30 @@ from .presets import PRESETS
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 LONGEST_NAME = 200
 _LOADED_BY_NAME = ("backbone", "backbone_kwargs", "use_pretrained_backbone", "use_timm_backbone")
-"""Keys of a config.json by which transformers loads another model, wherever that is."""
+"""Keys of a config.json that make transformers load another model, from anywhere."""
 _LOADERS = ("timm_backbone", "timm_wrapper")
 """Model types whose models another library finds by a name, which may be a folder's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerModel:
-    """A model that somebody else's request names.
+    """A model named in another user's request.
 
-    It is resolved without looking at files of this machine: the name is looked up among the presets, or asked of the hub's client
-    (its cache included), and never opened, imported or unpickled. Code that comes with a model is not run.
+    It is resolved without looking at files of this machine: the name is looked up among the presets, or requested from
+    the hub's client (including its cache), and never opened, imported or unpickled. Code that comes with a model is
+    not run.
     """
 
     name: str
-    """A preset's name or a hub id; of contents what they are called."""
+    """A preset's name or a hub id; for contents, their display name."""
     contents: Mapping[str, Any] | None = None
-    """Of a Hugging Face config.json; None where the name is all there is."""
+    """Contents of a Hugging Face config.json; None if there is only a name."""
     kept: Path | None = None
-    """Where the server has written the contents, for what a run leaves to refer to. It is not read."""
+    """File that the server has written the contents to, for references in a run's files. It is not read."""
 
     @classmethod
     def named(cls, text: str) -> "ServerModel":
-        """The model of a preset's name or a hub id.
+        """Returns the model of a preset's name or a hub id.
 
         Raises:
             WorkloadError: it is neither.
@@ -48,24 +49,24 @@ class ServerModel:
 
     @classmethod
     def of(cls, contents: Any, kept: Path | None = None) -> "ServerModel":
-        """The model of a config.json's contents.
+        """Returns the model of a config.json's contents.
 
         Raises:
-            WorkloadError: they are not a mapping, or have another model loaded by its name.
+            WorkloadError: they are not a mapping, or load another model by its name.
         """
         if not isinstance(contents, Mapping):
-            raise WorkloadError("a model's configuration must be a mapping, such as a Hugging Face config.json holds")
+            raise WorkloadError("a model's configuration must be a mapping, such as that of a Hugging Face config.json")
         for name, value in _entries(contents):
             if (name in _LOADED_BY_NAME and value) or (name == "model_type" and value in _LOADERS):
                 raise WorkloadError(
-                    f"the configuration has {name}={str(value)[:80]!r}, by which transformers loads a model from elsewhere; a "
+                    f"the configuration has {name}={str(value)[:80]!r}, with which transformers loads a model from elsewhere; a "
                     "server takes architectures that transformers builds itself"
                 )
         return cls(name=str(contents.get("model_type", "model"))[:100], contents=contents, kept=kept)
 
     @property
     def is_preset(self) -> bool:
-        """Whether it is one of `PRESETS`."""
+        """True for a preset."""
         return self.contents is None and self.name in PRESETS
 
     def __str__(self) -> str:
@@ -79,7 +80,7 @@ def _is_name(text: str) -> bool:
 
 
 def _entries(found: Any) -> Iterator[tuple[str, Any]]:
-    """The entries of a mapping and of those inside of it."""
+    """Yields the entries of a mapping and of nested mappings."""
     if isinstance(found, Mapping):
         for name, value in found.items():
             yield str(name), value

@@ -1,4 +1,4 @@
-"""A workload's model on the meta device, its experts, and which of its repeated blocks are alike."""
+"""A workload's model on the meta device, its experts, and its equal repeated blocks."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn.Module":
-    """The module on the meta device, or on the CPU where its constructor computes with values.
+    """Returns the module on the meta device, or on the CPU if its constructor computes with values.
 
-    The global random state is left as it was.
+    The global random state is restored.
 
     Raises:
         WorkloadError: the model cannot be built.
@@ -25,36 +25,35 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
         try:
             with torch.device("meta"):
                 return workload.build_model(config)
-        except RuntimeError:  # NotImplementedError included: a value of a meta tensor was asked for
+        except RuntimeError:  # including NotImplementedError: a value of a meta tensor was read
             return workload.build_model(config)
 
 
 def experts_of(workload: Workload) -> tuple[int, ...]:
-    """The numbers of experts that the mixtures of a workload's model have, each once, ascending; empty for none."""
+    """Numbers of experts of the mixtures in a workload's model, unique and ascending; empty for none."""
     return experts_in(skeleton(workload))
 
 
 def experts_in(model: "nn.Module") -> tuple[int, ...]:
-    """The same of a model."""
+    """Numbers of experts of the mixtures in a model, unique and ascending; empty for none."""
     from ..schedule.parallel.experts import mixtures_of, num_experts
 
     return tuple(sorted({num_experts(each) for each in mixtures_of(model).values()}))
 
 
 FOLLOWED = 3
-"""Blocks of a kind that stand for themselves: the first, the second and the last."""
+"""Number of blocks of a kind that are not replaced: the first, the second and the last."""
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id")
-"""Attributes that say which block it is; what they decide when a block is built shows in its other
-attributes."""
+"""Attributes with the index of a block; whatever depends on them at construction shows in its other attributes."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
-    """Of blocks between the second and the last of their kind, the second: path -> path.
+    """Maps blocks between the second and the last of their kind to the second: path -> path.
 
     Args:
-        model: holds the blocks.
-        blocks: paths of its repeated blocks, in their order.
+        model: model with the blocks.
+        blocks: paths of its repeated blocks, in order.
     """
     kinds: dict[Hashable, list[str]] = {}
     for index, path in enumerate(blocks):
@@ -63,12 +62,12 @@ def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
 
 
 def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
-    """Takes blocks that others stand for out of a model; those that are left keep their paths.
+    """Removes blocks that others represent from a model; the remaining ones keep their paths.
 
-    Blocks that share a weight with another part of the model stay.
+    Blocks that share a weight with another part of the model are kept.
 
     Returns:
-        The paths of the blocks that are left, in their order.
+        Paths of the remaining blocks, in order.
     """
     holders: dict[nn.Parameter, set[int]] = {}
     for module in model.modules():
@@ -87,9 +86,9 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
 
 
 def described(block: "nn.Module", index: int) -> Hashable:
-    """Equal for blocks that do the same with equal inputs, but for the values of their weights: classes,
-    shapes and plain attributes of all modules in it, and what the configuration says of this block by
-    itself."""
+    """Returns equal values for blocks that do the same with equal inputs, apart from the values of their weights:
+    classes, shapes and plain attributes of all their modules, and settings of the configuration for this block.
+    """
     out: list[Hashable] = []
     configs: dict[int, Any] = {}
     for path, module in block.named_modules():
@@ -111,7 +110,7 @@ def described(block: "nn.Module", index: int) -> Hashable:
 
 
 def _hashable(value: Any) -> Hashable:
-    """Something hashable that is equal where the value is; of what is no plain data, the thing itself."""
+    """Converts a value to a hashable one with the same equality; other objects are returned unchanged."""
     import torch
 
     if isinstance(value, (*_SCALARS, torch.dtype, torch.device)):

@@ -1,4 +1,4 @@
-"""A workload, or another value, that somebody wrote in a Python file."""
+"""Workloads and other values in a user's Python file."""
 
 import hashlib
 import inspect
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSource:
-    """A Python file's text and the name in it. It travels to other processes, the file need not be there."""
+    """A Python file's text and a name in it. It is sent to other processes, where the file need not exist."""
 
     path: str
     """Absolute path."""
     name: str
-    """The name in the file."""
+    """Name in the file."""
     text: str
     """The file's text when it was read."""
 
@@ -49,10 +49,10 @@ class FileSource:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def load(self) -> "Workload":
-        """Runs the file (once a process) and returns the workload of this name.
+        """Runs the file (once per process) and returns the workload of this name.
 
         Raises:
-            WorkloadError: the file fails, has no such name, or what it names is no workload.
+            WorkloadError: the file fails, has no such name, or the value is not a workload.
         """
         from dataclasses import replace
 
@@ -76,7 +76,7 @@ class FileSource:
         return replace(made, source=self)
 
     def value(self) -> Any:
-        """Runs the file (once a process) and returns what stands under the name, whatever it is.
+        """Runs the file (once per process) and returns the value of the name, whatever it is.
 
         Raises:
             WorkloadError: the file fails, or has no such name.
@@ -109,14 +109,14 @@ class FileSource:
         module.__file__ = self.path
         folder = str(Path(self.path).parent)
         if folder not in sys.path:
-            sys.path.append(folder)  # for what stands beside the file, also when it is imported later
+            sys.path.append(folder)  # for modules beside the file, also when they are imported later
         try:
             code = compile(self.text, self.path, "exec")
         except (SyntaxError, ValueError) as error:  # the latter for null bytes, before Python 3.12
-            line, said = "", str(error)
+            line, problem = "", str(error)
             if isinstance(error, SyntaxError):
-                line, said = f":{error.lineno}" if error.lineno else "", error.msg
-            raise WorkloadError(f"{self.path}{line} is not valid Python: {said}") from error
+                line, problem = f":{error.lineno}" if error.lineno else "", error.msg
+            raise WorkloadError(f"{self.path}{line} is not valid Python: {problem}") from error
         sys.modules[name] = module
         try:
             exec(code, module.__dict__)
@@ -129,14 +129,14 @@ class FileSource:
         return module
 
     def _where(self, error: BaseException) -> str:
-        """The last line of the traceback and the line of the file it came through."""
+        """The last line of the traceback and the line of the file that it came through."""
         last = traceback.format_exception_only(error)[-1].strip()
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path]
         return f"{self.path}:{lines[-1]}: {last}" if lines else f"{self.path}: {last}"
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """Names that are workloads, or else functions and classes defined in the file."""
+    """Names of workloads, or otherwise of functions and classes defined in the file."""
     from .workload import Workload
 
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}

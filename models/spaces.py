@@ -1,4 +1,4 @@
-"""What may vary by default: the knobs that exist on the devices at hand and that the workload follows."""
+"""Default spaces: the knobs that exist on the devices at hand and that the workload supports."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from .workload import NEUTRAL, Workload
 TRAINER_MICRO_BATCH = 8
 """`per_device_train_batch_size` of transformers.TrainingArguments."""
 ALLOWABLE = ("lossy",)
-"""What a default space holds only where it is asked for."""
+"""Extensions of a default space that have to be allowed explicitly."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -39,16 +39,16 @@ def make_space(
     grad_accum: Sequence[int] | None = None,
     allow: Sequence[str] = (),
 ) -> Space:
-    """What may vary on `devices` devices like `device`: the workload's own space, or `default_space`; another
-    one for every call.
+    """Returns a new space for `devices` devices like `device`: the workload's own space, or `default_space`.
 
     Args:
         workload: what is trained.
-        device, devices, grad_accum, allow: of `default_space`; the last two mean nothing to a space of its own.
+        device, devices, grad_accum, allow: of `default_space`; the last two have no meaning for the workload's own
+            space.
 
     Raises:
         WorkloadError: the workload's own function does not return a Space.
-        SpaceError: the global batch cannot be shared among the devices, or `allow` means nothing here.
+        SpaceError: the global batch cannot be shared among the devices, or `allow` has no meaning here.
     """
     if workload.space is None:
         return default_space(workload, device, devices, grad_accum=grad_accum, allow=allow)
@@ -64,25 +64,24 @@ def default_space(
     grad_accum: Sequence[int] | None = None,
     allow: Sequence[str] = (),
 ) -> Space:
-    """The standard knobs, each only where it can matter.
+    """The standard knobs, each only if it can have an effect.
 
-    Defaults are what `transformers.Trainer` would run: plain data parallelism, 8 samples a micro-batch,
-    its choice of attention, fused AdamW, nothing checkpointed or compiled; with `bf16=True` on a GPU that has
-    bfloat16, and in float32 elsewhere. Every configuration does
-    the same work per optimizer step, the workload's global batch, unless `grad_accum` is free; and every one
-    is the same training, unless lossy values are allowed.
+    Defaults are those of `transformers.Trainer`: plain data parallelism, 8 samples per micro-batch, its choice of
+    attention, fused AdamW, no checkpointing or compilation; with `bf16=True` on a GPU with bfloat16, in float32
+    elsewhere. Every configuration does the same work per optimizer step, the workload's global batch, unless
+    `grad_accum` is free; and every one is the same training, unless lossy values are allowed.
 
     Args:
         workload: what is trained.
-        device: the kind of device, and how many of it a host has.
+        device: kind of device, and number of devices of a host.
         devices: devices of one trial.
-        grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None
-            derives it from the global batch.
-        allow: `lossy` adds the values that trade accuracy for speed, where they pay on the device.
+        grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None derives it from
+            the global batch.
+        allow: `lossy` adds the values that trade accuracy for speed, if they pay on the device.
 
     Raises:
-        SpaceError: the global batch cannot be shared among the devices, whatever the degrees; or `allow`
-            holds something else.
+        SpaceError: the global batch cannot be shared among the devices, whatever the degrees; or `allow` contains
+            something else.
     """
     allow = checked_allowance(allow)
     space = Space()
@@ -119,7 +118,7 @@ def default_space(
         space.choice(
             "reduce_dtype",
             REDUCED,
-            # Gradients of bf16 weights are in it anyway.
+            # Gradients of bf16 weights are in bf16 anyway.
             when=(parallel.replicas(space) > 1) & (space["precision"] != "bf16_pure"),
             others=(),
             help="what gradients travel in between replicas; bf16 is lossy",
@@ -139,7 +138,7 @@ def default_space(
 
 
 def require_rules(space: Space, context: RuleContext, rules: Sequence[Rule] = RULES) -> None:
-    """Adds the opposite of each rule that configurations of a space can break."""
+    """Adds the negation of each rule that configurations of a space can break."""
     knobs = _RuleKnobs(space)
     for rule in rules:
         obeyed = negation(rule.broken(knobs, context))
@@ -162,7 +161,7 @@ def _together(space: Space, names: Sequence[str]) -> bool:
 
 
 class _RuleKnobs:
-    """The knobs of a space as rules read them; a knob that it lacks has its neutral value."""
+    """The knobs of a space for rules; a missing knob has its neutral value."""
 
     def __init__(self, space: Space) -> None:
         self._knobs = space.by_name
@@ -175,7 +174,7 @@ class _RuleKnobs:
 
 
 class _RuleName:
-    """A knob whose values are names, for comparisons with names that it may not have: these are False."""
+    """A knob whose values are names. Comparisons with names that it cannot have are False."""
 
     def __init__(self, knob: Knob) -> None:
         self._knob = knob
@@ -209,7 +208,7 @@ def _micro_batch(space: Space, workload: Workload, spread: parallel.Spread, *, a
 
 
 def _accumulation(space: Space, total: int, values: Sequence[int] | None) -> None:
-    """Adds `grad_accum`: of these values, or what the global batch leaves of replicas and micro-batches."""
+    """Adds `grad_accum`: with these values, or the quotient of the global batch by replicas and micro-batch."""
     words = "micro-batches per optimizer step"
     if values is not None:
         space.choice("grad_accum", values, help=words, monotone_memory=0)
@@ -256,7 +255,7 @@ def _kernels(space: Space, device: Device) -> None:
 
 
 def fix_knob(space: Space, name: str, value: Any) -> None:
-    """Leaves a knob of a space one value. One that names blocks is added to it, with that value alone.
+    """Fixes a knob of a space to one value. A knob that names blocks is added to it, with only that value.
 
     Raises:
         SpaceError: unknown knob, a value of another kind, or no configuration is left.
@@ -267,12 +266,12 @@ def fix_knob(space: Space, name: str, value: Any) -> None:
     if not _NAMED_BLOCKS.fullmatch(str(value)):
         raise SpaceError(f"{name} must be indices such as 0-3,7 or none, but got {value!r}")
     if name == "checkpoint_blocks" and "checkpoint_ratio" in space.by_name:
-        space.fix("checkpoint_ratio", 0.0)  # the blocks stand in its place
+        space.fix("checkpoint_ratio", 0.0)  # replaced by the blocks
     space.choice(name, [str(value)], help="blocks by their indices")
 
 
 def micro_batches(samples: int) -> list[int]:
-    """The divisors of a replica's samples; only the powers of two and the whole where those are too many."""
+    """Divisors of a replica's samples; only the powers of two and the number itself if there are too many."""
     divisors = [size for size in range(1, samples + 1) if samples % size == 0]
     if len(divisors) > MAX_MICRO_BATCHES:
         divisors = [size for size in divisors if size & (size - 1) == 0 or size == samples]
@@ -280,7 +279,7 @@ def micro_batches(samples: int) -> list[int]:
 
 
 def ratios(blocks: int) -> list[float]:
-    """The checkpoint ratios that differ for a number of blocks: of those that round alike, the nearest.
+    """Distinct checkpoint ratios for a number of blocks: of those that round to the same, the nearest.
 
     >>> ratios(2), ratios(12)
     ([0.0, 0.5, 1.0], [0.0, 0.25, 0.5, 0.75, 1.0])
@@ -294,10 +293,10 @@ def ratios(blocks: int) -> list[float]:
 
 
 def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tuple[str, ...]:
-    """What is allowed beyond the default, as names.
+    """Names of the allowed extensions of the default space.
 
     Raises:
-        SpaceError: nothing of that name can be allowed; or the space is one of somebody's own.
+        SpaceError: there is no such extension, or the space is the user's own.
     """
     names = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in names:
@@ -305,18 +304,18 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
             raise SpaceError(unknown("allowance", name, ALLOWABLE))
     if names and own_space:
         raise SpaceError(
-            f"allow={','.join(names)} would have no effect: it adds values to a default space, and a space "
-            "of one's own names its values itself"
+            f"allow={','.join(names)} would have no effect: it adds values to a default space, and your own "
+            "space names its values itself"
         )
     return names
 
 
 def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> tuple[list[str], list[str]]:
-    """Number formats worth trying on a device, and those that work there besides.
+    """Number formats worth trying on a device, and those that also work there.
 
-    A CPU without native bfloat16 emulates it: measured at fifteen times the time for a sixth less memory, so
-    it is not tried unless asked for. Where bfloat16 is native, float16 has nothing on it, and `lossy` adds
-    bf16_pure, and fp8 where device and model can have it, as `float8` says.
+    A CPU without native bfloat16 emulates it: measured at fifteen times the time for a sixth less memory, so it is not
+    tried unless requested. With native bfloat16, float16 has no advantage, and `lossy` adds bf16_pure, and fp8 if
+    device and model support it, as `float8` says.
     """
     if device.type == "cuda":
         native = (device.capability or (0, 0)) >= (8, 0)
@@ -329,12 +328,12 @@ def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> 
 
 
 def without_float8(workload: Workload, device: Device) -> str:
-    """Why a workload's default space is without fp8; empty where it has it."""
+    """Reason why a workload's default space lacks fp8; empty if it has it."""
     return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
 
 
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
-    """Of each knob of a workload's space that has some, the values that trade accuracy for speed."""
+    """Values of each knob of a workload's space that trade accuracy for speed."""
     found = {}
     for name, lossy in LOSSY.items():
         knob = space.by_name.get(name)
@@ -344,15 +343,15 @@ def lossy_of_space(space: Space) -> dict[str, list[Any]]:
 
 
 def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
-    """What to say of a space to which what was allowed added nothing."""
+    """Note about a space to which the allowed extension added nothing."""
     if "lossy" not in allow or lossy_of_space(space):
         return ()
-    beyond = "".join(f"; --set {each} tries it all the same" for each in lossy_beyond(space))
+    beyond = "".join(f"; --set {each} tries it anyway" for each in lossy_beyond(space))
     return (f"no lossy value pays on these devices, whose bf16 is emulated{beyond}",)
 
 
 def lossy_beyond(space: Space) -> list[str]:
-    """The lossy values that the space would accept and does not hold, as `knob=value`."""
+    """Lossy values that the space would accept and does not contain, as `knob=value`."""
     knob = space.by_name.get("precision")
     if knob is None:
         return []
@@ -361,7 +360,7 @@ def lossy_beyond(space: Space) -> list[str]:
 
 
 class _Recorder(Mapping[str, Any]):
-    """A configuration that remembers which knobs were looked at."""
+    """A configuration that records which knobs were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -380,16 +379,16 @@ class _Recorder(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """What a workload's schedule does."""
+    """Abilities of a workload's schedule."""
 
     followed: set[str]
-    """Which of the knobs that rewrite the model on one device it follows."""
+    """Supported knobs that rewrite the model on one device."""
     blocks: int
-    """Repeated blocks of the model."""
+    """Number of repeated blocks of the model."""
     parallel: Support
-    """Which parallel knobs it can follow."""
+    """Supported parallel knobs."""
     experts: tuple[int, ...]
-    """The numbers of experts of the model's mixtures, each once."""
+    """Numbers of experts of the model's mixtures, unique."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:

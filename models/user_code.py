@@ -1,4 +1,4 @@
-"""Errors in code that somebody else wrote, told without a traceback."""
+"""Reports errors in user code without a traceback."""
 
 import traceback
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ _HERE = str(Path(__file__).parent)
 
 @contextmanager
 def user_code_errors(what: str) -> Iterator[None]:
-    """Turns any error of the code within into a WorkloadError: `WHAT failed: FILE:LINE: Type: message`.
+    """Converts any error of the code within to a WorkloadError: `WHAT failed: FILE:LINE: Type: message`.
 
-    What redline raises itself goes through; it says what is wrong already.
+    redline's own errors pass unchanged, because their messages are complete.
     """
     try:
         yield
@@ -25,7 +25,7 @@ def user_code_errors(what: str) -> Iterator[None]:
 
 
 def where(error: BaseException) -> str:
-    """`FILE:LINE: Type: message` of an error; the line is the last one outside of installed packages."""
+    """`FILE:LINE: Type: message` of an error; the line is the last one outside installed packages."""
     last = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
     frames = traceback.extract_tb(error.__traceback__)
     own = [

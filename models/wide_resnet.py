@@ -1,8 +1,8 @@
 """Wide residual networks for image classification, as a workload.
 
-Source: Zagoruyko and Komodakis, Wide Residual Networks (2016), with group normalisation (Wu and He, 2018) in the
-place of batch normalisation: statistics over a batch would make the loss depend on how the batch is cut into
-micro-batches and over devices, and what is tuned here must compute the same in every configuration.
+Source: Zagoruyko and Komodakis, Wide Residual Networks (2016), with group normalisation (Wu and He, 2018) in place of
+batch normalisation: statistics over a batch would make the loss depend on micro-batches and devices, but every
+configuration must compute the same.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from .families import schedule_of
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 GROUPS = 32
-"""Of channels that are normalised together, where that many divide them."""
+"""Number of groups of channels, if it divides them."""
 
 
 class WideBlock(nn.Module):
-    """Two convolutions around a residual, normalisation first: (n, channels, h, w) -> (n, out, h', w')."""
+    """Two convolutions with a residual connection, normalisation first: (n, channels, h, w) -> (n, out, h', w')."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -36,7 +36,6 @@ class WideBlock(nn.Module):
         self.shortcut = None if same else nn.Conv2d(channels, out, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
         y = F.relu(self.norm1(x))
         residual = x if self.shortcut is None else self.shortcut(y)
         return residual + self.conv2(F.relu(self.norm2(self.conv1(y))))
@@ -46,7 +45,7 @@ class WideResNet(nn.Module):
     """WRN-depth-width: three groups of (depth - 4) / 6 blocks with 16, 32 and 64 times `width` channels.
 
     Raises:
-        WorkloadError: depth is none of 10, 16, 22, 28, ...
+        WorkloadError: depth is not one of 10, 16, 22, 28, ...
     """
 
     def __init__(self, depth: int = 28, width: int = 10, classes: int = 10, channels: int = 3) -> None:
@@ -78,7 +77,7 @@ def classification_loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor])
 
 
 def wide_resnet(arguments: Mapping[str, Any], *, name: str, spec: str, global_batch: int | None = None) -> Workload:
-    """The workload of training a WideResNet, `depth`, `width` and `classes` as given, on 32 by 32 pixels."""
+    """Returns the workload that trains a WideResNet with the given `depth`, `width` and `classes`, on 32 by 32 pixels."""
     return Workload(
         name=name,
         spec=spec,

@@ -1,4 +1,4 @@
-"""What is trained: model builder, batch maker, loss, optimizer, sizes, and what of it may vary."""
+"""Workloads: model builder, batch function, loss, optimizer, sizes, and what may vary."""
 
 import inspect
 import re
@@ -27,22 +27,22 @@ UNITS = ("tokens/s", "samples/s")
 DEFAULT_GLOBAL_BATCH = 32
 _LOOKED_AT = ("micro_batch", "grad_accum", "dp", "checkpoint_ratio", "precision", "fusion", "kernels")
 NEUTRAL = Config({**{name: STANDARD[name].neutral for name in _LOOKED_AT}, "fused_optimizer": True})
-"""The standard knobs as they are before anything is tuned, for builders that look at their configuration."""
+"""Neutral values of the standard knobs, for builders that read their configuration."""
 
 
 class Source(Protocol):
-    """Where a workload can be made again from: `FileSource` of a Python file."""
+    """Source from which a workload can be made again: `FileSource` of a Python file."""
 
     @property
     def name(self) -> str:
-        """Its name there."""
+        """Name in the source."""
 
     @property
     def digest(self) -> str:
-        """Hex digits of the text."""
+        """Hex digits of the text's digest."""
 
     def load(self) -> "Workload":
-        """The workload, made anew."""
+        """Makes the workload again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,41 +56,43 @@ class Workload:
         )
 
     Raises:
-        WorkloadError: a field is not what it must be.
+        WorkloadError: a field is invalid.
     """
 
     model: "Callable[..., nn.Module]"
-    """`model()` or `model(config)`: the module, built without memory (`redline.deferred`) where it can be."""
+    """`model()` or `model(config)`: the module, built without memory (`redline.deferred`) if possible."""
     batch: Callable[[int, int], Batch]
-    """`batch(size, seed)`: CPU tensors whose first dimension is `size`; equal for equal seeds. Of a dict the
-    model gets, by name, what its `forward` takes; of a tuple everything but the last, which is the target
-    (with `loss=None`: everything)."""
+    """`batch(size, seed)`: CPU tensors whose first dimension is `size`; equal for equal seeds. The model gets, from a
+    dict, the entries named by the arguments of its `forward`; from a tuple, everything but the last entry, which
+    is the target (with `loss=None`: everything).
+    """
     loss: "Callable[[Any, Any], torch.Tensor] | None"
     """`loss(output, batch)`: a scalar, the mean over the batch's samples. None takes `output.loss`."""
     name: str = ""
-    """What people call it."""
     optimizer: "Callable[..., torch.optim.Optimizer] | None" = None
     """`optimizer(params)` or `optimizer(params, fused=bool)`; None for AdamW."""
     schedule: "Callable[[Schedule, Mapping[str, Any]], Any] | None" = None
-    """`schedule(sch, config)` rewrites the model by primitives; None applies `checkpoint_ratio` and `fusion`
-    to the repeated blocks, whatever the model."""
+    """`schedule(sch, config)` rewrites the model by primitives; None applies `checkpoint_ratio` and `fusion` to the
+    repeated blocks, whatever the model.
+    """
     space: Space | Callable[..., Space] | None = None
-    """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None
-    for the knobs that exist on the devices at hand."""
+    """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the
+    knobs that exist on the devices at hand.
+    """
     seq_len: int | None = None
-    """Tokens of a sample; None where samples are not made of tokens."""
+    """Tokens of a sample; None if samples have no tokens."""
     global_batch: int = DEFAULT_GLOBAL_BATCH
     """Samples of one optimizer step over all devices."""
     unit: str = ""
-    """What throughput counts: `tokens/s` (the default with a `seq_len`) or `samples/s`."""
+    """Unit of throughput: `tokens/s` (the default with a `seq_len`) or `samples/s`."""
     spec: str = ""
-    """By what it is found again from any folder: a preset's name, an absolute path, a hub id, or `file.py:name` with one."""
+    """Identifier that is valid from any folder: a preset's name, an absolute path, a hub id, or `file.py:name` with one."""
     identity: Mapping[str, Any] | None = None
-    """What it is, as plain data, for `id`; None takes the source text of its functions."""
+    """Identity, JSON-ready, for `id`; None takes the source text of its functions."""
     source: "Source | None" = None
-    """The file it comes from; where set, copies in other processes are made by running that text again."""
+    """File that it comes from; if set, copies in other processes are made by running that text again."""
     known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
-    """What was found out of it, see `once`."""
+    """Cached findings about the workload, see `once`."""
 
     def __post_init__(self) -> None:
         for name in ("model", "batch"):
@@ -133,7 +135,7 @@ class Workload:
             inspect.signature(getattr(self, name)).bind(*range(count))
         except TypeError:
             raise WorkloadError(f"Workload: {name} must be callable as {name}{form}") from None
-        except ValueError:  # a builtin without a signature; calling it will tell
+        except ValueError:  # a builtin without a signature; errors show when it is called
             return
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -143,7 +145,7 @@ class Workload:
 
     @cached_property
     def id(self) -> str:
-        """Ten hex digits of what it is: architecture, data, sizes, or the text of its file or functions."""
+        """Ten hex digits of its identity: architecture, data, sizes, or the text of its file or functions."""
         made = {"seq_len": self.seq_len, "global_batch": self.global_batch, "unit": self.unit}
         if self.source is not None:
             what: Any = {"file": self.source.digest, "name": self.source.name}
@@ -155,7 +157,7 @@ class Workload:
         return digest({**made, "what": what})
 
     def own_space(self, device: Device, devices: int = 1) -> Space:
-        """What the workload itself says may vary, a copy for every call; only where it has a `space`.
+        """The workload's own space, a copy for every call; only if it has a `space`.
 
         Raises:
             WorkloadError: its function does not return a Space.
@@ -174,7 +176,7 @@ class Workload:
         return made
 
     def build_model(self, config: Mapping[str, Any] | None = None) -> "nn.Module":
-        """The module, on whatever device is current. Without a configuration knobs have their defaults.
+        """Builds the module, on the current device. Without a configuration knobs have their defaults.
 
         Raises:
             WorkloadError: `model` returned something else.
@@ -188,7 +190,7 @@ class Workload:
 
     @cached_property
     def probe(self) -> Config:
-        """A configuration to look at the model with: the default of its own space, or neutral knobs."""
+        """A configuration to inspect the model with: the default of its own space, or neutral knobs."""
         if self.space is None:
             return NEUTRAL
         return Config({**NEUTRAL, **self.own_space(detect()).default()})
@@ -202,18 +204,18 @@ class Workload:
             return False
         except TypeError:
             return True
-        # A function whose parameters all have defaults takes the configuration only where it says so.
+        # A function whose parameters all have defaults gets the configuration only if its first parameter is named config.
         first = next(iter(signature.parameters), "")
         return first == "config"
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Modules that building the model imports, for a process that forks trials to import once."""
+        """Modules that building the model imports, for a process that imports them once and forks trials."""
         return tuple(getattr(self.model, "imports", ()))
 
     @property
     def takes_fused(self) -> bool:
-        """Whether the optimizer has a fused form to switch on."""
+        """True if the optimizer has a fused form."""
         if self.optimizer is None:
             return True
         try:
@@ -223,7 +225,7 @@ class Workload:
         return "fused" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     def make_optimizer(self, params: "Iterable[nn.Parameter]", *, fused: bool) -> "torch.optim.Optimizer":
-        """The optimizer; AdamW with a learning rate of 1e-4 where the workload has none of its own.
+        """Makes the optimizer; AdamW with a learning rate of 1e-4 if the workload has none of its own.
 
         Raises:
             WorkloadError: the workload's own function returned something else.
@@ -241,26 +243,25 @@ class Workload:
         return made
 
     def once(self, find: "Callable[[Workload], Found]") -> "Found":
-        """What a function finds out of the workload: it is called once, and copies in other processes that are
-        made afterwards know its answer."""
+        """Calls `find` once for the workload and caches its result; copies made later in other processes have it too."""
         name = f"{find.__module__}.{find.__qualname__}"
         if name not in self.known:
             self.known[name] = find(self)
         return self.known[name]
 
     def with_optimizer(self, optimizer: "Callable[..., torch.optim.Optimizer]") -> "Workload":
-        """A copy with an optimizer, where it has none of its own; what was found out of it stays known."""
+        """A copy with an optimizer, if it has none of its own; cached findings are kept."""
         made = replace(self, optimizer=self.optimizer or optimizer)
         made.known.update(self.known)
         return made
 
     def with_name(self, name: str, spec: str) -> "Workload":
-        """A copy that is called `name` and was asked for as `spec`."""
+        """A copy with the name `name` and the specification `spec`."""
         return replace(self, name=name, spec=spec)
 
 
 def default_name(model: Callable[..., Any]) -> str:
-    """What a workload is called that was given no name."""
+    """Name of a workload that was given none."""
     return getattr(model, "__name__", type(model).__name__)
 
 
@@ -274,13 +275,13 @@ def _from_source(
 
 
 def _is_module(value: Any) -> bool:
-    """Whether it is a torch module; without torch there is none."""
+    """True for a torch module; False if torch is not installed."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def _refuse_target_loss(loss: Callable[..., Any]) -> None:
-    """Refuses torch's own losses as they are: their second argument is the target, not the batch."""
+    """Refuses torch's own losses: their second argument is the target, not the batch."""
     module = getattr(loss, "__module__", "") or ""
     if module.startswith("torch.nn."):
         name = getattr(loss, "__name__", None) or f"{type(loss).__name__}()"

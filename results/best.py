@@ -107,31 +107,31 @@ class Plan:
     """A file with a configuration: a best.yaml outside its run, or a plan of `redline estimate`."""
 
     trial: Trial
-    """The configuration, with what was measured or predicted of it."""
+    """The configuration, with its measurement or prediction."""
     document: Mapping[str, Any]
-    """What is trained, and on what, as run.yaml has it."""
+    """The training and the devices, in the form of run.yaml."""
     others: tuple[Mapping[str, Any], ...] = ()
-    """The configurations of the other plans for as many devices."""
+    """Configurations of the other plans for as many devices."""
 
     @property
     def trains(self) -> Mapping[str, Any]:
-        """What is trained, and on what."""
+        """The training and the devices."""
         found: Mapping[str, Any] = self.document["asked"]
         return found
 
 
 def is_plan(path: Path) -> bool:
-    """Whether `load` is to read it: a file in YAML, but for the best.yaml in its run's folder."""
+    """True if `load` applies to the file: YAML, except the best.yaml in its run's folder."""
     named = path.name.endswith((".yaml", ".yml")) and path.is_file()
     return named and (path.name != BEST or not holds_run(path.parent))
 
 
 def load(path: Path) -> Plan:
-    """Reads a best.yaml that lies outside its run, or a plan of `redline estimate`.
+    """Reads a best.yaml outside its run, or a plan of `redline estimate`.
 
     Raises:
-        StudyError: it is something else, or cannot be read.
-        NothingFound: it names no winner.
+        StudyError: it is another file, or cannot be read.
+        NothingFound: it has no winner.
     """
     try:
         document = parse_yaml(read_inside(path.parent, path.name, at_most=LARGEST_DOCUMENT))
@@ -161,10 +161,10 @@ def load(path: Path) -> Plan:
 
 
 def _trial(winner: Mapping[str, Any], devices: int | None, path: Path) -> Trial:
-    """The trial of an entry, of which either a measurement or a prediction is known."""
+    """Returns the trial of an entry with either a measurement or a prediction."""
     predicted = winner.get("prediction") or {}
     throughput, memory = predicted.get("throughput"), predicted.get("memory_mib")
-    reached = winner.get("throughput")  # in best.yaml what came of measuring again
+    reached = winner.get("throughput")  # in best.yaml it includes re-measurements
     try:
         if winner.get("measurement") is not None:
             measured = Measurement.from_dict(winner["measurement"])
@@ -216,14 +216,14 @@ def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[
     if found is None or not _is_about(found, trials):
         return None
     kept = found.get("remeasured")
-    told: dict[str, tuple[float, tuple[float, ...]]] = {}
+    again_of: dict[str, tuple[float, tuple[float, ...]]] = {}
     for number, entry in kept.items() if isinstance(kept, Mapping) else ():
         first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
         if isinstance(again, list) and _is_speed(first) and all(_is_speed(each) for each in again):
-            told[str(number)] = float(first), tuple(map(float, again))
+            again_of[str(number)] = float(first), tuple(map(float, again))
     return [
-        replace(trial, first=told[str(trial.number)][0], remeasured=told[str(trial.number)][1])
-        if str(trial.number) in told
+        replace(trial, first=again_of[str(trial.number)][0], remeasured=again_of[str(trial.number)][1])
+        if str(trial.number) in again_of
         else trial
         for trial in trials
     ]

@@ -1,4 +1,4 @@
-"""The columns of trials.csv, and how a value is written in one."""
+"""The columns of trials.csv and the format of their values."""
 
 import csv
 import io
@@ -20,19 +20,19 @@ FIXED = (
 """The columns before the knobs, in order. `started` is Unix time, s."""
 
 LATER = frozenset({"emulated_ranks", "seconds_modelled"})
-"""Those that files of earlier versions lack."""
+"""The fixed columns that files of earlier versions lack."""
 
 TEXTS = frozenset({"status", "reason", "unit", "sampler", "emulated_ranks", "log"})
-"""Those of them that hold text."""
+"""The fixed columns that contain text."""
 
 INTEGERS = frozenset({"trial", "devices"})
-"""Those that hold whole numbers; the rest are real."""
+"""The fixed columns that contain whole numbers; the rest are real."""
 
 KNOB = "knob."
-"""What the name of a knob's column starts with."""
+"""Prefix of the name of a knob's column."""
 
 MAX_TEXT = 2000
-"""Characters after which a text is cut; the trial's log and the ledger have all of it."""
+"""Length at which a text is cut, characters. The trial's log and the ledger contain all of it."""
 
 _BREAKS = re.compile("[\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029]+")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufeff]")
@@ -42,15 +42,15 @@ _DIGITS = {"loss": 9}
 
 
 def header(knobs: Iterable[str]) -> tuple[str, ...]:
-    """The names of all columns of a study with these knobs."""
+    """Returns the names of all columns of a study with these knobs."""
     return (*FIXED, *(KNOB + name for name in knobs))
 
 
 def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
-    """The cells of a finished trial's row as plain values; None where there is nothing to say.
+    """Returns the cells of a finished trial's row as plain values; None for empty ones.
 
     Raises:
-        StudyError: the configuration has a knob that has no column.
+        StudyError: the configuration has a knob without a column.
     """
     knobs = tuple(knobs)
     stray = [name for name in trial.config if name not in knobs]
@@ -70,28 +70,29 @@ def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
 
 
 def line(cells: Iterable[str]) -> str:
-    """One line of CSV with its end; a cell that needs quotes gets them, one that a spreadsheet would run as a formula an
-    apostrophe, which `unquoted` takes off again."""
+    """Returns one line of CSV with its line end. Cells are quoted if necessary. A cell that a spreadsheet would run
+    as a formula gets an apostrophe in front, which `unquoted` removes.
+    """
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow(map(_quoted, cells))
     return out.getvalue()
 
 
 def _quoted(text: str) -> str:
-    # Source: OWASP, CSV injection. A negative number is no formula.
+    # Source: OWASP, CSV injection. A negative number is not a formula.
     return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
 
 
 def unquoted(text: str) -> str:
-    """What a cell was before `line`."""
+    """Returns the cell before it was passed to `line`."""
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def row(trial: Trial, knobs: Iterable[str]) -> str:
-    """The line of a finished trial.
+    """Returns the line of a finished trial.
 
     Raises:
-        StudyError: the configuration has a knob that has no column.
+        StudyError: the configuration has a knob without a column.
     """
     knobs = tuple(knobs)
     names = header(knobs)
@@ -99,7 +100,7 @@ def row(trial: Trial, knobs: Iterable[str]) -> str:
 
 
 def cell(value: Any, name: str = "") -> str:
-    """`value` as text: empty for None, `true` or `false` for a flag, one line for a text.
+    """Returns a value as text: empty for None, `true` or `false` for a boolean, one line for a text.
 
     Knobs are written exactly. Measured numbers have 7 significant digits, the loss 9, `started` milliseconds.
     """
@@ -117,13 +118,13 @@ def cell(value: Any, name: str = "") -> str:
 
 
 def knob_text(trial: Trial, name: str) -> str:
-    """A knob of a trial for people: the cell, and that the value is lossy where it is."""
+    """Returns a knob's value for people, marked if it is lossy."""
     text = cell(trial.config.get(name), KNOB)
     return f"{text} (lossy)" if name in trial.lossy else text
 
 
 def number(value: float, digits: int = 7) -> str:
-    """A real number with that many significant digits, without an exponent unless it is tiny or huge."""
+    """Returns a real number with that many significant digits, without an exponent unless it is tiny or huge."""
     if not math.isfinite(value):
         return str(float(value))
     text = f"{value:.{digits}g}"
@@ -133,7 +134,9 @@ def number(value: float, digits: int = 7) -> str:
 
 
 def speed(throughput: float, unit: str) -> str:
-    """A throughput as people read it: `12,345 tokens/s`; where its unit is one over that of a quantity, the quantity."""
+    """Returns a throughput for people: `12,345 tokens/s`. If its unit is the reciprocal of a quantity, returns the
+    quantity.
+    """
     if unit.startswith("1/") and throughput:
         throughput, unit = 1 / throughput, unit.removeprefix("1/")
     digits = f"{throughput:,.0f}" if throughput >= 1000 else number(throughput, 4)
@@ -141,18 +144,18 @@ def speed(throughput: float, unit: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters other than tabs and line breaks as their escapes: none reaches a terminal."""
+    """Escapes control characters other than tabs and line breaks, so that none reaches a terminal."""
     return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def fold(text: str) -> str:
-    """`text` on one line: line breaks become a space, other control characters their escapes."""
+    """Returns a text on one line: line breaks become a space, other control characters are escaped."""
     text = printable(_BREAKS.sub(" ", text))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 def _scalar(value: Any) -> Any:
-    # numpy's and torch's scalars print their type; a StrEnum is a str already.
+    # Scalars of numpy and torch would print their type; a StrEnum is a str already.
     if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Where a run took place: versions, machine, driver. Found without importing any of it."""
+"""The environment of a run: versions, machine, driver. Found without importing the packages."""
 
 import os
 import platform
@@ -23,11 +23,11 @@ PACKAGES = (
     "numpy",
     "pandas",
 )
-"""The packages whose versions can change what is measured or proposed."""
+"""Packages whose versions can affect measurements or proposals."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of redline, Python and those of `PACKAGES` that are installed."""
+    """Returns the versions of redline, Python and the installed packages of `PACKAGES`."""
     found = {"redline": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def host() -> dict[str, Any]:
-    """Name, operating system, processor cores this process may use, and memory (MiB) of this machine."""
+    """Returns name, operating system, available CPU cores and memory (MiB) of this machine."""
     return {
         "name": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -49,7 +49,7 @@ def host() -> dict[str, Any]:
 
 
 def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
-    """Version of the loaded NVIDIA kernel driver; None if there is none."""
+    """Returns the version of the loaded NVIDIA kernel driver; None if there is none."""
     try:
         found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", Path(path).read_text())
     except OSError:
@@ -58,10 +58,10 @@ def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
 
 
 def describe(devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The environment as best.yaml and run.yaml keep it.
+    """Returns the environment as stored in best.yaml and run.yaml.
 
     Args:
-        devices: what the tuner knows of the devices, kept as it is.
+        devices: the tuner's description of the devices, stored unchanged.
     """
     out: dict[str, Any] = {"versions": versions(), "host": host()}
     return out | {"devices": dict(devices)} if devices else out

@@ -1,4 +1,4 @@
-"""The log of a training as curves: read as it grows, and thinned out so that millions of steps stay a few hundred points."""
+"""The log of a training as curves, read as it grows and thinned so that millions of steps become a few hundred points."""
 
 import math
 import time
@@ -11,13 +11,13 @@ from typing import Any
 from .trained import LogReader, step_before
 
 STRETCHES = 256
-"""Stretches of steps that a curve is kept as at most; of each up to three points."""
+"""Largest number of intervals of steps in a curve; each has up to three points."""
 EVENTS = 200
-"""Checkpoints, restarts and failures that are kept, the latest of each."""
+"""Number of latest checkpoints, restarts and failures that are kept."""
 LINES = 60
-"""Lines of the log that are kept."""
+"""Number of latest lines of the log that are kept."""
 SERIES = ("loss", "lr", "grad_norm", "tokens_per_second", "samples_per_second", "step_ms", "mfu", "memory_mib")
-"""What is a curve, by its name in the log."""
+"""Names in the log of the values that become curves."""
 
 _HIGHEST = 2**53
 _LONGEST = 400
@@ -25,10 +25,10 @@ _Point = tuple[int, float]
 
 
 class Curve:
-    """Values over rising steps: of each stretch of steps its lowest, its highest and its last one.
+    """Values over increasing steps: the lowest, the highest and the last value of each interval of steps.
 
-    Stretches are of one width, which doubles whenever there would be more than `STRETCHES`: what a drawing of as many pixels
-    shows is what all points would, in memory that does not grow.
+    All intervals have the same width, which doubles whenever there would be more than `STRETCHES`. A drawing of that
+    many pixels looks the same as with all points, and memory is bounded.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Curve:
         self._kept: list[list[_Point]] = []
 
     def add(self, step: int, value: float) -> None:
-        """A value at a step behind all others."""
+        """Adds a value at a step after all others."""
         begin, point = step - step % self._width, (step, value)
         if self._begins and self._begins[-1] == begin:
             _widen(self._kept[-1], point)
@@ -48,7 +48,7 @@ class Curve:
             self._halve()
 
     def back(self, step: int) -> None:
-        """Forgets whatever lies behind a step."""
+        """Removes all values after a step."""
         keep = bisect_right(self._begins, step)
         del self._begins[keep:], self._kept[keep:]
         if self._kept:
@@ -59,7 +59,7 @@ class Curve:
                 del self._begins[-1], self._kept[-1]
 
     def points(self) -> list[_Point]:
-        """What is kept, by steps."""
+        """Returns the kept points, by steps."""
         return [point for kept in self._kept for point in sorted(set(kept))]
 
     def _halve(self) -> None:
@@ -73,7 +73,7 @@ class Curve:
 
 
 def _of(points: list[_Point]) -> list[_Point]:
-    """The lowest, the highest and the last of some points."""
+    """Returns the lowest, the highest and the last of some points."""
     return [min(points, key=lambda each: each[1]), max(points, key=lambda each: each[1]), max(points)]
 
 
@@ -86,10 +86,10 @@ def _widen(kept: list[_Point], point: _Point) -> None:
 
 
 class History:
-    """What the log of a training says so far. Steps that were done again count once, as they were the last time.
+    """The contents of a training's log so far. Repeated steps count once, with their latest values.
 
     Args:
-        folder: the training's.
+        folder: of the training.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,34 +102,34 @@ class History:
         self.held_out = Curve()
         """Losses of evaluations."""
         self.step = 0
-        """The last one that the log tells of."""
+        """Last step in the log."""
         self.last: dict[str, Any] = {}
-        """The last line of a step."""
+        """Last line of a step."""
         self.began: float | None = None
-        """When the first line was written, s since 1970."""
+        """Time of the first line, s since 1970."""
         self.end: dict[str, Any] | None = None
-        """The line that the training ended with; None where it runs, or its ranks were lost."""
+        """The final line; None if the training runs or its ranks were lost."""
         self.checkpoints: deque[dict[str, Any]] = deque(maxlen=EVENTS)
-        """Those that were saved, and those that were not."""
+        """Saved checkpoints and failed attempts."""
         self.resumed: deque[dict[str, Any]] = deque(maxlen=EVENTS)
-        """Where it was taken up again."""
+        """Points at which it was resumed."""
         self.lines: deque[dict[str, Any]] = deque(maxlen=LINES)
-        """The last ones, as they are."""
+        """The last lines, unchanged."""
         self.passed_over = 0
-        """Lines that say nothing that is known."""
+        """Number of lines of an unknown kind."""
 
     @property
     def unread(self) -> int:
-        """Bytes of the log that are to be read still."""
+        """Size of the unread part of the log, bytes."""
         return self._reader.unread
 
     @property
     def damaged(self) -> int:
-        """Lines that cannot be read."""
+        """Number of lines that cannot be read."""
         return self._reader.damaged + self.passed_over
 
     def read(self, seconds: float) -> bool:
-        """Reads what is new, for about that long; whether there was any.
+        """Reads new lines for about `seconds`. Returns True if there were any.
 
         Raises:
             OSError: the log cannot be read.
@@ -160,7 +160,7 @@ class History:
             self.began = number(line.get("time"))
         if kind == "note":
             return
-        assert isinstance(step, int), "it was looked at"
+        assert isinstance(step, int), "checked above"
         again = step_before(line, self.step)
         if again is not None:
             for curve in (*self.curves.values(), self.held_out):
@@ -182,7 +182,7 @@ class History:
 
 
 def number(value: Any) -> float | None:
-    """A finite number as such; None for anything else."""
+    """Returns a finite number as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -193,7 +193,7 @@ def number(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a line that pages can show: a text, a truth or a finite number."""
+    """Returns a value that pages can show: a text, a boolean or a finite number."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):

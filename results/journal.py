@@ -1,6 +1,6 @@
-"""The ledger's file: Optuna's journal, made to outlive kill -9 and a full disk.
+"""The ledger's file: Optuna's journal, extended to survive kill -9 and a full disk.
 
-Imports Optuna; imported by the ledger when one is opened.
+Imports Optuna, so the ledger imports this module only when one is opened.
 """
 
 import json
@@ -22,33 +22,33 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal file with whole records only.
+    """Optuna's journal file with complete records only.
 
-    Outcomes (`together`) are forced to the disk; other records survive the process at once and a power cut as
-    soon as an outcome follows them. Losing the announcement of a trial loses nothing: it is proposed again.
-    Appending goes through Optuna's own lock, so that its dashboard can write notes meanwhile.
+    Outcomes (`together`) are forced to the disk. Other records survive the end of the process at once, and a power
+    failure as soon as an outcome follows them. If the start of a trial is lost, the trial is proposed again. Appending
+    uses Optuna's own lock, so that its dashboard can write notes meanwhile.
 
     Args:
-        path: the file; created if it is not there.
-        reserve: the space that `together` may fall back on.
+        path: the file; created if it does not exist.
+        reserve: disk space that `together` may use when the disk is full.
     """
 
     def __init__(self, path: Path, reserve: Reserve | None = None) -> None:
-        # Optuna's lock is a symbolic link to this path; a relative one would dangle, and then waiting for it
-        # never ends (JournalFileSymlinkLock.acquire).
+        # Optuna's lock is a symbolic link to this path. A relative one would dangle, and waiting for it would
+        # never end (JournalFileSymlinkLock.acquire).
         super().__init__(str(path.absolute()))
         self._reserve = reserve
         self._together: list[dict[str, Any]] | None = None
         self.trouble: OSError | None = None
-        """Why the reserve had to be used; None while all is well."""
+        """Why the reserve had to be used; None if it was not."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, records are collected; they are written in one go at the end, using the reserve if need be,
-        and are on the disk when this returns.
+        """Collects records within the `with` and writes them in one go at its end, using the reserve if necessary.
+        They are on the disk when it returns.
 
         Raises:
-            OSError: they cannot be written even so; the file is as it was.
+            OSError: they cannot be written; the file is unchanged.
         """
         self._together = []
         try:
@@ -68,7 +68,7 @@ class Journal(JournalFileBackend):
         """Appends records, all of them or none.
 
         Raises:
-            OSError: they cannot be written; the file is as it was.
+            OSError: they cannot be written; the file is unchanged.
         """
         if self._together is None:
             self._append(logs)
@@ -76,7 +76,7 @@ class Journal(JournalFileBackend):
             self._together += logs
 
     def recover(self) -> None:
-        """Takes the reserve's space again after it was used.
+        """Refills the reserve after it was used.
 
         Raises:
             OSError: there is still no space.
@@ -86,13 +86,13 @@ class Journal(JournalFileBackend):
             self.trouble = None
 
     def close(self) -> None:
-        """Gives the reserve's space back. May be called twice."""
+        """Releases the reserve. May be called twice."""
         if self._reserve is not None:
             self._reserve.release()
 
     def _append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
         data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in records)
-        # An interrupt between the steps by which Optuna gives its lock back would be an error of its own there.
+        # An interrupt while Optuna releases its lock would leave the lock inconsistent.
         with late_interrupts(), get_lock_file(self._lock), open_plain(Path(self._file_path), _APPEND) as file:
             size = file.seek(0, os.SEEK_END)
             try:
@@ -105,9 +105,9 @@ class Journal(JournalFileBackend):
 
 
 def repair(path: Path) -> int:
-    """Cuts off what a killed process or a power cut left of an unfinished record; returns the bytes cut.
+    """Cuts off an unfinished record left by a killed process or a power failure, and returns the number of bytes cut.
 
-    Only for the process that holds the folder's lock. A complete record is never touched.
+    Only for the process that has the folder's lock. A complete record is never touched.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -118,7 +118,7 @@ def repair(path: Path) -> int:
             start = _line_start(file, end)
             file.seek(start)
             line = file.read(end - start)
-            # A file system may fill with zeros what was not written when the power went.
+            # After a power failure a file system may fill unwritten parts with zeros.
             if line.endswith(b"\n") and b"\0" not in line:
                 break
             end = start
@@ -128,7 +128,7 @@ def repair(path: Path) -> int:
 
 
 def _line_start(file: Any, end: int, chunk: int = 64 * 1024) -> int:
-    """Offset at which the line starts whose last byte is at `end - 1`."""
+    """Returns the offset of the line whose last byte is at `end - 1`."""
     position = end - 1
     while position > 0:
         step = min(chunk, position)
@@ -141,10 +141,10 @@ def _line_start(file: Any, end: int, chunk: int = 64 * 1024) -> int:
 
 
 def break_stale_lock(path: Path, patience_s: float = 0.3) -> bool:
-    """Removes the lock a killed process left beside the journal; whether there was one.
+    """Removes a lock beside the journal that a killed process left. Returns True if there was one.
 
-    Optuna itself would wait 30 s for it. Only for the process that holds the folder's lock: then a lock that
-    does not change hands in `patience_s` belongs to nobody (Optuna's dashboard holds it for milliseconds).
+    Optuna itself would wait 30 s for it. Only for the process that has the folder's lock: a lock that does not change
+    within `patience_s` is then stale (Optuna's dashboard keeps it for milliseconds).
     """
     lock = path.with_name(path.name + LOCK_FILE_SUFFIX)
     for half_released in path.parent.glob(f"{lock.name}*{RENAME_FILE_SUFFIX}"):
@@ -168,7 +168,7 @@ def _identity(lock: Path) -> tuple[int, int] | None:
 
 
 def damage(path: Path, error: Exception) -> StudyError:
-    """The error for a journal Optuna cannot read, naming its first bad line."""
+    """Returns the error for a journal that Optuna cannot read, with its first invalid line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:

@@ -1,4 +1,4 @@
-"""The ledger: every trial of a study, in an Optuna storage."""
+"""The ledger: all trials of a study, in an Optuna storage."""
 
 import contextlib
 import math
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 def distribution(values: Sequence[Any]) -> "BaseDistribution":
-    """The narrowest Optuna distribution that holds all `values`.
+    """Returns the narrowest Optuna distribution that contains all `values`.
 
-    Integers become `IntDistribution` and other numbers `FloatDistribution`: logarithmic where each value is
-    the same multiple of the one before, stepped where they are evenly spaced. All else is categorical.
+    Integers become an `IntDistribution` and other numbers a `FloatDistribution`: logarithmic if the ratio of
+    successive values is constant, stepped if they are evenly spaced. Everything else is categorical.
 
     Raises:
         ValueError: `values` is empty.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    # Optuna keeps a number as a float: past 2 ** 53 that is another number.
+    # Optuna stores numbers as floats, which are inexact beyond 2 ** 53.
     numeric = all(
         isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) <= 2**53 for each in values
     )
@@ -59,7 +59,7 @@ def _geometric(ordered: Sequence[float]) -> bool:
 
 
 def _even_step(ordered: Sequence[float]) -> float | None:
-    # Optuna counts steps in decimals: 0, 0.1, 0.2 are even, thirds are not.
+    # Optuna uses decimal steps: 0, 0.1, 0.2 are evenly spaced, thirds are not.
     if len(ordered) < 2:
         return None
     exact = [Decimal(repr(each)) for each in ordered]
@@ -72,16 +72,16 @@ def _even_step(ordered: Sequence[float]) -> float | None:
 
 
 class Ledger:
-    """The trials of one study: on disk after every step, and in memory, so that asking costs nothing.
+    """The trials of one study, on disk after every change and in memory for fast reads.
 
-    One Optuna trial a trial: the knobs as parameters, the throughput as value of an `ok` (state COMPLETE);
-    `skipped` is PRUNED, any other status FAIL. User attributes hold the whole configuration (`config`, its id
-    in `config_id`, derived knobs also as `knob.<name>`), `sampler`, `predicted_throughput`,
-    `predicted_memory_mib`, `status`, `reason` and `measurement`; the study's hold the metadata and, since
-    Optuna's finished trials cannot change, `remeasured`: trial -> throughputs, and `fallen`: trial -> the measurement
-    of the one that did not end well again.
+    Each trial is one Optuna trial: the knobs are its parameters, the throughput is the value of an `ok` (state
+    COMPLETE); `skipped` is PRUNED, any other status FAIL. Its user attributes are the whole configuration (`config`,
+    its id in `config_id`, derived knobs also as `knob.<name>`), `sampler`, `predicted_throughput`,
+    `predicted_memory_mib`, `status`, `reason` and `measurement`. The study's user attributes are the metadata and,
+    since finished trials of Optuna cannot change, `remeasured`: trial -> throughputs, and `fallen`: trial -> the
+    measurement of a failed re-measurement.
 
-    Made by `Ledger.open` and `Ledger.load`. May be used from several threads.
+    Created by `Ledger.open` and `Ledger.load`. Thread-safe.
     """
 
     def __init__(
@@ -103,22 +103,22 @@ class Ledger:
         self._lossy = lossy or {}
         self._distributions = {name: distribution(values) for name, values in (knobs or {}).items() if values}
         self._lock = threading.RLock()
-        told = trials_of(study, where, make_config, self._lossy)
-        self._trials: dict[int, Trial] = told.trials
-        self._first: dict[int, Measurement] = told.first
-        self._fallen: dict[int, Measurement] = told.fallen
+        found = trials_of(study, where, make_config, self._lossy)
+        self._trials: dict[int, Trial] = found.trials
+        self._first: dict[int, Measurement] = found.first
+        self._fallen: dict[int, Measurement] = found.fallen
         self._ids: dict[int, int] = {entry.number: entry.id for entry in study.entries}
-        self.problems: tuple[str, ...] = tuple(told.problems)
-        """What was left out because it makes no sense, in words."""
+        self.problems: tuple[str, ...] = tuple(found.problems)
+        """Parts of the study that were left out as invalid, in words."""
         if storage is None:
             return
         if self.problems:
             raise StudyError(
-                f"{'; '.join(self.problems[:3])}. Nothing is continued where something is lost: restore {where}, or start "
+                f"{'; '.join(self.problems[:3])}. A damaged run cannot be continued: restore {where}, or start "
                 "with another --out"
             )
         for entry in study.entries:
-            # Killed between the outcome and the state, which are one write but may be torn.
+            # The process was killed between outcome and state: they are one write, but it may be incomplete.
             if entry.number in self._trials and not entry.finished and entry.attributes.get("measurement"):
                 outcome = self._first.get(entry.number) or self._trials[entry.number].measured
                 self._store(entry.id, outcome)
@@ -135,22 +135,22 @@ class Ledger:
         exist_ok: bool = True,
         lossy: Lossy | None = None,
     ) -> "Ledger":
-        """The ledger of the study `name`, created if it is not there.
+        """Opens the ledger of the study `name`, created if it does not exist.
 
-        A journal file is mended first (see `journal.repair`): the caller holds the lock of its folder.
+        A journal file is repaired first (see `journal.repair`), so the caller must have the lock of its folder.
 
         Args:
             source: path of a journal file, URL of an Optuna storage, such a storage, or None for memory only.
             name: the study's name.
-            metadata: user attributes of the study; a study that has others is refused.
-            knobs: the values of each knob; None for the values of a derived one.
-            make_config: makes a configuration from the mapping that was stored.
-            exist_ok: whether the study may already be there.
+            metadata: user attributes of the study; a study with different ones is refused.
+            knobs: the values of each knob; None for a derived knob.
+            make_config: makes a configuration from the stored mapping.
+            exist_ok: whether the study may exist already.
             lossy: the lossy values of the knobs.
 
         Raises:
-            StudyError: the storage cannot be opened or written, or holds a study of that name with other
-                metadata, or one at all unless `exist_ok`.
+            StudyError: the storage cannot be opened or written, or contains a study of that name with other metadata,
+                or one at all unless `exist_ok`.
             MissingDependency: the storage needs a package that is not installed.
         """
         where = words(source)
@@ -182,7 +182,7 @@ class Ledger:
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
         lossy: Lossy | None = None,
     ) -> "Ledger":
-        """The ledger of an existing study to read, also while another process writes it; nothing is written.
+        """Reads the ledger of an existing study, also while another process writes it. Nothing is written.
 
         Args:
             source: as for `open`.
@@ -222,7 +222,7 @@ class Ledger:
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
         lossy: Lossy | None = None,
     ) -> "Ledger":
-        """The ledger in the bytes of a study.log, to read.
+        """Reads the ledger in the contents of a study.log.
 
         Args:
             data: the file's contents.
@@ -246,10 +246,10 @@ class Ledger:
         predicted_throughput: float | None = None,
         predicted_memory_mib: float | None = None,
     ) -> Trial:
-        """A new pending trial of `config`, stored before this returns.
+        """Stores a new pending trial of `config` and returns it.
 
         Raises:
-            StudyError: it cannot be stored, or a knob has a value the study does not know.
+            StudyError: it cannot be stored, or a knob has an unknown value.
         """
         import optuna
 
@@ -271,7 +271,7 @@ class Ledger:
                 user_attrs=attributes,
             )
         except ValueError as error:
-            raise StudyError(f"configuration {values} is not of this study: {error}") from error
+            raise StudyError(f"configuration {values} does not belong to this study: {error}") from error
         with self._lock, contained(self._where):
             storage = self._writable()
             if self._journal is not None:
@@ -290,7 +290,7 @@ class Ledger:
         return trial
 
     def attempt(self, number: int, attempts: int) -> Trial:
-        """The pending trial `number` as one begun so often, stored before this returns.
+        """Stores the number of attempts of the pending trial `number` and returns it.
 
         Raises:
             StudyError: there is no such pending trial, or it cannot be stored.
@@ -303,12 +303,12 @@ class Ledger:
             return self._trials[number]
 
     def finish(self, number: int, measurement: Measurement) -> Trial:
-        """The pending trial `number` with its outcome, stored before this returns.
+        """Stores the outcome of the pending trial `number` and returns it.
 
         Raises:
-            StudyError: there is no such pending trial; an `ok` lacks a finite throughput; or the storage
-                could not be written. In the last case `trials()` has the outcome nevertheless, and so has
-                the storage if the reserve sufficed: the message says which.
+            StudyError: there is no such pending trial; an `ok` lacks a finite throughput; or the storage could not be
+                written. In the last case `trials()` has the outcome nevertheless, and so has the storage if the
+                reserve sufficed: the message states which.
         """
         if measurement.ok and (measurement.throughput is None or not math.isfinite(measurement.throughput)):
             raise StudyError(
@@ -329,12 +329,13 @@ class Ledger:
         return done
 
     def remeasure(self, number: int, throughputs: Sequence[float], failure: Measurement | None = None) -> Trial:
-        """The trial `number`, an `ok` at first, with these as all its re-measurements, replacing earlier ones.
+        """Stores all re-measurements of trial `number`, replacing earlier ones, and returns the trial. Its first
+        measurement must be `ok`.
 
         Args:
-            number: the trial's.
-            throughputs: of the re-measurements that ran to the end.
-            failure: the re-measurement that did not, if any; the trial's measurement then tells of it.
+            number: of the trial.
+            throughputs: of the successful re-measurements.
+            failure: the failed re-measurement, if any, which then becomes the trial's measurement.
 
         Raises:
             StudyError: there is no such `ok` trial, or the storage could not be written (see `finish`).
@@ -344,7 +345,7 @@ class Ledger:
             trial = self._known(number)
             first = self._first.get(number, trial.measurement)
             if first is None or not first.ok:
-                raise StudyError(f"trial {number} did not succeed, so there is nothing to measure again")
+                raise StudyError(f"trial {number} did not succeed, so it cannot be measured again")
             values = tuple(float(each) for each in throughputs)
             if not all(math.isfinite(each) for each in values):
                 raise StudyError(f"re-measured throughputs must be finite numbers, but got {values}")
@@ -367,7 +368,7 @@ class Ledger:
         return done
 
     def trial(self, number: int) -> Trial:
-        """The trial of that number.
+        """Returns the trial of that number.
 
         Raises:
             StudyError: there is none.
@@ -376,23 +377,23 @@ class Ledger:
             return self._known(number)
 
     def trials(self) -> list[Trial]:
-        """All trials in the order of their numbers; the pending ones have no measurement."""
+        """Returns all trials by number; pending ones have no measurement."""
         with self._lock:
-            return list(self._trials.values())  # numbers only ever grow, and replacing keeps the place
+            return list(self._trials.values())  # ordered: numbers only grow, and replacing keeps the position
 
     def pending(self) -> list[Trial]:
-        """The trials that have not ended, in the order of their numbers."""
+        """Returns the trials that have not ended, by number."""
         return [trial for trial in self.trials() if trial.pending]
 
     def close(self) -> None:
-        """Gives back the space kept for the last record, and the connection. May be called twice."""
+        """Releases the reserved disk space and the connection. May be called twice."""
         if self._journal is not None:
             self._journal.close()
         if self._storage is not None:
             self._storage.remove_session()
 
     def _judge(self, trial: Trial, first: Measurement, throughputs: tuple[float, ...]) -> Trial:
-        """The trial as its re-measurements have it, remembered so."""
+        """Applies the re-measurements to a trial and records it."""
         self._first[trial.number] = first
         done = judged(trial, throughputs, self._fallen.get(trial.number), first=first)
         self._trials[trial.number] = done
@@ -406,7 +407,7 @@ class Ledger:
             state, values = TrialState.COMPLETE, [float(measurement.reached)]
         elif measurement.status is Status.SKIPPED:
             state = TrialState.PRUNED
-        # The outcome goes first: it makes the trial finished even if the rest is lost.
+        # The outcome is written first: the trial is finished with it even if the rest is lost.
         storage = self._writable()
         storage.set_trial_user_attr(trial_id, "measurement", measurement.to_dict())
         storage.set_trial_user_attr(trial_id, "status", str(measurement.status))
@@ -423,13 +424,13 @@ class Ledger:
         return self._trials[number]
 
     def _writable(self) -> "BaseStorage":
-        """The storage.
+        """Returns the storage.
 
         Raises:
-            StudyError: it was opened to read only.
+            StudyError: it was opened for reading only.
         """
         if self._storage is None:
-            raise StudyError(f"{self._where} was opened to read only")
+            raise StudyError(f"{self._where} was opened for reading only")
         return self._storage
 
     def _raise_trouble(self, what: str) -> None:
@@ -442,16 +443,16 @@ class Ledger:
 
 
 def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:
-    """The name of the study that is meant.
+    """Returns the name of the requested study.
 
     Raises:
-        StudyError: there is no such one, or several and none is named.
+        StudyError: there is no such study, or several and none is named.
     """
     if name is None and len(studies) == 1:
         return next(iter(studies))
     if name is None:
-        listing = f"{len(studies)} studies, so one must be named: {', '.join(studies)}" if studies else "no study"
-        raise StudyError(f"{where} holds {listing}")
+        listing = f"{len(studies)} studies; name one of them: {', '.join(studies)}" if studies else "no study"
+        raise StudyError(f"{where} contains {listing}")
     if name not in studies:
         raise StudyError(f"{where}: {unknown('study', name, studies)}")
     return name

@@ -1,4 +1,4 @@
-"""The trials of a run chosen, sorted and written: CSV, JSON, Markdown, or cells of a terminal's table."""
+"""Selects, sorts and writes the trials of a run: CSV, JSON, Markdown, or cells of a table in a terminal."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,34 +12,35 @@ from .measurement import Status, Trial
 
 FORMATS = ("table", "csv", "json", "markdown")
 PENDING = "pending"
-"""What is shown as the status of a trial that has not ended."""
+"""Status shown for a trial that has not ended."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Which trials are shown, in which order, with which columns."""
+    """The trials that are shown, their order and their columns."""
 
     top: int | None = None
-    """At most so many; None for all."""
+    """Largest number of trials; None for all."""
     statuses: tuple[str, ...] = ()
-    """Only those of these statuses (`pending` too); all where empty."""
+    """Statuses to include (also `pending`); empty for all."""
     sort: str = ""
-    """A column, ascending, or with `-` before it descending; empty for fastest first, then the failures."""
+    """A column, ascending, or descending with `-` before it; empty for the fastest first, then failures."""
     columns: tuple[str, ...] = ()
-    """Columns of trials.csv, or names of knobs; empty for all."""
+    """Columns of trials.csv or names of knobs; empty for all."""
 
 
 def knob_names(trials: Iterable[Trial]) -> list[str]:
-    """The knobs of all trials, in the order in which they come."""
+    """Returns the knobs of all trials, in order of appearance."""
     return list(dict.fromkeys(name for trial in trials for name in trial.config))
 
 
 def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
-    """Full names of columns; a knob may go without its `knob.`, a column of the format comes before it.
+    """Returns the full names of columns. A knob may be given without `knob.`, unless a fixed column has the same
+    name.
 
     Raises:
-        UsageError: there is no such column; names the nearest.
+        UsageError: there is no such column. The message names the nearest.
     """
     known = header(knob_names(trials))
     out = []
@@ -53,7 +54,7 @@ def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
 
 
 def value(trial: Trial, column: str) -> Any:
-    """What a trial has in a column; None where there is nothing."""
+    """Returns a trial's value in a column; None if it has none."""
     if column.startswith(KNOB):
         return trial.config.get(column.removeprefix(KNOB))
     if column == "trial":
@@ -66,10 +67,10 @@ def value(trial: Trial, column: str) -> Any:
 
 
 def select(trials: Sequence[Trial], selection: Selection) -> tuple[list[Trial], int]:
-    """The chosen trials in their order, and how many more there were before `top` cut them.
+    """Returns the chosen trials in order, and the number of trials that `top` cut off.
 
     Raises:
-        UsageError: an unknown status or column, or a `top` below 1.
+        UsageError: a status or column is unknown, or `top` is below 1.
     """
     if selection.top is not None and selection.top < 1:
         raise UsageError(f"top must be at least 1, but got {selection.top}")
@@ -88,7 +89,7 @@ def select(trials: Sequence[Trial], selection: Selection) -> tuple[list[Trial], 
 
 
 def _sorted(trials: Sequence[Trial], column: str, *, descending: bool) -> list[Trial]:
-    """Numbers before texts, as far as a column has both; those without a value last."""
+    """Sorts numbers before texts, and trials without a value last."""
     given = [trial for trial in trials if value(trial, column) not in (None, "")]
     rest = [trial for trial in trials if value(trial, column) in (None, "")]
 
@@ -100,10 +101,10 @@ def _sorted(trials: Sequence[Trial], column: str, *, descending: bool) -> list[T
 
 
 def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
-    """The trials' cells in these columns (full names) as `csv`, `json` or `markdown`.
+    """Returns the trials' cells in these columns (full names) as `csv`, `json` or `markdown`.
 
     Raises:
-        UsageError: another form.
+        UsageError: the format is unknown.
     """
     if form == "json":
         records = [{name: _json(value(trial, name)) for name in columns} for trial in trials]
@@ -114,10 +115,10 @@ def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
 
 
 def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
-    """Rows of cells below their names as `csv` or `markdown`.
+    """Returns rows of cells with a header as `csv` or `markdown`.
 
     Raises:
-        UsageError: another form.
+        UsageError: the format is unknown.
     """
     if form == "csv":
         return "".join(line(each) for each in (map(fold, names), *rows))
@@ -128,17 +129,17 @@ def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -
 
 
 def text(trial: Trial, column: str) -> str:
-    """A cell as trials.csv would have it."""
+    """Returns a cell as in trials.csv."""
     return cell(value(trial, column), column)
 
 
 def marked_text(trial: Trial, column: str) -> str:
-    """The same for people: a lossy value says that it is one."""
+    """Returns a cell for people, with lossy values marked."""
     return knob_text(trial, column.removeprefix(KNOB)) if column.startswith(KNOB) else text(trial, column)
 
 
 def sparkline(series: Sequence[float | None], width: int = 60) -> str:
-    """A series as a row of bars, at most `width` of them, the last value of each stretch; a blank for None.
+    """Returns a series as a row of at most `width` bars, each the last value of its interval; blank for None.
 
     >>> sparkline([None, 1, 1, 2, 3])
     ' ▁▁▅█'
@@ -153,7 +154,7 @@ def sparkline(series: Sequence[float | None], width: int = 60) -> str:
 
 
 def best_so_far_line(trials: Sequence[Trial], encoding: str = "utf-8") -> str:
-    """How the best throughput grew over the trials, in one line; empty where that says nothing."""
+    """Returns the growth of the best throughput over the trials as one line; empty if there is nothing to show."""
     series = summary.best_so_far(trials)
     known = [each for each in series if each is not None]
     if len(series) < 2 or not known or not encoding.lower().startswith("utf"):
@@ -170,5 +171,5 @@ def _json(found: Any) -> Any:
 
     if not isinstance(found, (str, int, float, type(None))) and hasattr(found, "item"):
         found = found.item()
-    # JSON has no word for them.
+    # JSON has no infinity or NaN.
     return str(found) if isinstance(found, float) and not math.isfinite(found) else found

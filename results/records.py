@@ -1,7 +1,7 @@
-"""study.log read without Optuna: its records replayed, and what they say made into trials.
+"""Reads study.log without Optuna: replays its records and converts them to trials.
 
-The records are those of Optuna's JournalStorage (optuna/storages/journal/_storage.py): a line of JSON each, trials and
-studies numbered in the order in which they were created. Nothing is written, locked or imported for it.
+The records are those of Optuna's JournalStorage (optuna/storages/journal/_storage.py): one line of JSON each; trials
+and studies are numbered in order of creation. Nothing is written, locked or imported.
 """
 
 import io
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 LARGEST_LEDGER = 32 << 20
-"""Bytes of a study.log that is read."""
+"""Largest study.log that is read, bytes."""
 LONGEST_RECORD = 2 << 20
-"""Bytes of one line of it."""
+"""Longest line of it, bytes."""
 MOST_RECORDS = 400_000
 MOST_TRIALS = 30_000
-"""Trials of a run that is read."""
+"""Largest number of trials of a run that is read."""
 
 _CREATE_STUDY, _DELETE_STUDY, _STUDY_ATTRIBUTE = 0, 1, 2
 _CREATE_TRIAL, _STATE, _TRIAL_ATTRIBUTE = 4, 6, 8
@@ -37,31 +37,31 @@ _KEPT = frozenset({"config", "sampler", "attempts", "predicted_throughput", "pre
 
 @dataclass(slots=True)
 class Entry:
-    """A trial as a storage keeps it."""
+    """A trial in a storage."""
 
     id: int
-    """In the storage, over all its studies."""
+    """Unique in the storage, over all its studies."""
     number: int
-    """In its study, from 0."""
+    """Unique in its study, from 0."""
     attributes: dict[str, Any]
     """Its user attributes."""
     finished: bool = False
-    """Whether it can change no more."""
+    """True if it cannot change any more."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """A study as a storage keeps it."""
+    """A study in a storage."""
 
     name: str
     attributes: dict[str, Any] = field(default_factory=dict)
     """Its user attributes."""
     entries: list[Entry] = field(default_factory=list)
-    """Its trials, in the order of their numbers."""
+    """Its trials, by number."""
 
 
 def replay(data: bytes, where: str) -> dict[int, Recorded]:
-    """The studies of a journal by their ids. An unfinished last line is one that is being written, and no fault.
+    """Returns the studies of a journal by id. An unfinished last line is ignored, since it may be being written.
 
     Args:
         data: the file's contents.
@@ -72,7 +72,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
             `LONGEST_RECORD` and `MOST_TRIALS`.
     """
     studies: dict[int, Recorded] = {}
-    made: list[Entry | None] = []
+    by_id: list[Entry | None] = []
     created = 0
     for place, line in enumerate(io.BytesIO(data), start=1):
         if not line.endswith(b"\n"):
@@ -101,20 +101,20 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
                 study = studies.get(_field(record, "study_id", int))
                 if study is None:
                     continue
-                if len(made) >= MOST_TRIALS:
+                if len(by_id) >= MOST_TRIALS:
                     raise StudyError(f"{where} has more than {MOST_TRIALS:,} trials")
-                entry = Entry(len(made), len(study.entries), {}, record.get("state") in _FINISHED)
+                entry = Entry(len(by_id), len(study.entries), {}, record.get("state") in _FINISHED)
                 _keep(entry, record.get("user_attrs", {}))
                 study.entries.append(entry)
-                made.append(entry)
+                by_id.append(entry)
             elif kind in (_STATE, _TRIAL_ATTRIBUTE):
                 at = _field(record, "trial_id", int)
-                if not 0 <= at < len(made) or made[at].finished:
+                if not 0 <= at < len(by_id) or by_id[at].finished:
                     continue
                 if kind == _STATE:
-                    made[at].finished = _field(record, "state", int) in _FINISHED
+                    by_id[at].finished = _field(record, "state", int) in _FINISHED
                 else:
-                    _keep(made[at], _field(record, "user_attr", dict))
+                    _keep(by_id[at], _field(record, "user_attr", dict))
         except Malformed as error:
             raise StudyError(
                 f"line {place} of {where} is not a record of a study ({error}): {line[:60]!r}; "
@@ -136,7 +136,7 @@ def _keep(entry: Entry, attributes: Any) -> None:
 
 
 def stored(storage: "BaseStorage", study_id: int, name: str) -> Recorded:
-    """A study of an Optuna storage."""
+    """Reads a study of an Optuna storage."""
     return Recorded(
         name,
         storage.get_study_user_attrs(study_id),
@@ -148,48 +148,51 @@ def stored(storage: "BaseStorage", study_id: int, name: str) -> Recorded:
 
 
 @dataclass(slots=True)
-class Told:
-    """The trials that a study tells of."""
+class StudyTrials:
+    """The trials of a study."""
 
     trials: dict[int, Trial] = field(default_factory=dict)
-    """By their numbers, judged by their re-measurements."""
+    """By number, with their re-measurements applied."""
     first: dict[int, Measurement] = field(default_factory=dict)
-    """The first measurements of those that were measured again."""
+    """The first measurements of trials that were measured again."""
     fallen: dict[int, Measurement] = field(default_factory=dict)
-    """The re-measurements that did not end well."""
+    """Failed re-measurements."""
     problems: list[str] = field(default_factory=list)
-    """What was left out, in words."""
+    """Parts that were left out, in words."""
 
 
-def trials_of(study: Recorded, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy) -> Told:
-    """The trials of a study; one that makes no sense is left out, as `problems` say. What somebody else enqueued, through
-    Optuna's dashboard or its API, is none."""
-    told = Told()
+def trials_of(
+    study: Recorded, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy
+) -> StudyTrials:
+    """Returns the trials of a study. Invalid trials are left out and listed in `problems`. Trials that others
+    enqueued, through Optuna's dashboard or API, are ignored.
+    """
+    found = StudyTrials()
     again: dict[int, tuple[float, ...]] = {}
     for key, value in _numbered(study.attributes.get("remeasured")):
         if isinstance(value, list | tuple) and all(number(each) for each in value):
             again[key] = tuple(map(float, value))
         else:
-            told.problems.append(f"{where}: the re-measurements of trial {key} are {shown(value)}; left out")
+            found.problems.append(f"{where}: the re-measurements of trial {key} are {shown(value)}; left out")
     for key, value in _numbered(study.attributes.get("fallen")):
         try:
-            told.fallen[key] = Measurement.from_dict(value)
+            found.fallen[key] = Measurement.from_dict(value)
         except UsageError as error:
-            told.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
+            found.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
     for entry in study.entries:
         if "config" not in entry.attributes:
             continue
         try:
             trial = _trial(entry, make_config, lossy)
         except UsageError as error:
-            told.problems.append(f"{where}: trial {entry.number}: {error}; left out")
+            found.problems.append(f"{where}: trial {entry.number}: {error}; left out")
             continue
         values = again.get(trial.number, ())
-        if trial.ok and (values or trial.number in told.fallen):
-            told.first[trial.number] = trial.measured
-            trial = judged(trial, values, told.fallen.get(trial.number))
-        told.trials[trial.number] = trial
-    return told
+        if trial.ok and (values or trial.number in found.fallen):
+            found.first[trial.number] = trial.measured
+            trial = judged(trial, values, found.fallen.get(trial.number))
+        found.trials[trial.number] = trial
+    return found
 
 
 def _numbered(given: Any) -> list[tuple[int, Any]]:
@@ -198,10 +201,10 @@ def _numbered(given: Any) -> list[tuple[int, Any]]:
 
 
 def _trial(entry: Entry, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy) -> Trial:
-    """The trial of an entry.
+    """Converts an entry to a trial.
 
     Raises:
-        UsageError: its attributes are of other types than a trial's.
+        UsageError: an attribute has an invalid type.
     """
     values = entry.attributes["config"]
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):

@@ -1,4 +1,4 @@
-"""run.yaml: what a run was asked to do, and whether two requests can share its trials."""
+"""run.yaml: the request of a run, and the check that two requests can share its trials."""
 
 import math
 import time
@@ -20,16 +20,17 @@ FORMAT = 1
 """Version of run.yaml's format; raised when older versions could misread it."""
 
 BINDING = ("workload", "space", "devices", "seq_len", "global_batch", "memory_limit_mib", "simulated", "emulated")
-"""What must be the same for trials to be comparable. Of a workload that has an `id` only that counts."""
+"""Keys that must be the same for trials to be comparable. If a workload has an `id`, only that counts."""
 
 INFORMATIVE = ("model", "sampler", "seed", "runner", "trial_timeout_s")
-"""What may change on the way, but is worth a word."""
+"""Keys that may change when a run is resumed, with a note."""
 
 _MEMORY_TOLERANCE = 0.05
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The contents of the run.yaml in `folder`, and which parts of it were left out, in words (`schema.REQUEST`).
+    """Returns the contents of the run.yaml in `folder`, and the parts that were left out, in words
+    (`schema.REQUEST`).
 
     Raises:
         StudyError: it cannot be read, is damaged, or comes from a newer redline.
@@ -43,15 +44,17 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
         raise StudyError(f"'{path}' is not valid YAML: {error}; restore it or start with another --out") from error
     if not isinstance(document, dict):
         found = "nothing" if document is None else f"a {type(document).__name__}"
-        raise StudyError(f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out")
+        raise StudyError(
+            f"'{path}' must contain a mapping, but contains {found}; restore it or start with another --out"
+        )
     return known_parts(document, path)
 
 
 def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
-    """What this redline knows of a run.yaml's document, and which parts of it were left out, in words.
+    """Returns the valid parts of a run.yaml's document, and the parts that were left out, in words.
 
     Raises:
-        StudyError: it has another format, or does not say what was asked.
+        StudyError: it has another format, or no request.
     """
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -64,12 +67,12 @@ def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], l
             "upgrade with `pip install --upgrade redline` or give another --out"
         )
     if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):
-        raise StudyError(f"'{path}' does not say what was asked; restore it or give another --out")
+        raise StudyError(f"'{path}' does not contain the request of the run; restore it or give another --out")
     return schema.clean(document, schema.REQUEST, path.name)
 
 
 def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str, Any]:
-    """What run.yaml says of a new run in the folder `path`; a storage's password is left out."""
+    """Returns the run.yaml of a new run in the folder `path`, without the storage's password."""
     return {
         "format": FORMAT,
         "run": uuid.uuid4().hex,
@@ -82,29 +85,28 @@ def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str
 
 
 def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[dict[str, Any], list[str]]:
-    """What run.yaml says of the run in the folder `path` when it is taken up again, and what is to be told.
+    """Returns the run.yaml of a resumed run in the folder `path`, and notes for the user.
 
     Raises:
-        StudyError: it was asked something else (what), or something needed is missing.
+        StudyError: its request was different (the message states how), or a file is missing.
     """
     if not (path / RUN).exists():
         raise StudyError(
-            f"'{path}' cannot be resumed: {RUN} is missing, so what was asked is not known; "
-            "restore it or give another --out"
+            f"'{path}' cannot be resumed: {RUN} is missing, so its request is unknown; restore it or give another --out"
         )
     document, faults = read(path)
     if faults or not isinstance(document.get("run"), str):
         raise StudyError(
-            f"'{path}' cannot be resumed, since {RUN} is damaged: {'; '.join(faults[:3]) or 'it does not say which run it is'}. "
+            f"'{path}' cannot be resumed, since {RUN} is damaged: {'; '.join(faults[:3]) or 'it has no run id'}. "
             "Restore it or give another --out"
         )
     stored = document.get("storage")
     if stored and storage is None:
         raise StudyError(
-            f"'{path}' keeps its trials in the storage '{stored}', which is opened only where you name it: add "
+            f"'{path}' has its trials in the storage '{stored}', which is opened only if you name it: add "
             f"--storage '{stored}', with the password if it needs one"
         )
-    # A run killed right at its start has no ledger yet, but no rows either.
+    # A run that was killed at its start has no ledger yet, but then it has no rows either.
     if not stored and not (path / LEDGER).exists() and _rows(path / TABLE):
         raise StudyError(
             f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
@@ -116,8 +118,8 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
         refused.append(f"storage: was {stored or LEDGER}, now {without_password(storage)}")
     if refused:
         raise StudyError(
-            f"'{path}' cannot be resumed, it was asked something else: {'; '.join(refused)}. "
-            "Ask the same again, or give another --out"
+            f"'{path}' cannot be resumed, since its request was different: {'; '.join(refused)}. "
+            "Repeat the same request, or give another --out"
         )
     before: dict[str, Any] = document.get("environment", {})
     for each in document.setdefault("resumed", []):
@@ -136,17 +138,17 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
 
 
 def conflicts(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What keeps `now` from continuing `was`, as `key: was X, now Y`; empty if nothing does."""
+    """Returns the differences that keep `now` from continuing `was`, as `key: was X, now Y`."""
     return [each for key in BINDING for each in _differences(key, _binding(was, key), _binding(now, key))]
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two requests but does not keep one from continuing the other."""
+    """Returns the differences between two requests that do not keep one from continuing the other."""
     return [each for key in INFORMATIVE for each in _differences(key, was.get(key), now.get(key))]
 
 
 def version_changes(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which versions differ, in the same words."""
+    """Returns the versions that differ, in the same form."""
     return [
         f"{name}: was {was.get(name, 'not installed')}, now {now.get(name, 'not installed')}"
         for name in sorted({*was, *now})
@@ -159,9 +161,9 @@ def _binding(asked: Mapping[str, Any], key: str) -> Any:
     if key == "workload" and isinstance(value, Mapping) and "id" in value:
         return {"id": value["id"]}
     if key == "devices" and isinstance(value, Mapping):
-        # How a cluster shares them among its hosts is found out only when its runner has started.
+        # The devices per host of a cluster are known only after its runner has started.
         value = {name: each for name, each in value.items() if name != "per_host"}
-    # What YAML makes of it, so that a tuple equals the list it was written as.
+    # Converted as by YAML, so that a tuple equals the list that it was written as.
     return yaml.safe_load(yaml.safe_dump(as_data(value)))
 
 
@@ -171,11 +173,11 @@ def _differences(key: str, was: Any, now: Any) -> list[str]:
         names = [*was, *(name for name in now if name not in was)]
         return [each for name in names for each in _differences(f"{key}.{name}", was.get(name), now.get(name))]
     if _is_number(was) and _is_number(now):
-        # A kernel update already changes by a little what memory a machine reports.
+        # A kernel update can change the reported memory of a machine slightly.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0
         same = math.isclose(was, now, rel_tol=tolerance)
     else:
-        same = _flow(was) == _flow(now)  # and not ==, for which True is 1
+        same = _flow(was) == _flow(now)  # unlike ==, distinguishes True from 1
     return [] if same else [f"{key}: was {_words(was)}, now {_words(now)}"]
 
 
@@ -184,7 +186,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _by_name(value: Any) -> Any:
-    """A list of mappings that have names, as a mapping: a knob is compared with its namesake."""
+    """Converts a list of mappings with names to a mapping, so that knobs are compared by name."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         names = [str(each["name"]) for each in value]
         if len(set(names)) == len(names):

@@ -1,4 +1,4 @@
-"""A run's folder: what a search leaves in `--out`, and how it is taken up again."""
+"""A run's folder: the files that a search writes to `--out`, and how it is resumed."""
 
 import contextlib
 import threading
@@ -19,9 +19,10 @@ from .names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run
 
 
 class RunFolder:
-    """The folder of a run that this process works on: it holds its lock, writes its files, keeps its trials.
+    """The folder of a run that this process works on. It has the folder's lock, writes its files and stores its
+    trials.
 
-    Made by `RunFolder.open`; `View` is for reading. May be used from several threads.
+    Created by `RunFolder.open`; use `View` for reading. Thread-safe.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class RunFolder:
         self.document = document
         """The contents of run.yaml."""
         self.ledger = ledger
-        """The trials' ledger; write to it through this folder, so that trials.csv follows."""
+        """The ledger of the trials. Write through this folder instead, so that trials.csv is updated."""
         self.resumed = resumed
-        """Whether the folder held this run before."""
+        """True if the folder contained this run before."""
         self.notes = tuple(notes)
-        """What the user should know of how it was taken up: changed versions, a changed sampler."""
+        """Notes for the user about a resumed run: changed versions, a changed sampler."""
         self._rows = rows
         self._lock = lock
         self._warn = warn
@@ -66,23 +67,22 @@ class RunFolder:
         resume: bool = False,
         warn: Callable[[str], None] = lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2),
     ) -> "RunFolder":
-        """Starts a run in `path`, or takes up the one that is there.
+        """Starts a run in `path`, or resumes the one in it.
 
         Args:
-            path: the folder; created if it is not there. Files of others in it are left alone.
-            asked: what run.yaml keeps. `request.BINDING` are the keys that a resumed run must repeat,
-                `request.INFORMATIVE` those worth a note when they change; others are free.
-            knobs: the values of each knob, in the order of their columns; None for a derived one.
+            path: the folder; created if it does not exist. Other files in it are left alone.
+            asked: the request for run.yaml. A resumed run must repeat the keys `request.BINDING`; changes of
+                `request.INFORMATIVE` are noted; other keys are free.
+            knobs: the values of each knob, in the order of their columns; None for a derived knob.
             make_config: makes a configuration from a mapping of its values.
-            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder. A run that has one
-                is resumed with it named again: what run.yaml names is never opened by itself.
-            resume: continue the run that is there.
-            warn: told of what goes wrong without ending the run.
+            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder. It must be given
+                again to resume, since a storage named in run.yaml is never opened automatically.
+            resume: continue the run in the folder.
+            warn: called with problems that do not end the run.
 
         Raises:
-            StudyError: the folder or storage cannot be used (locked, full, read-only, damaged), holds a run
-                and `resume` is off, none and `resume` is on, or a run that was asked something else. Nothing in it
-                is changed then.
+            StudyError: the folder or storage cannot be used (locked, full, read-only, damaged), contains a run without
+                `resume` or none with it, or the request was different. Nothing in it is changed then.
         """
         path = path_of(path)
         created = make_folder(path)
@@ -99,7 +99,7 @@ class RunFolder:
                 undo.callback(_remove, path, RUN, LEDGER, TABLE, LOGS)
             try:
                 if not resumed:
-                    # Before the ledger, so that a run killed in between can be resumed.
+                    # Written before the ledger, so that a run killed in between can be resumed.
                     write_yaml(path / RUN, document)
                 ledger = Ledger.open(
                     storage or path / LEDGER,
@@ -111,7 +111,7 @@ class RunFolder:
                     lossy=lossy_of(document),
                 )
                 undo.callback(ledger.close)
-                # Trials of before may have knobs that are not asked for any more.
+                # Earlier trials may have knobs that the space no longer has.
                 stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
                 rows = table.Table(path / TABLE, {**knobs, **stray})
                 folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
@@ -128,31 +128,30 @@ class RunFolder:
     def resumable(
         path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
     ) -> bool:
-        """Whether `path` holds the run that is to be taken up; changes nothing.
+        """Returns True if `path` contains the run to resume. Changes nothing.
 
         Args:
             path, asked, storage, resume: as for `open`.
 
         Raises:
-            StudyError: it holds a run and `resume` is off, none and `resume` is on, or one that was asked
-                something else.
+            StudyError: it contains a run without `resume` or none with it, or the request was different.
         """
         path = path_of(path)
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
-                f"'{path}' already holds a run{_of(path)}; continue it with --resume, "
+                f"'{path}' already contains a run{_of(path)}; continue it with --resume, "
                 "or give another --out for a new one"
             )
         if resume and not resumed:
-            raise StudyError(f"'{path}' holds no run to resume; leave --resume out to start one there")
+            raise StudyError(f"'{path}' contains no run to resume; leave --resume out to start one there")
         if resumed:
             request.resume(path, asked, storage)
         return resumed
 
     @staticmethod
     def asked(path: str | Path) -> dict[str, Any]:
-        """What the run in `path` was asked, as its run.yaml has it; empty where there is no run.
+        """Returns the request in the run.yaml of `path`; empty without a run.
 
         Raises:
             StudyError: run.yaml cannot be read, or is damaged.
@@ -161,8 +160,8 @@ class RunFolder:
         return dict(request.read(path)[0]["asked"]) if holds_run(path) else {}
 
     def record_hosts(self, per_host: int | None) -> None:
-        """Keeps in run.yaml how many of a trial's devices a host has, which on a cluster only its runner finds
-        out; None where it found out nothing.
+        """Stores a trial's devices per host in run.yaml. On a cluster only the runner finds it out; None if it did
+        not.
 
         Raises:
             StudyError: it cannot be written.
@@ -178,7 +177,7 @@ class RunFolder:
 
     @property
     def knobs(self) -> tuple[str, ...]:
-        """The knobs that have a column in trials.csv, in their order."""
+        """The knobs with a column in trials.csv, in order."""
         return self._rows.knobs
 
     def start(
@@ -189,7 +188,7 @@ class RunFolder:
         predicted_throughput: float | None = None,
         predicted_memory_mib: float | None = None,
     ) -> Trial:
-        """A new pending trial, stored before this returns.
+        """Stores a new pending trial and returns it.
 
         Raises:
             StudyError: it cannot be stored.
@@ -202,13 +201,13 @@ class RunFolder:
         )
 
     def finish(self, number: int, measurement: Measurement) -> Trial:
-        """The trial `number` with its outcome, in the ledger and in trials.csv before this returns.
+        """Stores the outcome of trial `number` in the ledger and in trials.csv, and returns the trial.
 
-        A table that cannot be written is a warning, and written with the next trial.
+        If the table cannot be written, that is a warning, and the table is written with the next trial.
 
         Raises:
-            StudyError: the ledger could not be written; the outcome is in `trials()` nevertheless, and in
-                trials.csv if that can be written.
+            StudyError: the ledger could not be written. The outcome is in `trials()` nevertheless, and in trials.csv
+                if that can be written.
         """
         try:
             trial = self.ledger.finish(number, measurement)
@@ -219,7 +218,7 @@ class RunFolder:
         return trial
 
     def remeasure(self, number: int, throughputs: Sequence[float], failure: Measurement | None = None) -> Trial:
-        """The trial `number` with these as all its re-measurements, in the ledger and in trials.csv (see
+        """Stores all re-measurements of trial `number` in the ledger and in trials.csv, and returns the trial (see
         `Ledger.remeasure`).
 
         Raises:
@@ -230,23 +229,23 @@ class RunFolder:
         return trial
 
     def trials(self) -> list[Trial]:
-        """All trials in the order of their numbers, pending ones too."""
+        """Returns all trials by number, including pending ones."""
         return self.ledger.trials()
 
     def pending(self) -> list[Trial]:
-        """The trials to be run (again) under their numbers: those in flight when the run was interrupted."""
+        """Returns the trials to run (again) under their numbers: those in progress when the run was interrupted."""
         return self.ledger.pending()
 
     def attempt(self, number: int, attempts: int) -> Trial:
-        """The pending trial `number` as one begun so often (see `Ledger.attempt`)."""
+        """Stores the number of attempts of a pending trial (see `Ledger.attempt`)."""
         return self.ledger.attempt(number, attempts)
 
     def log_name(self, number: int) -> str:
-        """Path of a trial's log relative to the folder, as `Measurement.log` keeps it."""
+        """Returns the path of a trial's log relative to the folder, as stored in `Measurement.log`."""
         return f"{LOGS}/{number}.log"
 
     def log_path(self, number: int) -> Path:
-        """Path of a trial's log; its folder exists, and it is no link to somewhere else."""
+        """Returns the path of a trial's log. Its folder exists, and an existing link is removed."""
         path = self.path / LOGS / f"{number}.log"
         if path.is_symlink():
             path.unlink()
@@ -258,31 +257,31 @@ class RunFolder:
         """Writes best.yaml from the trials so far, and returns its path.
 
         Args:
-            command: the arguments of the command that reproduces the winner.
-            devices: the devices at hand, for the environment.
-            again_s: what measuring the leaders again took, s.
+            command: arguments of the command that reproduces the winner.
+            devices: the present devices, for the environment.
+            again_s: time spent on measuring the leaders again, s.
 
         Raises:
-            StudyError: it cannot be written; the old one is untouched.
+            StudyError: it cannot be written; the old file is unchanged.
         """
         path = self.path / BEST
         facts = environment.describe(devices)
         try:
             asked = self.document.get("asked", {})
             mark = {name: True for name in ("simulated", "emulated") if asked.get(name)}
-            told = best.document(self.trials(), command=command, environment=facts, asked=asked, again_s=again_s)
-            write_yaml(path, mark | told)
+            contents = best.document(self.trials(), command=command, environment=facts, asked=asked, again_s=again_s)
+            write_yaml(path, mark | contents)
         except OSError as error:
             raise cannot_write(path, error) from error
         return path
 
     def close(self) -> None:
-        """Lets go of the folder, with trials.csv up to date where it can be written. May be called twice."""
+        """Releases the folder, with trials.csv up to date if it can be written. May be called twice."""
         with self._mutex:
             if self._closed:
                 return
             self._closed = True
-            # An interrupt may have come between a trial's record in the ledger and its row.
+            # An interrupt may have occurred between a trial's record in the ledger and its row.
             missing = [trial for trial in self.trials() if not trial.pending and trial.number not in self._rows]
             if missing or self._behind is not None:
                 self._tabulate(*missing)
@@ -305,8 +304,8 @@ class RunFolder:
                 reason = error.strerror or str(error)
                 if reason != self._behind:
                     self._warn(
-                        f"cannot write '{self._rows.path}': {reason}; it is tried again after the next "
-                        "trial, and the ledger has everything"
+                        f"cannot write '{self._rows.path}': {reason}; this is retried after the next "
+                        "trial, and the ledger is complete"
                     )
                 self._behind = reason
             else:
@@ -314,10 +313,10 @@ class RunFolder:
 
 
 def _make_logs(path: Path) -> None:
-    """Makes the folder of logs.
+    """Creates the folder of logs.
 
     Raises:
-        StudyError: a link stands in its place.
+        StudyError: a link is in its place.
     """
     if (path / LOGS).is_symlink():
         raise StudyError(f"'{path / LOGS}' is a symbolic link, and links in a run's folder are not followed; remove it")
@@ -325,9 +324,9 @@ def _make_logs(path: Path) -> None:
 
 
 def _remove(path: Path, *names: str) -> None:
-    """Takes back what was begun in a folder; the folder too, if that leaves it empty and it was new."""
+    """Undoes the creation of files in a folder, and of the folder itself if it was new and is now empty."""
     for name in names:
-        with contextlib.suppress(OSError):  # the error that led here is the one to report
+        with contextlib.suppress(OSError):  # the original error is reported instead
             (path / name).rmdir() if name == LOGS else (path / name).unlink(missing_ok=True)
     if ".lock" in names:
         with contextlib.suppress(OSError):
@@ -337,6 +336,6 @@ def _remove(path: Path, *names: str) -> None:
 def _of(path: Path) -> str:
     try:
         model = request.read(path)[0]["asked"].get("model")
-    except StudyError:  # whatever is wrong with it, the folder is taken
+    except StudyError:  # the folder contains a run in any case
         return ""
     return f" of {model}" if model else ""

@@ -1,4 +1,4 @@
-"""How throughput grows with devices: what was measured at each count, what is predicted, and how both are written."""
+"""Throughput over the number of devices: measurements, predictions, and their tables and plots."""
 
 import csv
 import io
@@ -25,69 +25,68 @@ COLUMNS = (
     "config",
     "why",
 )
-"""Of scale.csv; as `ScalePoint`'s fields, and speed-up and efficiency against the smallest count."""
+"""Columns of scale.csv: `ScalePoint`'s fields, and speed-up and efficiency relative to the smallest number of devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePoint:
-    """One number of devices."""
+    """The results for one number of devices."""
 
     devices: int
-    """How many devices."""
     global_batch: int | None = None
-    """Samples of an optimizer step."""
+    """Samples per optimizer step."""
     unit: str = ""
-    """Of all throughputs."""
+    """Unit of all throughputs."""
     throughput: float | None = None
-    """The winner's, over all devices; None where none was measured."""
+    """Throughput of the winner over all devices; None if none was measured."""
     peak_memory_mib: float | None = None
-    """The winner's, of its fullest rank, MiB."""
+    """Peak memory of the winner's fullest rank, MiB."""
     default_throughput: float | None = None
-    """That of the default configuration, which is what a trainer runs untuned."""
+    """Throughput of the default configuration, which a trainer runs without tuning."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The winner's configuration, or the predicted one where nothing was measured."""
+    """Configuration of the winner, or the predicted one if none was measured."""
     predicted_throughput: float | None = None
-    """That of the best configuration by the estimate, corrected by what was measured."""
+    """Throughput of the best configuration by the estimate, corrected by measurements."""
     predicted_low: float | None = None
     """Lower end of its 80 % interval."""
     predicted_high: float | None = None
-    """Upper end of it."""
+    """Upper end of its 80 % interval."""
     why: str = ""
-    """Why nothing was found at this count; empty where something was, or nothing was tried."""
+    """Why nothing was found; empty if a winner was found or nothing was tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What came of `redline.scale`."""
+    """The result of `redline.scale`."""
 
     points: tuple[ScalePoint, ...]
-    """By devices, the fewest first."""
+    """By number of devices, the fewest first."""
     weak: bool = False
-    """Whether the global batch grows with the devices."""
+    """True if the global batch grows with the devices."""
     interrupted: bool = False
-    """Whether it was ended from outside."""
+    """True if it was interrupted."""
     notes: tuple[str, ...] = ()
-    """What its user should know."""
+    """Notes for the user."""
 
     @property
     def measured(self) -> tuple[ScalePoint, ...]:
-        """Those at which a winner was measured."""
+        """The points with a measured winner."""
         return tuple(each for each in self.points if each.throughput is not None)
 
     def speed_up(self, point: ScalePoint) -> float | None:
-        """The point's throughput over that of the fewest devices; None where one of them was not measured."""
+        """Returns the throughput over that of the fewest devices; None if either was not measured."""
         base = next(iter(self.measured), None)
         if base is None or point.throughput is None or not base.throughput:
             return None
         return point.throughput / base.throughput
 
     def efficiency(self, point: ScalePoint) -> float | None:
-        """The speed-up over the growth in devices: 1 where every device adds what the first ones bring."""
+        """Returns the speed-up over the growth in devices; 1 if every device adds as much as the first ones."""
         gain = self.speed_up(point)
         return None if gain is None else gain * self.measured[0].devices / point.devices
 
     def predicted_efficiency(self, point: ScalePoint) -> float | None:
-        """The same of the predictions alone, against the fewest devices that were measured, where any were."""
+        """Returns the efficiency of the predictions, relative to the fewest measured devices if there are any."""
         known = [each for each in self.points if each.predicted_throughput]
         base = next((each for each in known if each in self.measured[:1]), next(iter(known), None))
         if base is None or point.predicted_throughput is None:
@@ -96,24 +95,24 @@ class Scaling:
         return point.predicted_throughput / base.predicted_throughput * base.devices / point.devices
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a point, with `COLUMNS`."""
-        worked_out = {
+        """Returns one row per point, with `COLUMNS`."""
+        computed = {
             "speed_up": self.speed_up,
             "efficiency": self.efficiency,
             "predicted_efficiency": self.predicted_efficiency,
         }
         return [
-            {name: worked_out[name](each) if name in worked_out else getattr(each, name) for name in COLUMNS}
+            {name: computed[name](each) if name in computed else getattr(each, name) for name in COLUMNS}
             for each in self.points
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready summary."""
+        """Returns a JSON-ready summary."""
         rows = [{**row, "config": dict(row["config"])} for row in self.rows()]
         return {"weak": self.weak, "interrupted": self.interrupted, "notes": list(self.notes), "points": rows}
 
     def csv(self) -> str:
-        """The text of scale.csv; a configuration is written as `knob=value` pairs."""
+        """Returns the text of scale.csv. Configurations are written as `knob=value` pairs."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -123,7 +122,7 @@ class Scaling:
         return file.getvalue()
 
     def svg(self) -> str:
-        """The text of scale.svg: throughput, efficiency and memory over devices."""
+        """Returns the text of scale.svg: throughput, efficiency and memory over devices."""
         return drawing(self)
 
 
@@ -133,14 +132,14 @@ Line = Sequence[tuple[float, float]]
 
 
 def drawing(scaling: Scaling) -> str:
-    """Three plots beside each other, devices on a scale of powers of two."""
+    """Draws three plots side by side, with devices on a logarithmic scale."""
     points = scaling.points
     speeds = [(each.devices, each.throughput) for each in points if each.throughput]
     plain = [(each.devices, each.default_throughput) for each in points if each.default_throughput]
-    told = [(each.devices, each.predicted_throughput) for each in points if each.predicted_throughput]
+    predictions = [(each.devices, each.predicted_throughput) for each in points if each.predicted_throughput]
     low = [(each.devices, each.predicted_low) for each in points if each.predicted_low]
     high = [(each.devices, each.predicted_high) for each in points if each.predicted_high]
-    base = (speeds or told)[:1]
+    base = (speeds or predictions)[:1]
     ideal = [(each.devices, base[0][1] * each.devices / base[0][0]) for each in points] if base else []
     efficiency = [(p.devices, 100 * share) for p in points if (share := scaling.efficiency(p)) is not None]
     expected = [(p.devices, 100 * share) for p in points if (share := scaling.predicted_efficiency(p)) is not None]
@@ -150,7 +149,15 @@ def drawing(scaling: Scaling) -> str:
     band = [*low, *reversed(high)]
     panels = (
         _panel(
-            0, f"throughput, {unit}", counts, ideal=ideal, band=band, dashed=told, faint=plain, line=speeds, log=True
+            0,
+            f"throughput, {unit}",
+            counts,
+            ideal=ideal,
+            band=band,
+            dashed=predictions,
+            faint=plain,
+            line=speeds,
+            log=True,
         ),
         _panel(1, "efficiency, %", counts, dashed=expected, line=efficiency),
         _panel(2, "peak memory of a device, GiB", counts, line=memory),
@@ -177,7 +184,7 @@ def _panel(
     band: Line = (),
     log: bool = False,
 ) -> str:
-    """One plot: lines of (devices, value) that share their axes."""
+    """Draws one plot: lines of (devices, value) with common axes."""
     values = [value for each in (line, dashed, faint, band) for _, value in each]
     head = f'<text x="{place * _WIDTH + _LEFT}" y="16" font-size="11" fill="#222">{title}</text>'
     if not values:
@@ -223,7 +230,7 @@ def _panel(
 
 
 def _ticks(least: float, most: float, log: bool) -> list[float]:
-    """Round numbers within a range, five or so."""
+    """Returns about five round numbers within a range."""
     if not log:
         step = 10 ** math.floor(math.log10(most / 2))
         step = next(step * many for many in (1, 2, 5, 10, 20) if most / (step * many) <= 6)

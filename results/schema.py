@@ -1,4 +1,4 @@
-"""What the documents in a run's folder hold, part by part; a part that is something else is named and left out."""
+"""The contents of the documents in a run's folder, part by part. Invalid parts are reported and left out."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,14 +7,15 @@ from typing import Any
 
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 
-MOST_SAID = 20
-"""Faults of one document that are named one by one."""
+MOST_LISTED = 20
+"""Number of errors of one document that are listed."""
 MOST_FACTS = 64
-"""Values of a list in what is told of a device or a machine."""
+"""Largest number of values of a list in the description of a device or machine."""
 
 Shape = Mapping[Any, Any] | list[Any] | Callable[[Any], bool]
-"""A predicate whose docstring says what it wants, a list of one shape, or a mapping from keys to shapes: what it does
-not name has the shape of `...`, and is kept as it is where there is none."""
+"""A predicate whose docstring describes valid values, a list of one shape, or a mapping from keys to shapes. Other
+keys have the shape of `...`, and are kept unchanged if there is none.
+"""
 
 
 def text(value: Any) -> bool:
@@ -29,7 +30,7 @@ def flag(value: Any) -> bool:
 
 def number(value: Any) -> bool:
     """a number that measures something"""
-    # A whole number may be too large for a float.
+    # An int may be too large for a float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -171,7 +172,7 @@ BEST: Shape = {
 
 
 def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
-    """The mapping in a YAML file of a folder, None if it is not there; damage is a problem, not an error."""
+    """Returns the mapping in a YAML file of a folder; None if it does not exist. Damage is added to `problems`."""
     try:
         found = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
     except FileNotFoundError:
@@ -183,24 +184,24 @@ def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any
         problems.append(f"{name} is damaged and left out: {error}")
         return None
     if not isinstance(found, dict):
-        problems.append(f"{name} is damaged and left out: it holds no mapping")
+        problems.append(f"{name} is damaged and left out: it must be a mapping")
         return None
     return found
 
 
 def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:
-    """The parts of a document that have their shape, and which do not, in words. A null is no fault; it is left out where
-    a mapping or a list should be.
+    """Returns the valid parts of a document, and the invalid ones in words. A null is valid; it is left out if a
+    mapping or list is expected.
 
     Args:
         document: a mapping.
         shape: its shape.
-        name: what the words call it.
+        name: its name for messages.
     """
     faults: list[str] = []
-    made = _clean(document, shape, "", faults)
-    more = [f"and {len(faults) - MOST_SAID} more parts"] if len(faults) > MOST_SAID else []
-    return made, [f"{name}: {each}; left out" for each in [*faults[:MOST_SAID], *more]]
+    cleaned = _clean(document, shape, "", faults)
+    more = [f"and {len(faults) - MOST_LISTED} more parts"] if len(faults) > MOST_LISTED else []
+    return cleaned, [f"{name}: {each}; left out" for each in [*faults[:MOST_LISTED], *more]]
 
 
 _BAD = object()
@@ -218,22 +219,22 @@ def _clean(value: Any, shape: Shape, where: str, faults: list[str]) -> Any:
                 for key, each in value.items()
             }
             return {key: each for key, each in entries.items() if each is not _BAD}
-        wanted = "a mapping"
+        expected = "a mapping"
     elif isinstance(shape, list):
         if isinstance(value, list):
             parts = [_clean(each, shape[0], f"{where}[{at}]", faults) for at, each in enumerate(value)]
             return [each for each in parts if each is not _BAD]
-        wanted = "a list"
+        expected = "a list"
     elif shape(value):
         return value
     else:
-        wanted = shape.__doc__ or "as it must be"
-    faults.append(f"{where} is {shown(value)}, not {wanted}")
+        expected = shape.__doc__ or "a valid value"
+    faults.append(f"{where} is {shown(value)}, not {expected}")
     return _BAD
 
 
 def shown(value: Any) -> str:
-    """A value in a message about it: short, whatever it is."""
+    """Returns a value for a message about it, shortened."""
     if isinstance(value, (Mapping, list, tuple)):
         return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(value):,}"
     text = "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else repr(value)

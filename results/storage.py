@@ -1,4 +1,4 @@
-"""Where a ledger lies: a journal file, a database, or memory, each as an Optuna storage."""
+"""Optuna storages of a ledger: a journal file, a database, or memory."""
 
 import contextlib
 import logging
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from .journal import Journal
 
 RESERVE = ".reserve"
-"""Name of the file that keeps space back, beside the journal."""
+"""Name of the file that reserves disk space, beside the journal."""
 
 
 def is_path(source: Any) -> bool:
-    """Whether a source is the path of a journal file, not a URL, a storage or None."""
+    """True if a source is the path of a journal file, not a URL, a storage or None."""
     return isinstance(source, Path) or (isinstance(source, str) and "://" not in source)
 
 
 def words(source: Any) -> str:
-    """A source as messages name it."""
+    """Returns the name of a source for messages."""
     if source is None:
         return "memory"
     if not isinstance(source, (str, Path)):
@@ -36,15 +36,15 @@ def words(source: Any) -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL of a storage as it may be written down and shown."""
+    """Returns the URL of a storage without its password."""
     return re.sub(r"(?<=://)([^:@/]*):.*@", r"\1@", url)
 
 
 def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[str, Any], exist_ok: bool) -> int:
-    """The id of the study `name`, created or completed with its metadata.
+    """Returns the id of the study `name`, which is created, or completed with its metadata.
 
     Raises:
-        StudyError: it has other metadata, or is there at all unless `exist_ok`.
+        StudyError: it has other metadata, or exists without `exist_ok`.
     """
     import optuna
 
@@ -53,7 +53,7 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
     if study_id is None:
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
     elif not exist_ok:
-        raise StudyError(f"{where} already holds a study '{name}'; continue it with --resume or give another --out")
+        raise StudyError(f"{where} already contains a study '{name}'; continue it with --resume or give another --out")
     else:
         stored = storage.get_study_user_attrs(study_id)
     other = [
@@ -62,8 +62,8 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
         if key in stored and stored[key] != value
     ]
     if other:
-        raise StudyError(f"the study '{name}' in {where} is another one: {'; '.join(other)}")
-    # A process killed while it created the study has left some of these out.
+        raise StudyError(f"the study '{name}' in {where} belongs to another run: {'; '.join(other)}")
+    # A process killed while it created the study may not have stored all of these.
     for key in [each for each in metadata if each not in stored]:
         storage.set_study_user_attr(study_id, key, metadata[key])
     study = optuna.Study(name, storage)
@@ -75,15 +75,15 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
 
 
 def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | None]":
-    """The Optuna storage of a source (see `Ledger.open`), and its journal if it is a file of ours.
+    """Opens the Optuna storage of a source (see `Ledger.open`). Also returns its journal if it is a file.
 
     Args:
         source: a path, a URL, a storage, or None for memory.
-        mend: whether to mend a journal file first and to keep back space for its last record. Without, it is to be
-            read: a database in a file must be there, and is opened so that it cannot change.
+        mend: repair a journal file first and reserve disk space for its last record. Otherwise the storage is opened
+            for reading: a database file must exist, and is opened read-only.
 
     Raises:
-        StudyError: the file is damaged, or the URL leads nowhere.
+        StudyError: the file is damaged, or the URL is invalid.
         OSError: the file cannot be written.
         ImportError: the storage needs a package that is not installed.
     """
@@ -117,17 +117,17 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
         AttributeError,
         AssertionError,
         RecursionError,
-    ) as error:  # how Optuna meets a damaged record
+    ) as error:  # raised by Optuna for a damaged record
         journal.close()
         raise damage(path, error) from error
 
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "mssql", "oracle")
-"""The kinds of URLs that are opened: Optuna keeps studies there as columns and JSON."""
+"""Kinds of URLs that are opened. Optuna stores studies there as columns and JSON."""
 
 
 def check_url(url: str) -> None:
-    """Refuses what must not be opened.
+    """Checks that a URL may be opened.
 
     Raises:
         StudyError: the URL is of another kind than `DATABASES`.
@@ -135,8 +135,8 @@ def check_url(url: str) -> None:
     kind = url.partition("://")[0].partition("+")[0].lower()
     if kind.startswith(("redis", "valkey", "unix")):
         raise StudyError(
-            f"the storage {words(url)} is not opened: Optuna unpickles what a Redis server sends, which runs whatever "
-            f"code somebody put there; use a database ({', '.join(DATABASES[:3])}), or the study.log in --out"
+            f"the storage {words(url)} is not opened: Optuna unpickles data from a Redis server, which can run "
+            f"arbitrary code; use a database ({', '.join(DATABASES[:3])}), or the study.log in --out"
         )
     if kind not in DATABASES:
         raise StudyError(f"cannot open the storage {words(url)}: {unknown('kind of database', kind, DATABASES)}")
@@ -150,27 +150,27 @@ def _remote(url: str, *, read_only: bool) -> "BaseStorage":
     import sqlalchemy.exc
 
     try:
-        made = sqlalchemy.engine.make_url(url)
-        file = made.database if made.get_backend_name() == "sqlite" else None
+        parsed = sqlalchemy.engine.make_url(url)
+        file = parsed.database if parsed.get_backend_name() == "sqlite" else None
         if read_only and file and file != ":memory:" and not file.startswith("file:"):
             path = Path(file).absolute()
             if not path.is_file():
                 raise StudyError(f"cannot open the storage {words(url)}: there is no file '{file}'")
-            query = {**made.query, "mode": "ro", "uri": "true"}
-            url = made.set(database=path.as_uri().replace("file://", "file:", 1), query=query).render_as_string(False)
+            query = {**parsed.query, "mode": "ro", "uri": "true"}
+            url = parsed.set(database=path.as_uri().replace("file://", "file:", 1), query=query).render_as_string(False)
         return optuna.storages.RDBStorage(url, skip_table_creation=read_only)
     except (
         sqlalchemy.exc.SQLAlchemyError,
         RuntimeError,
         AssertionError,
-    ) as error:  # tables of another version, or none
+    ) as error:  # the tables are missing or of another version
         reason = next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
         raise StudyError(f"cannot open the storage {words(url)}: {reason}") from error
 
 
 @contextlib.contextmanager
 def contained(where: str) -> Iterator[None]:
-    """Turns the storage's failures into ours."""
+    """Converts the storage's exceptions to redline's."""
     from optuna.exceptions import OptunaError
 
     try:
@@ -185,7 +185,7 @@ def contained(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Optuna from announcing on stderr that it creates a study."""
+    """Keeps Optuna from logging that it creates a study."""
     import optuna
 
     level = optuna.logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What the trials of a study say when they are taken together."""
+"""Summaries of the trials of a study: winner, ties, gain, failures."""
 
 import math
 from collections import Counter
@@ -11,19 +11,19 @@ from .columns import number
 from .measurement import Status, Trial
 
 EQUAL = 0.01
-"""Share within which two throughputs are as good as equal."""
+"""Relative difference within which two throughputs count as equal."""
 NOISE = 0.02
-"""Two throughputs farther apart than this share are no tie, however their measurements spread."""
+"""Relative difference beyond which two throughputs are never tied, whatever the spread of their measurements."""
 WORTH_HAVING = 0.02
-"""Share of memory by which a tie is decided."""
+"""Share of memory that decides a tie."""
 
 
 def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
-    """The `ok` trials, best first, at most `count` of them.
+    """Returns the `ok` trials, best first, at most `count` of them.
 
-    Those that were measured again come before the others: they led, and what counts is what held up. Of those `tied`
-    with the fastest the one that leaves more memory free leads, then the one nearest to the default configuration. Of
-    two equal ones the earlier leads.
+    Trials that were measured again come before the others, since they led and are confirmed. Among those `tied` with
+    the fastest, the one that leaves more memory free is first, then the one closest to the default configuration.
+    Among equal ones the earlier is first.
     """
     successes = [trial for trial in trials if trial.ok]
     successes.sort(key=lambda trial: (not trial.remeasured, *_slowness(trial)))
@@ -39,7 +39,7 @@ def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
 
 
 def tied(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that were measured again and are not to be told from the winner; empty where it is ahead."""
+    """Returns the re-measured trials that cannot be distinguished from the winner; empty if it is ahead."""
     winner = best(trials)
     successes = sorted((trial for trial in trials if trial.ok and trial.remeasured), key=_slowness)
     return [trial for trial in _tied(successes) if trial is not winner]
@@ -50,12 +50,12 @@ def _slowness(trial: Trial) -> tuple[float, int]:
 
 
 def _tied(successes: Sequence[Trial]) -> list[Trial]:
-    """The first of these and those that tie with it; empty where it was not measured again."""
+    """Returns the first trial and those tied with it; empty if it was not measured again."""
     return [trial for trial in successes if _ties(trial, successes[0])] if successes and successes[0].remeasured else []
 
 
 def _distance(trial: Trial, base: Trial | None) -> int:
-    """In how many knobs a trial differs from the default configuration."""
+    """Returns the number of knobs in which a trial differs from the default configuration."""
     if base is None:
         return 0
     names = {*trial.config, *base.config}
@@ -63,7 +63,7 @@ def _distance(trial: Trial, base: Trial | None) -> int:
 
 
 def _ties(trial: Trial, first: Trial) -> bool:
-    """Whether both are as good as equal, or their re-measurements overlap and are no more than `NOISE` apart."""
+    """True if both throughputs count as equal, or their re-measurements overlap and differ by at most `NOISE`."""
     if trial is first:
         return True
     if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
@@ -78,28 +78,28 @@ def _ties(trial: Trial, first: Trial) -> bool:
 
 
 def _room(trial: Trial) -> float:
-    """Share of memory that a trial left free; 0 where that is not known."""
+    """Returns the share of memory that a trial left free; 0 if unknown."""
     peak, limit = trial.measured.peak_memory_mib, trial.measured.memory_limit_mib
     return 1.0 - peak / limit if peak and limit else 0.0
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
-    """The winner; None if no trial succeeded and held up."""
+    """Returns the winner; None if no trial succeeded and was confirmed."""
     return next(iter(leaders(trials, 1)), None)
 
 
 def best_exact(trials: Sequence[Trial]) -> Trial | None:
-    """The best of the trials without a lossy value; None if none of them succeeded and held up."""
+    """Returns the best trial without a lossy value; None if none succeeded and was confirmed."""
     return best([trial for trial in trials if not trial.lossy])
 
 
 def exactness(trials: Sequence[Trial]) -> str:
-    """What those without a lossy value have in common, in words; empty where every trial is one of them."""
+    """Describes what the trials without a lossy value have in common; empty if no trial has one."""
     return lossy.exactness(name for trial in trials for name in trial.lossy)
 
 
 def default(trials: Sequence[Trial]) -> Trial | None:
-    """The first trial of the default configuration; None if there is none."""
+    """Returns the first trial of the default configuration; None if there is none."""
     return next((trial for trial in trials if trial.sampler == "default"), None)
 
 
@@ -108,18 +108,17 @@ class Gain:
     """The winner's throughput over the default configuration's, with its 95 % interval."""
 
     ratio: float
-    """Of the throughputs."""
     half_width: float | None
-    """Of the interval of the ratio; None where a throughput has no interval, or both are the same trial's."""
+    """Half-width of the ratio's interval; None if a throughput has no interval, or both belong to the same trial."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The lower and the upper end."""
+        """Lower and upper end."""
         return None if self.half_width is None else (self.ratio - self.half_width, self.ratio + self.half_width)
 
     @property
     def shown(self) -> bool:
-        """Whether the measurements show a gain: the interval, where there is one, lies above 1."""
+        """True if the measurements show a gain: the interval, if there is one, is above 1."""
         return self.ratio - (self.half_width or 0.0) > 1
 
     def __str__(self) -> str:
@@ -130,8 +129,9 @@ class Gain:
 
 
 def gain(trials: Sequence[Trial]) -> Gain | None:
-    """The winner's gain over the default configuration; None if either has no throughput, or the default's is zero or
-    less, as what a callable returns may be."""
+    """Returns the winner's gain over the default configuration; None if either has no throughput, or the default's is
+    not positive, as a callable may return.
+    """
     winner, base = best(trials), default(trials)
     if winner is None or base is None or not base.ok or base.throughput <= 0:
         return None
@@ -139,12 +139,12 @@ def gain(trials: Sequence[Trial]) -> Gain | None:
     first, other = winner.measured.spread, base.measured.spread
     if winner is base or first is None or other is None:
         return Gain(ratio=ratio, half_width=None)
-    # Relative errors of a ratio add in squares.
+    # The relative error of a ratio is the root of the sum of squares.
     return Gain(ratio=ratio, half_width=ratio * math.hypot(first, other))
 
 
 def only_default(trials: Sequence[Trial]) -> str:
-    """Why the default configuration alone succeeded, in words; empty where other trials succeeded too."""
+    """Returns the reason why only the default configuration succeeded; empty if other trials succeeded."""
     ran = [trial for trial in trials if not trial.pending and trial.measured.status is not Status.SKIPPED]
     if not ran or any(trial.ok and trial.sampler != "default" for trial in ran):
         return ""
@@ -154,9 +154,9 @@ def only_default(trials: Sequence[Trial]) -> str:
 
 
 def failures(trials: Sequence[Trial]) -> str:
-    """How many trials ended in each status, and the reason of the first failure; empty where none failed.
+    """Returns the number of trials of each status and the reason of the first failure; empty if none failed.
 
-    The first failure is the first that is not `oom`, if there is one: a search has to expect an `oom`.
+    The first failure is the first one that is not `oom`, if there is one, since `oom` is expected in a search.
     """
     found = counts(trials)
     failed = [
@@ -171,14 +171,15 @@ def failures(trials: Sequence[Trial]) -> str:
 
 
 def counts(trials: Sequence[Trial]) -> dict[Status, int]:
-    """How many finished trials have each status; every status is there, in the enum's order."""
+    """Returns the number of finished trials of each status, in the enum's order."""
     found = Counter(trial.measured.status for trial in trials if not trial.pending)
     return {status: found[status] for status in Status}
 
 
 def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
-    """Per finished trial, in the order of numbers, the highest throughput up to and including it; None before
-    the first success."""
+    """Returns for each finished trial, by number, the highest throughput up to and including it; None before the
+    first success.
+    """
     series: list[float | None] = []
     top: float | None = None
     for trial in trials:
@@ -191,7 +192,7 @@ def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
 
 
 def smallest_need(trials: Sequence[Trial]) -> Trial | None:
-    """The `oom` trial that asked for the least memory; None if no `oom` knows what it needed."""
+    """Returns the `oom` trial that needed the least memory; None if the need of none is known."""
     known = {
         trial.measured.peak_memory_mib: trial
         for trial in reversed(trials)
@@ -201,9 +202,9 @@ def smallest_need(trials: Sequence[Trial]) -> Trial | None:
 
 
 def why_nothing(trials: Sequence[Trial]) -> str:
-    """Why there is no winner, in a sentence or two; empty if there is one.
+    """Returns the reason why there is no winner; empty if there is one.
 
-    Names the smallest memory need seen, and of other failures the most common reason.
+    Includes the smallest memory need and the most common reason of other failures.
     """
     if best(trials) is not None:
         return ""
@@ -213,16 +214,16 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     again = [trial.measured for trial in finished if trial.first is not None]
     if again:
         logs = list(dict.fromkeys(each.log for each in again if each.log))
-        told = f"; {' and '.join(logs)} {'say' if len(logs) > 1 else 'says'} how" if logs else ""
-        return f"every trial that succeeded failed when it was measured again{told}"
+        logs_note = f"; {' and '.join(logs)} {'have' if len(logs) > 1 else 'has'} the details" if logs else ""
+        return f"every trial that succeeded failed when it was measured again{logs_note}"
     found = counts(finished)
     listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
-    said = [f"none of {len(finished)} trials succeeded: {listing}."]
+    sentences = [f"none of {len(finished)} trials succeeded: {listing}."]
     need = smallest_need(finished)
     if need is not None and need.measured.peak_memory_mib is not None:
-        said.append(f"The smallest need seen is {_mib(need.measured.peak_memory_mib)} (trial {need.number}).")
+        sentences.append(f"The smallest need seen is {_mib(need.measured.peak_memory_mib)} (trial {need.number}).")
         if need.measured.memory_limit_mib is not None:
-            said.append(f"The limit is {_mib(need.measured.memory_limit_mib)}.")
+            sentences.append(f"The limit is {_mib(need.measured.memory_limit_mib)}.")
     explained = {Status.OOM, Status.SKIPPED} if need is not None else set()
     reasons = Counter(
         f"{trial.measured.status}: {trial.measured.reason.strip()}"
@@ -231,8 +232,8 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     )
     if reasons:
         reason, times = reasons.most_common(1)[0]
-        said.append(f"Most common{f' ({times} times)' if times > 1 else ''}: {reason}")
-    return " ".join(said)
+        sentences.append(f"Most common{f' ({times} times)' if times > 1 else ''}: {reason}")
+    return " ".join(sentences)
 
 
 def _mib(value: float) -> str:

@@ -1,4 +1,4 @@
-"""trials.csv: one row a finished trial, valid at every moment."""
+"""trials.csv: one row per finished trial, valid at any time."""
 
 import bisect
 import csv
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 ESSENTIAL = ("trial", "status", "throughput")
-"""The columns without which a table says nothing."""
+"""Columns that a table must have."""
 
 LARGEST_TABLE = 32 << 20
-"""Bytes of a table that is read."""
+"""Largest table that is read, bytes."""
 MOST_COLUMNS, MOST_CELLS = 1_000, 1_000_000
-"""Columns of a table that is read, and its rows times its columns."""
+"""Largest number of columns, and of cells, of a table that is read."""
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _COUNT = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -34,8 +34,9 @@ _STATUSES = frozenset(map(str, Status))
 
 
 REWRITTEN = 1 << 16
-"""Bytes up to which the file is replaced as a whole. To a longer one a row that comes last is appended, so that what a trial
-costs does not grow with their number."""
+"""Size up to which the file is replaced as a whole, bytes. A new last row is appended to a longer file, so that the
+cost of a trial does not grow with their number.
+"""
 
 
 class Table:
@@ -43,7 +44,7 @@ class Table:
 
     Args:
         path: the file; its folder exists.
-        knobs: the names of all knobs, derived ones too, in the order of their columns.
+        knobs: the names of all knobs, including derived ones, in the order of their columns.
     """
 
     def __init__(self, path: Path, knobs: Iterable[str]) -> None:
@@ -53,15 +54,15 @@ class Table:
         self._numbers: list[int] = []
         self._rows: list[bytes] = []
         self._size: int | None = None
-        """Bytes of the file as it was last written; None where it is to be replaced."""
+        """Size of the file after the last write, bytes; None if it must be replaced."""
         self._new: list[bytes] = []
-        """Rows that came last since."""
+        """Last rows added since then."""
 
     def put(self, trial: Trial) -> None:
-        """Takes in a finished trial, replacing its row if it has one; a pending one is no row.
+        """Adds a finished trial, or replaces its row. A pending trial is ignored.
 
         Raises:
-            StudyError: the configuration has a knob that has no column.
+            StudyError: the configuration has a knob without a column.
         """
         if trial.pending:
             return
@@ -78,7 +79,7 @@ class Table:
             self._rows.insert(place, data)
 
     def __contains__(self, number: int) -> bool:
-        """Whether the trial of that number has a row."""
+        """True if the trial of that number has a row."""
         place = bisect.bisect_left(self._numbers, number)
         return place < len(self._numbers) and self._numbers[place] == number
 
@@ -86,11 +87,11 @@ class Table:
         """Replaces the file, or appends to it (see `REWRITTEN`).
 
         Raises:
-            OSError: it cannot be written; the old file is untouched, but for a part of the last row.
+            OSError: it cannot be written; the old file is unchanged except for a part of the last row.
         """
         new, self._new = b"".join(self._new), []
         size, self._size = self._size, None
-        # After a power cut the ledger tells, and resuming writes the table anew; so no fsync.
+        # No fsync: resuming after a power failure writes the table again from the ledger.
         if size is not None and size > REWRITTEN and append(self.path, new, at=size):
             self._size = size + len(new)
         else:
@@ -100,7 +101,7 @@ class Table:
 
 
 def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
-    """The finished trials as a table with the columns and types of `read`."""
+    """Returns the finished trials as a table with the columns and types of `read`."""
     names = header(knobs)
     cells = [
         values(trial, [name[len(KNOB) :] for name in names[len(FIXED) :]]) for trial in trials if not trial.pending
@@ -109,15 +110,15 @@ def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
 
 
 def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
-    """A trials.csv, however it was mistreated, and what was wrong with it.
+    """Reads a trials.csv, even a damaged one. Also returns a list of its problems.
 
-    The table has all columns of the format (empty where the file lacks one), then the knobs' and any others.
-    `trial` is int64, `devices` Int64, other measured columns float64, texts str; a knob's column is bool,
-    int64 or float64 where all its values are, else object with None where the knob is absent. Rows that are
-    cut off or do not make sense are left out, and the list says which.
+    The table has all fixed columns (empty if the file lacks one), then the knobs' and any others. `trial` is int64,
+    `devices` Int64, other measured columns float64, texts str; a knob's column is bool, int64 or float64 if all its
+    values are, otherwise object with None for a missing knob. Rows that are cut off or invalid are left out and
+    listed.
 
     Raises:
-        StudyError: there is no such file, or not even the columns `trial`, `status` and `throughput`.
+        StudyError: there is no such file, or it lacks a column of `trial`, `status` and `throughput`.
     """
     path = path_of(path)
     try:
@@ -129,14 +130,14 @@ def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
 
 
 def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str]]:
-    """What `read` finds in the bytes of a trials.csv, as plain columns without pandas; None is an empty cell.
+    """Parses the contents of a trials.csv as `read` does, to plain columns without pandas; None is an empty cell.
 
     Args:
         data: the file's contents.
-        path: its name, for the messages.
+        path: its name, for messages.
 
     Raises:
-        StudyError: the columns `trial`, `status` and `throughput` are not all there, or the table is larger than
+        StudyError: a column of `trial`, `status` and `throughput` is missing, or the table is larger than
             `MOST_COLUMNS` and `MOST_CELLS`.
     """
     problems: list[str] = []
@@ -149,9 +150,9 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        problems.append(f"{path}: not UTF-8 at byte {error.start}; what cannot be read is shown as \ufffd")
+        problems.append(f"{path}: not UTF-8 at byte {error.start}; undecodable bytes are shown as \ufffd")
         text = data.decode("utf-8-sig", errors="replace")
-    # A row of the format is one line, so a damaged one does not reach into the next.
+    # Each row is one line, so a damaged one does not affect the next.
     *lines, rest = text.split("\n")
     names = _columns(path, lines[0] if lines else rest, problems)
     found: dict[int, list[str]] = {}
@@ -163,7 +164,7 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
         if each.strip():
             cells, fault = _cells(each, len(names), checked)
             if fault is None and int(cells[trial]) in found:
-                problems.append(f"{path}, line {number}: trial {cells[trial]} again; the later row counts")
+                problems.append(f"{path}, line {number}: trial {cells[trial]} is repeated; the later row counts")
             if fault is None:
                 found[int(cells[trial])] = cells
             else:
@@ -185,8 +186,9 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
 
 
 def safe_lines(data: bytes) -> bytes:
-    """The table as it is, but without cells that a spreadsheet would run (see `columns.line`): a stranger may have written
-    it. A line that is no CSV is left out."""
+    """Returns the table without cells that a spreadsheet would run as formulas (see `columns.line`), since others may
+    have written it. Lines that are not valid CSV are left out.
+    """
     out = []
     for each in data.decode("utf-8-sig", errors="replace").splitlines():
         try:
@@ -197,8 +199,9 @@ def safe_lines(data: bytes) -> bytes:
 
 
 def sane(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
-    """The columns of `parse` without numbers that are none, and without an `ok` that has no throughput to stand on, which
-    `problems` then names."""
+    """Removes non-finite numbers, and `ok` rows without a throughput, from the columns of `parse`. Removed rows are
+    added to `problems`.
+    """
     columns = {
         name: [None if isinstance(each, float) and not math.isfinite(each) else each for each in cells]
         for name, cells in columns.items()
@@ -221,8 +224,9 @@ def sane(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[A
 def trials(
     table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] = dict, lossy: Lossy | None = None
 ) -> list[Trial]:
-    """The trials a table tells of; knobs without a value are absent from their configurations. Which values
-    are `lossy` a table does not say."""
+    """Converts a table to trials. Knobs without a value are left out of a configuration. The table does not state
+    which values are `lossy`.
+    """
     columns = table.astype(object).where(table.notna(), None).to_dict("list")
     return trials_of(columns, make_config, lossy)
 
@@ -232,7 +236,7 @@ def trials_of(
     make_config: Callable[[Mapping[str, Any]], Any] = dict,
     lossy: Lossy | None = None,
 ) -> list[Trial]:
-    """The trials that the columns of `parse` tell of; as `trials`."""
+    """Converts the columns of `parse` to trials, as `trials` does."""
     out = []
     knobs = [(place, name[len(KNOB) :]) for place, name in enumerate(columns) if name.startswith(KNOB)]
     measured = [(place, name) for place, name in enumerate(columns) if name in FIXED]
@@ -267,12 +271,12 @@ def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
         raise StudyError(f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {shown}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        problems.append(f"{path}: column {', '.join(twice)} is there twice; the first counts")
+        problems.append(f"{path}: column {', '.join(twice)} is repeated; the first one counts")
     return names
 
 
 def _cells(text: str, count: int, checked: Sequence[tuple[int, str]]) -> tuple[list[str], str | None]:
-    """The cells of one line, and what is wrong with it; `checked` are the places of the status and of numbers."""
+    """Returns the cells of one line and its error. `checked` contains the positions of the status and of numbers."""
     try:
         cells = next(csv.reader([text.removesuffix("\r")], strict=True))
     except csv.Error as error:

@@ -1,12 +1,10 @@
-"""A training's folder: what was asked of it, the configurations it had, and its log.
+"""A training's folder: its request, its configurations, and its log.
 
-train.yaml      what is trained, how, on what, and since which step in which configuration
-log.jsonl       a line for every so many steps, and for evaluations, checkpoints and whatever happened on the way
-checkpoints/    the last few
-data/           the corpus as tokens
-logs/           what ranks printed, a file for every start
-stop            while it is there the training ends at its next step, with a checkpoint
-out-of-memory.json  that ranks of a launcher ran out of memory, and in which configuration, until the next start
+train.yaml      the request, and the configurations with the steps from which they apply log.jsonl       lines for
+steps at intervals, evaluations, checkpoints and other events checkpoints/    the latest ones data/           the
+corpus as tokens logs/           output of ranks, one file per start stop            while it exists, the training ends
+at its next step, with a checkpoint out-of-memory.json  written if ranks of a launcher ran out of memory, with their
+configuration; removed by the next start
 """
 
 import os
@@ -22,18 +20,18 @@ DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
 DATA, LOGS, STOP, OUT_OF_MEMORY = "data", "logs", "stop", "out-of-memory.json"
 FORMAT = 1
 LONGEST_LINE = 1 << 20
-"""Bytes of a line of the log that are looked at."""
+"""Longest part of a line of the log that is read, bytes."""
 _END = 1 << 20
-"""Bytes at the end of a log that are looked at for its last steps."""
+"""Size of the end of a log that is read for its last steps, bytes."""
 
 
 def holds_training(path: Path) -> bool:
-    """Whether the folder holds a training."""
+    """True if the folder contains a training."""
     return (path / DOCUMENT).is_file()
 
 
 def fresh_folder(name: str) -> Path:
-    """`train/NAME`, or NAME-2 and so on where that is there."""
+    """Returns `train/NAME`, or the first of NAME-2 and so on that does not exist."""
     path, number = Path("train", name), 1
     while path.exists():
         number += 1
@@ -42,7 +40,7 @@ def fresh_folder(name: str) -> Path:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The contents of train.yaml.
+    """Returns the contents of train.yaml.
 
     Raises:
         StudyError: it is missing, damaged, or of another version.
@@ -52,14 +50,14 @@ def read_document(path: Path) -> dict[str, Any]:
         document = parse_yaml(read_inside(path, DOCUMENT, at_most=LARGEST_DOCUMENT))
     except OSError as error:
         why = error.strerror or error
-        raise StudyError(f"'{path}' holds no training: {DOCUMENT} cannot be read ({why})") from error
+        raise StudyError(f"'{path}' contains no training: {DOCUMENT} cannot be read ({why})") from error
     except Malformed as error:
         raise StudyError(f"'{file}' is damaged: {str(error)[:200]}") from error
     shapes = {"asked": dict, "strategies": list}
     if not isinstance(document, dict) or any(not isinstance(document.get(k), t) for k, t in shapes.items()):
-        raise StudyError(f"'{file}' is damaged: it must hold {' and '.join(shapes)}")
+        raise StudyError(f"'{file}' is damaged: it must contain {' and '.join(shapes)}")
     if document.get("format") != FORMAT:
-        raise StudyError(f"'{file}' is of format {document.get('format')!r}, and this version reads {FORMAT}")
+        raise StudyError(f"'{file}' has format {document.get('format')!r}, but this version reads {FORMAT}")
     if not document["strategies"] or not all(_is_strategy(each) for each in document["strategies"]):
         raise StudyError(f"'{file}' is damaged: strategies must be a list of steps with their configurations")
     return document
@@ -78,7 +76,7 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Writes train.yaml.
 
     Raises:
-        StudyError: it cannot be written; the old one is untouched.
+        StudyError: it cannot be written; the old file is unchanged.
     """
     try:
         write_yaml(path / DOCUMENT, {"format": FORMAT, **document})
@@ -90,26 +88,27 @@ class LogReader:
     """Reads a training's log as it grows.
 
     Args:
-        folder: the training's.
-        begin: from which byte on; lines before it are not read.
+        folder: of the training.
+        begin: offset to start at, bytes.
     """
 
     def __init__(self, folder: Path, begin: int = 0) -> None:
         self._folder, self._at, self._rest = folder, begin, b""
         self._skips, self._file = False, 0
         self.unread = 0
-        """Bytes that were there and are not read yet."""
+        """Bytes that exist but are not read yet."""
         self.damaged = 0
-        """Lines that were left out."""
+        """Number of lines that were left out."""
 
     def lines(self, at_most: int | None = None) -> Iterator[dict[str, Any]]:
-        """The whole lines that are new. What is no JSON object, as a line that a full disk has cut, is left out.
+        """Yields new complete lines. Lines that are not JSON objects, such as one that a full disk truncated, are
+        left out.
 
         Args:
-            at_most: bytes to read this time; None for all there are.
+            at_most: bytes to read this time; None for all.
 
         Raises:
-            OSError: the log is there and cannot be read.
+            OSError: the log exists but cannot be read.
         """
         try:
             with open_inside(self._folder, LOG) as file:
@@ -139,11 +138,11 @@ class LogReader:
 
     @property
     def position(self) -> int:
-        """Bytes of the log that were read."""
+        """Number of bytes read."""
         return self._at
 
     def replaced(self) -> bool:
-        """Whether another log is there than was read so far, which is then read from its beginning."""
+        """Returns True if the log was replaced by another one, which is then read from its beginning."""
         try:
             about = os.stat(self._folder / LOG, follow_symlinks=False)
         except OSError:
@@ -155,9 +154,9 @@ class LogReader:
 
 
 def step_before(line: Mapping[str, Any], last: int) -> int | None:
-    """The step that a log goes back to with a line, where its steps so far reached to `last`; None where it goes on.
+    """Returns the step that a line returns to, in a log that has reached step `last`; None if it continues.
 
-    Steps behind a checkpoint are done, and logged, again by whoever takes the training up from there.
+    Steps after a checkpoint are done, and logged, again when a training is resumed from it.
     """
     kind, step = line.get("kind"), line.get("step")
     if not isinstance(step, int):
@@ -170,13 +169,13 @@ def step_before(line: Mapping[str, Any], last: int) -> int | None:
 
 
 def highest_step(folder: Path) -> int:
-    """The highest step of which the end of the log tells; 0 where it tells of none."""
+    """Returns the highest step in the end of the log; 0 if there is none."""
     reader = LogReader(folder, max(0, log_size(folder) - _END))
     steps = (line.get("step") for line in reader.lines() if line.get("kind") in ("step", "evaluation"))
     return max((each for each in steps if isinstance(each, int)), default=0)
 
 
 def log_size(folder: Path) -> int:
-    """Bytes of the log; 0 where there is none."""
+    """Returns the size of the log, bytes; 0 if there is none."""
     path = folder / LOG
     return path.stat().st_size if path.exists() else 0

@@ -1,4 +1,4 @@
-"""A run's folder to read: only files inside it, and a storage elsewhere only where the user names it."""
+"""A run's folder for reading. Only files inside it are opened, and another storage only if the user names it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,15 +15,15 @@ from .records import LARGEST_LEDGER
 
 
 class View:
-    """A run to read, also while another process works on it: nothing is locked or written.
+    """A run for reading, also while another process works on it. Nothing is locked or written.
 
-    Trials are those of the ledger; where it cannot be read, those of trials.csv with the re-measurements of best.yaml.
+    The trials come from the ledger; if that cannot be read, from trials.csv with the re-measurements of best.yaml.
 
     Args:
         path: the run's folder.
         make_config: makes a configuration from a mapping of its values.
-        storage: where the ledger is, if not in the folder: as for `Ledger.load`. What run.yaml names is never opened
-            by itself.
+        storage: storage of the ledger if it is not in the folder; as for `Ledger.load`. A storage named in run.yaml is
+            never opened automatically.
 
     Raises:
         StudyError: there is no run, or it cannot be read.
@@ -41,11 +41,11 @@ class View:
         if not self.path.is_dir():
             raise StudyError(f"there is no folder '{path}'; give the --out of a run")
         if not holds_run(self.path):
-            raise StudyError(f"'{path}' holds no run: neither {RUN} nor {LEDGER} nor {TABLE} is there")
+            raise StudyError(f"'{path}' contains no run: it has neither {RUN} nor {LEDGER} nor {TABLE}")
         self.document: dict[str, Any] | None = None
         """The contents of run.yaml; None if it is missing."""
         self.problems: list[str] = []
-        """What is missing or damaged."""
+        """Missing or damaged parts."""
         if (self.path / RUN).exists():
             self.document, self.problems = request.read(self.path)
         else:
@@ -53,7 +53,7 @@ class View:
         self._trials = self._read(make_config, storage)
 
     def trials(self) -> list[Trial]:
-        """All trials in the order of their numbers, as they were when the view was made."""
+        """Returns all trials by number, as of the creation of the view."""
         return list(self._trials)
 
     def _read(self, make_config: Callable[[Mapping[str, Any]], Any], storage: str | None) -> list[Trial]:
@@ -67,22 +67,22 @@ class View:
         try:
             if elsewhere:
                 raise StudyError(
-                    f"the trials are in the storage '{elsewhere}', which is opened only where you name it, by --storage"
+                    f"the trials are in the storage '{elsewhere}', which is opened only if you name it with --storage"
                 )
             data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
             where = f"'{self.path / LEDGER}'"
             ledger = Ledger.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
         except (OSError, StudyError) as error:
-            said = str(error)
+            message = str(error)
             if isinstance(error, FileNotFoundError):
-                said = f"there is no ledger at '{self.path / LEDGER}'"
+                message = f"there is no ledger at '{self.path / LEDGER}'"
             elif isinstance(error, OSError):
-                said = f"cannot read '{self.path / LEDGER}': {error.strerror or error}"
+                message = f"cannot read '{self.path / LEDGER}': {error.strerror or error}"
             if not (self.path / TABLE).exists():
                 if isinstance(error, FileNotFoundError):
-                    return []  # killed before the ledger was made
-                raise StudyError(said) from error
-            self.problems.append(f"{said}; shown is what {TABLE} says")
+                    return []  # killed before the ledger was created
+                raise StudyError(message) from error
+            self.problems.append(f"{message}; showing {TABLE} instead")
         else:
             self.problems += ledger.problems
             return ledger.trials()

@@ -1,4 +1,4 @@
-"""How a candidate is tried: in fresh processes, on this machine or where Ray or Slurm place them."""
+"""Runs candidates in fresh processes, on this machine or on hosts that Ray or Slurm allocate."""
 
 import lazy_loader
 

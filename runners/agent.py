@@ -1,10 +1,10 @@
 """The host agent: a fork server that has imported torch and transformers but never touched a device.
 
-Run as `python -m redline.runners.agent FD FOLDER` (see `HelperProcess`). By the connection it gets its set-up and
-says when it is ready; standard output is for whatever the modules that it imports print there, and goes to its
-log. It listens on a Unix socket in the folder and forks a process for every client, which supervises its job or does
-its task. It ends, with everything it started, when the connection closes: when the process that started it ends,
-however that happens. Until then it can be told of more to import.
+Run as `python -m redline.runners.agent FD FOLDER` (see `HelperProcess`). Over the connection it receives its set-up
+and reports when it is ready; standard output goes to its log, since imported modules may print. It listens on a Unix
+socket in the folder and forks a process for every client, which supervises a job or runs a task. It ends, with
+everything it started, when the connection closes, that is, when its parent process ends for any reason. Until then it
+accepts further modules to import.
 """
 
 import ctypes
@@ -28,54 +28,54 @@ from .job import AgentTask, Job
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 
 SOCKET = "socket"
-"""Where in its folder it listens."""
+"""Name of its socket in its folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentSetup:
-    """What a host agent is started with."""
+    """The initial settings of a host agent."""
 
     sys_path: tuple[str, ...] = ()
-    """The import path of the process that started it."""
+    """Import path of the parent process."""
     imports: tuple[str, ...] = ("torch", "transformers")
-    """Modules that every rank will need."""
+    """Modules that every rank needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoreImports:
-    """What a host agent is told later on; it answers as it did when it was ready."""
+    """A request to import further modules. The agent answers as it did when it became ready."""
 
     imports: tuple[str, ...]
-    """Further modules that every rank will need."""
+    """Further modules that every rank needs."""
 
 
 def main() -> None:
-    """Serves until whoever started it hangs up."""
-    starter, folder = Connection(int(sys.argv[1])), sys.argv[2]
-    os.set_inheritable(starter.fileno(), False)
-    setup: AgentSetup = starter.recv()
+    """Serves until the parent process closes the connection."""
+    parent, folder = Connection(int(sys.argv[1])), sys.argv[2]
+    os.set_inheritable(parent.fileno(), False)
+    setup: AgentSetup = parent.recv()
     sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
     adopt_orphans()
     # torch.cuda.is_available() through NVML, so that no import initialises CUDA in the agent.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with _telling(starter):
+    with _reporting(parent):
         _import(setup.imports)
         listener = Listener(os.path.join(folder, SOCKET), "AF_UNIX", backlog=128)
-    starter.send({"ready": os.getpid()})
+    parent.send({"ready": os.getpid()})
     try:
-        _serve(listener, starter)
+        _serve(listener, parent)
     finally:
         kill_descendants()
     remove(Path(folder))
 
 
 @contextmanager
-def _telling(starter: Connection) -> Iterator[None]:
-    """Tells the starter of what fails, whatever it is, and ends the agent then."""
+def _reporting(parent: Connection) -> Iterator[None]:
+    """Reports any exception to the parent and ends the agent."""
     try:
         yield
     except Exception as error:
-        starter.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        parent.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         sys.exit(1)
 
 
@@ -84,44 +84,44 @@ def _import(names: tuple[str, ...]) -> None:
         importlib.import_module(name)
         if cuda_is_initialised():
             raise RunnerError(
-                f"importing {name} initialises CUDA, which no process forked from the host agent could use then. Move what needs "
-                "the device (a tensor on 'cuda', torch.cuda.get_device_name, ...) from the module into a function"
+                f"importing {name} initialises CUDA, so that no process forked from the host agent can use it. Move the code "
+                "that needs the device (a tensor on 'cuda', torch.cuda.get_device_name, ...) from the module into a function"
             )
-    sys.stdout.flush()  # or every supervisor would write again what the imports printed
+    sys.stdout.flush()  # otherwise every fork would write the buffered output of the imports again
     gc.collect()
-    gc.freeze()  # what is imported is never collected, so its pages stay shared
+    gc.freeze()  # excludes imported objects from collection, so that their pages stay shared
 
 
 def cuda_is_initialised() -> bool:
-    """Whether this process has initialised CUDA, by whatever library; asking does not.
+    """True if this process has initialised CUDA, through any library. The check itself does not initialise it.
 
     Source: `cuCtxGetCurrent` of the CUDA driver API, which returns CUDA_ERROR_NOT_INITIALIZED before `cuInit`.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # nothing has loaded it
+    except OSError:  # the driver is not loaded
         return False
     return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == 0
 
 
-def _serve(listener: Listener, starter: Connection) -> None:
+def _serve(listener: Listener, parent: Connection) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(_socket_of(listener), selectors.EVENT_READ, "client")
-        selector.register(starter, selectors.EVENT_READ, "starter")
+        selector.register(parent, selectors.EVENT_READ, "parent")
         while True:
             for key, _ in selector.select():
-                if key.data == "starter":
+                if key.data == "parent":
                     try:
-                        more: MoreImports = starter.recv()
-                    except (EOFError, OSError):  # it hung up
+                        more: MoreImports = parent.recv()
+                    except (EOFError, OSError):  # the parent closed the connection
                         return
-                    with _telling(starter):
+                    with _reporting(parent):
                         _import(more.imports)
-                    starter.send({"ready": os.getpid()})
+                    parent.send({"ready": os.getpid()})
                     continue
                 if key.data == "client":
                     with listener.accept() as client:
-                        pid, pidfd = _fork(client, listener, starter)
+                        pid, pidfd = _fork(client, listener, parent)
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                 else:
                     selector.unregister(key.fd)
@@ -130,11 +130,11 @@ def _serve(listener: Listener, starter: Connection) -> None:
 
 
 def _socket_of(listener: Listener) -> socket.socket:
-    """What a listener listens on; it offers no fileno() itself."""
+    """Returns the socket of a listener, which has no fileno() of its own."""
     return listener._listener._socket  # type: ignore[attr-defined]  # not public
 
 
-def _fork(client: Connection, listener: Listener, starter: Connection) -> tuple[int, int]:
+def _fork(client: Connection, listener: Listener, parent: Connection) -> tuple[int, int]:
     me = os.getpid()
     pid = os.fork()
     if pid:
@@ -145,7 +145,7 @@ def _fork(client: Connection, listener: Listener, starter: Connection) -> tuple[
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _socket_of(listener).close()
-        starter.close()
+        parent.close()
         _serve_client(client, os.path.dirname(listener.address))
         code = 0
     except BaseException:
@@ -158,19 +158,19 @@ def _fork(client: Connection, listener: Listener, starter: Connection) -> tuple[
 
 def _serve_client(client: Connection, folder: str) -> None:
     try:
-        asked: Job | AgentTask = client.recv()
+        request: Job | AgentTask = client.recv()
     except EOFError:
         return
-    if isinstance(asked, AgentTask):
-        asked.run(client)
+    if isinstance(request, AgentTask):
+        request.run(client)
         return
     from .supervisor import Supervisor
 
-    outcome = Supervisor(asked, client, folder).run()
+    outcome = Supervisor(request, client, folder).run()
     if outcome is not None:
         try:
             client.send(outcome)
-        except BrokenPipeError:  # the client hung up meanwhile: nobody waits for it
+        except BrokenPipeError:  # the client closed the connection meanwhile
             return
 
 

@@ -1,4 +1,4 @@
-"""What a rank compiles: how long it took, and that it is at it."""
+"""Compilation in a rank: its threads, its cache, and the time it takes."""
 
 import contextlib
 import fcntl
@@ -13,15 +13,16 @@ from typing import Any
 from ..base.device import usable_cores
 
 _ELF64 = struct.Struct("<4s36xQ10xHH2x")
-"""Magic number; offset of the section headers, the size of one, and how many, of a 64-bit header."""
+"""Fields of a 64-bit ELF header: magic number; offset, size and number of the section headers."""
 LINKING_S = 60.0
-"""How long a linker may take where it cannot be told whether one writes, s."""
+"""How long a linker may take if it is unknown whether a process still writes the file, s."""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-"""Compilers of Inductor that work at the same time, as torch reads it."""
+"""Environment variable that limits Inductor's concurrent compilers, read by torch."""
 
 
 def share_compile_threads(ranks: int) -> None:
-    """Divides this host's cores among the compilers of its ranks: each would start one for every core. What a user has set stays.
+    """Divides this host's cores among the compilers of its ranks, each of which would start one per core. A value set
+    by the user is kept.
 
     Source: `decide_compile_threads` of torch/_inductor/config.py, which reads the variable when it is imported.
     """
@@ -35,22 +36,23 @@ def share_compile_threads(ranks: int) -> None:
 
 
 def sweep_compiled() -> None:
-    """Removes libraries from Inductor's cache that a killed compilation has left unfinished; a later one would load them.
+    """Removes incomplete libraries, left by a killed compilation, from Inductor's cache. A later compilation would
+    load them.
 
-    Inductor links a library under its final name and takes one that exists for finished.
+    Inductor links a library under its final name and assumes that an existing one is complete.
     """
-    if "torch._inductor.codecache" not in sys.modules:  # nothing compiles in this process
+    if "torch._inductor.codecache" not in sys.modules:  # this process does not compile
         return
     from ..base._torch import inductor_cache_dir
 
     for path in Path(inductor_cache_dir()).glob("*/*.so"):
-        with contextlib.suppress(FileNotFoundError):  # another process sweeps, too
+        with contextlib.suppress(FileNotFoundError):  # another process may sweep as well
             if is_truncated(path) and not _is_written(path):
                 path.unlink()
 
 
 def is_truncated(path: Path) -> bool:
-    """Returns True for a library whose table of sections, which linkers put at its end, is not all there.
+    """Returns True for a library whose table of sections, which linkers put at its end, is incomplete.
 
     Source: https://refspecs.linuxfoundation.org/elf/gabi4+/ch4.eheader.html
     """
@@ -64,65 +66,66 @@ def is_truncated(path: Path) -> bool:
 
 
 def _is_written(path: Path) -> bool:
-    """Returns True where a process has the file open for writing: it gets no lease to read then (`man 2 fcntl`)."""
+    """Returns True if a process has the file open for writing, in which case no read lease is granted (`man 2 fcntl`)."""
     with path.open("rb") as file:
         try:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except BlockingIOError:
             return True
-        except OSError:  # a file system without leases, or somebody else's file
+        except OSError:  # a file system without leases, or another user's file
             return time.time() - path.stat().st_mtime < LINKING_S
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
 
 
 class Compilation:
-    """Counts the seconds that torch.compile takes in this process, and tells when it begins and ends.
+    """Measures the time that torch.compile takes in this process and reports when it begins and ends.
 
     Args:
-        tell: called with whether this rank compiles, or waits for others that may.
-        elsewhere: whether the trial has ranks on other hosts. What these compile is not known here, so until
-            `settled` this rank counts as waiting for them.
+        tell: called with True when this rank begins to compile or to wait for others that may, with False when that
+            ends.
+        elsewhere: whether the trial has ranks on other hosts. Their compilations are unknown here, so until `settled`
+            this rank counts as waiting for them.
     """
 
     def __init__(self, tell: Callable[[bool], None], *, elsewhere: bool = False) -> None:
         from ..schedule.primitives.modules import on_compilation
 
-        self._tell = tell
+        self._report = tell
         self._elsewhere = elsewhere
         self._waits = False
-        self._told = False
+        self._reported = False
         self._since: float | None = None
         self._seconds = 0.0
         on_compilation(self._began, self._ended)
 
     @property
     def seconds(self) -> float:
-        """Seconds so far, of compilations that have ended."""
+        """Total time of finished compilations, s."""
         return self._seconds
 
     def expected(self) -> None:
-        """The first steps come, in which models compile."""
+        """Records that the next steps may compile."""
         self._waits = self._elsewhere
-        self._say()
+        self._update()
 
     def settled(self) -> None:
-        """Every rank has made a step without compiling."""
+        """Records that every rank has made a step without compiling."""
         self._waits = False
-        self._say()
+        self._update()
 
     def _began(self) -> None:
         self._since = time.perf_counter()
-        self._say()
+        self._update()
 
     def _ended(self) -> None:
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
             self._since = None
-        self._say()
+        self._update()
 
-    def _say(self) -> None:
+    def _update(self) -> None:
         now = self._waits or self._since is not None
-        if now != self._told:
-            self._told = now
-            self._tell(now)
+        if now != self._reported:
+            self._reported = now
+            self._report(now)

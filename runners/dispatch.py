@@ -1,4 +1,4 @@
-"""From a trial's request to a job for the ranks, and from their outcome to a measurement."""
+"""Converts trial requests to jobs for ranks, and the outcomes of jobs to measurements."""
 
 import time
 from abc import abstractmethod
@@ -21,24 +21,25 @@ from .runner import Runner, TrialRequest
 from .work import Known, TrialTerms, Work
 
 MEMORY_SHARE = 0.7
-"""Of what memory there is, what candidates that are in it together may take by what they took alone."""
+"""Largest share of the available memory that interleaved candidates may use together, by their peaks alone."""
 TURN_S, TURNS_OF_ALONE = 0.5, 5.0
-"""How long a turn is at most, s, and in how many of them a candidate is measured as long as alone."""
+"""Longest turn, s, and the smallest number of turns in which an interleaved candidate is measured as long as alone."""
 TURNS_A_SECOND, TURNS_SHARE = 4.0, 2.0
-"""Of what a candidate may be measured alone: how many turns it has for a second of that, where this is more than a job's
-default, and how long they may take together, in times of it."""
+"""Number of turns per second of a candidate's time budget, if more than a job's default, and the time of all its
+turns as a multiple of the budget.
+"""
 SETTLE_S = 20.0
-"""How long a GPU may take to settle at the clocks that it keeps, before a candidate is measured that may win, s."""
+"""Time for a GPU's clocks to settle before a possible winner is measured, s."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
-"""What a trial's compilations may take at least, however short its own deadline is, s."""
+"""Smallest time limit of a trial's compilations, s."""
 
 
 class DryRunner(Runner):
-    """Tries configurations in fresh processes; subclasses say where.
+    """Runs trials in fresh processes. Subclasses define where.
 
     Args:
-        what: the workload whose dry runs they are, or other work.
-        terms: what holds for every trial.
+        what: the workload to dry-run, or other work.
+        terms: settings of all trials.
     """
 
     def __init__(self, what: Workload | Work, terms: TrialTerms) -> None:
@@ -55,7 +56,7 @@ class DryRunner(Runner):
         started, begin = time.time(), time.perf_counter()
         outcome = self.dispatch(self.work.job(request, self.terms))
         if outcome.status is Status.CRASH and is_damaged_library(outcome.reason):
-            # Another trial was killed while it linked; the ranks of the second try sweep that away.
+            # Another trial was killed while it linked; the ranks of the second run remove the damaged library.
             outcome = self.dispatch(self.work.job(request, self.terms))
         known: Known = {
             "devices": self.terms.devices,
@@ -67,7 +68,9 @@ class DryRunner(Runner):
 
     @property
     def takes_turns(self) -> bool:
-        """Not on GPUs, whose speed is their own and whose memory candidates use up; several hosts meet at one port only."""
+        """True on CPUs and one host. GPU candidates fill the memory and are not slowed down by others; several hosts
+        would need a port for each candidate.
+        """
         here = self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices)
         return here and self.confirms and self.work.in_turns
 
@@ -94,7 +97,7 @@ class DryRunner(Runner):
         )
         started, begin = time.time(), time.perf_counter()
         outcome = self.dispatch(together)
-        if outcome.status is not Status.OK:  # one of them has taken all with it
+        if outcome.status is not Status.OK:  # one candidate ended all of them
             return None
         known: Known = {
             "devices": terms.devices,
@@ -111,11 +114,11 @@ class DryRunner(Runner):
 
 
 class DryRuns(Work):
-    """Dry runs of a workload, a rank for each device.
+    """Dry runs of a workload, with one rank per device.
 
     Args:
-        workload: what is trained.
-        compiles: whether any of them may compile.
+        workload: the workload.
+        compiles: whether any candidate may compile.
     """
 
     def __init__(self, workload: Workload, *, compiles: bool = True) -> None:
@@ -171,9 +174,9 @@ class DryRuns(Work):
         reports = _reports(outcome)
         together_ms = max(each.step_ms for each in reports)
         found = []
-        for taken in zip(*(each.turns for each in reports), strict=True):
-            step_ms = max(each.step_ms for each in taken)
-            load = foreign_cores([each.load for each in taken])
+        for turn in zip(*(each.turns for each in reports), strict=True):
+            step_ms = max(each.step_ms for each in turn)
+            load = foreign_cores([each.load for each in turn])
             throughput = measured.reached * together_ms / step_ms
             found.append(replace(measured, throughput=throughput, step_ms=step_ms, foreign_cores=load))
         return found
@@ -181,7 +184,7 @@ class DryRuns(Work):
     def _timed(
         self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: "_Common"
     ) -> Measurement:
-        from . import numerics_check as truth
+        from . import numerics_check
 
         config = request.config
         slowest = max(reports, key=lambda each: each.step_ms)
@@ -193,16 +196,18 @@ class DryRuns(Work):
         if slowest.flops_per_step:
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
         retries = sum(each.allocation_retries for each in reports)
-        probe = truth.together([each.probe for each in reports], [each.first for each in reports])
-        wrong = truth.numerics_mismatch(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
+        probe = numerics_check.together([each.probe for each in reports], [each.first for each in reports])
+        wrong = numerics_check.numerics_mismatch(
+            probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss
+        )
         notes = [wrong or slowest.note]
         if slowest.soak is not None and not wrong:
             notes.append(f"soaked for {slowest.soak.words}")
         if request.reference is not None and not wrong:
-            notes.append(truth.why_incomparable(probe, request.reference))
+            notes.append(numerics_check.why_incomparable(probe, request.reference))
         if slowest.seconds_settle and not wrong:
             notes.append(_at_settled_clocks(slowest))
-        load = truth.expert_load([each.probe for each in reports])
+        load = numerics_check.expert_load([each.probe for each in reports])
         if load is not None and int(config.get("ep") or 1) > 1 and not wrong:
             notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
         if retries and not wrong:
@@ -236,31 +241,31 @@ class DryRuns(Work):
 
 
 class _Common(Known):
-    """What all measurements of a workload's dry runs tell."""
+    """Fields that all measurements of a workload's dry runs have."""
 
     memory_limit_mib: float
     ranks: tuple[RankReport, ...]
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
-    """The sum; None where one of them is not known."""
+    """Returns the sum; None if a value is None."""
     known = [each for each in values if each is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def _reports(outcome: Outcome) -> list[DryRunReport]:
-    """What the ranks that have ended well report."""
+    """Returns the reports of the ranks that ended successfully."""
     return [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
 
 
 def _at_settled_clocks(report: DryRunReport) -> str:
     at = "" if report.clock_mhz is None else f" at {report.clock_mhz:,.0f} MHz"
     drew = "" if report.power_w is None else f" and {report.power_w:,.0f} W"
-    return f"measured{at}{drew} after {report.seconds_settle:.0f} s in which clocks settled"
+    return f"measured{at}{drew} after {report.seconds_settle:.0f} s for clocks to settle"
 
 
 def _utilisation(device: Device, tflops: float | None, precision: str) -> float | None:
-    """MFU; None where the device's peak is not known, as for a CPU."""
+    """Returns the MFU; None if the device's peak is unknown, as for a CPU."""
     if tflops is None or device.type != "cuda":
         return None
     hardware = recognise(device.name, device.memory_mib)

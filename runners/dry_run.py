@@ -1,4 +1,4 @@
-"""What one rank of a trial does: build the candidate, warm it up, time it, tell."""
+"""The program of one rank of a trial: build the candidate, warm it up, time it, report."""
 
 import time
 from collections.abc import Callable
@@ -20,60 +20,60 @@ from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRunReport:
-    """What a rank found out."""
+    """The measurements of one rank."""
 
     step_ms: float
-    """Median time of one optimizer step, of the slowest rank, ms."""
+    """Median time of one optimizer step of the slowest rank, ms."""
     spread_ms: float
     """Half-width of its 95 % confidence interval, ms."""
     steps: int
-    """Steps measured."""
+    """Number of measured steps."""
     samples_per_step: int
-    """Samples of one optimizer step over all ranks."""
+    """Samples per optimizer step over all ranks."""
     tokens_per_step: int | None
-    """Tokens of it; None where the data has none."""
+    """Tokens per step over all ranks; None if the data has none."""
     flops_per_step: float | None
-    """Model FLOPs of it over all ranks; None where they could not be counted."""
+    """Model FLOPs per step over all ranks; None if they could not be counted."""
     loss: float
     """Mean loss of the first step."""
     last_loss: float
-    """Loss of the last step, that of a soak included."""
+    """Loss of the last step, including those of a soak."""
     probe: ProbePart
-    """What this rank computed on the probe's samples, for the comparison with the reference."""
+    """This rank's part of the probe, for the comparison with the reference."""
     first: StepPart | None
-    """What it computed in the first step that was not skipped; None where all were."""
+    """Values of the first step that was not skipped; None if all were."""
     seconds_build: float
-    """Model, schedule, weights, optimizer, s."""
+    """Time to build model, schedule, weights and optimizer, s."""
     seconds_compile: float = 0.0
-    """Compilations of the probe, and steps in which some rank compiled, s."""
+    """Time of the probe's compilations and of steps in which any rank compiled, s."""
     seconds_warmup: float
-    """Until steady, s."""
+    """Time until steps were steady, s."""
     seconds_measure: float
-    """Measured steps, s."""
+    """Time of the measured steps, s."""
     peak_memory_mib: float
-    """This rank's peak, MiB."""
+    """Peak memory of this rank, MiB."""
     peak_allocated_mib: float | None
     """CUDA: peak of live tensors, MiB."""
     allocation_retries: int
-    """CUDA: times the allocator flushed its cache in the steps, build and probe apart."""
+    """CUDA: how often the allocator flushed its cache during steps, without build and probe."""
     build_memory_mib: float | None = None
-    """Its peak until model and optimizer were built, MiB."""
+    """Peak memory until model and optimizer were built, MiB."""
     outside_mib: float | None = None
-    """CUDA: what it takes of its device beside the allocator's memory, MiB."""
+    """CUDA: device memory used outside the allocator, MiB."""
     seconds_settle: float = 0.0
-    """Until the device's clocks had settled, part of the warm-up, s."""
+    """Time until the device's clocks had settled, part of the warm-up, s."""
     clock_mhz: float | None = None
-    """CUDA: the multiprocessors' clock while it was measured, MHz."""
+    """CUDA: clock of the multiprocessors while measured, MHz."""
     power_w: float | None = None
-    """CUDA: what the device drew meanwhile, W."""
+    """CUDA: power of the device while measured, W."""
     load: HostLoad | None = None
-    """What its host's processors did while it was warmed up and measured; None where that is not known."""
+    """Load of the host's CPUs during warm-up and measurement; None if unknown."""
     note: str = ""
     """Why the measurement was cut short."""
     turns: tuple["TurnReport", ...] = ()
-    """What each turn brought, where the candidate took turns with others."""
+    """Result of each turn if the candidate was interleaved with others."""
     soak: SoakReport | None = None
-    """What came of the soak, where it was soaked."""
+    """Result of the soak; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class TurnReport:
     """One turn of a candidate."""
 
     step_ms: float
-    """Median step, of the slowest rank, ms."""
+    """Median step time of the slowest rank, ms."""
     load: HostLoad | None
-    """What the host's processors did meanwhile."""
+    """Load of the host's CPUs during the turn."""
 
 
 class _Turns:
-    """A rank's turns, each with the load of its host."""
+    """A rank's turns, with the load of its host in each."""
 
     def __init__(self, turn: Turn) -> None:
         self.seconds, self.wait = turn.seconds, turn.wait
@@ -103,17 +103,18 @@ class _Turns:
 
 
 class _Steps:
-    """Optimizer steps of a training, and what is told of them; losses are read only at the end: reading waits for the
-    device."""
+    """Runs optimizer steps of a training. Losses are converted to numbers only at the end, since that waits for the
+    device.
+    """
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self.first: Any = None
-        """Loss of the first."""
+        """Loss of the first step."""
         self.last: Any = None
-        """Loss of the latest."""
+        """Loss of the latest step."""
         self.seen: StepPart | None = None
-        """What the first that was not skipped computed."""
+        """Values of the first step that was not skipped."""
 
     def __call__(self) -> None:
         if self.seen is None:
@@ -126,20 +127,18 @@ class _Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """A program for the ranks of one trial. Call it with the rank's context."""
+    """The program of the ranks of one trial. Called with the rank's context."""
 
     workload: Workload
-    """What is trained."""
     config: Config
-    """How."""
     plan: TimingPlan = field(default_factory=TimingPlan)
-    """How long it is measured."""
+    """Durations of warm-up and measurement."""
     best_throughput: float | None = None
-    """Best so far, in the workload's unit, to stop slow candidates early."""
+    """Best throughput so far, in the workload's unit, to stop slow candidates early."""
     seed: int = 0
     """Seed of weights and data."""
     soak: SoakPlan | None = None
-    """How it is soaked afterwards; None for not at all."""
+    """The soak after the measurement; None for none."""
 
     def __call__(self, context: RankContext) -> DryRunReport:
         begin = time.perf_counter()
@@ -163,7 +162,7 @@ class DryRun:
 
         def settled() -> None:
             compilation.settled()
-            watch.restart()  # compilers are processes of their own, but no load of others
+            watch.restart()  # compilers are separate processes, which must not count as others' load
 
         gpu = GpuWatch(context.local_rank) if context.device_type == "cuda" else None
         agree, mean = _agreement(context.world_size)
@@ -205,13 +204,13 @@ class DryRun:
             allocation_retries=context.memory.allocation_retries() - retries_before,
             load=watch.load(),
             note=timing.stopped_early,
-            # The first of the loads is that of the warm-up.
+            # The first load is that of the warm-up.
             turns=tuple(map(TurnReport, timing.turns_ms, turns.loads[1:])) if turns else (),
             soak=soaked,
         )
 
     def _built(self, context: RankContext) -> Training:
-        """The training, on this rank's device and among the other ranks."""
+        """Builds the training on this rank's device."""
         import torch
 
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
@@ -240,7 +239,7 @@ class DryRun:
             return None
         context.phase("soak")
         if training.compiled:
-            compilation.expected()  # for shapes that come now
+            compilation.expected()  # for new shapes
         found = soak(training, self.soak, self.seed, lambda: compilation.seconds)
         compilation.settled()
         return found
@@ -253,7 +252,7 @@ class DryRun:
 
 
 def join(context: RankContext) -> None:
-    """Meets the other ranks in `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
+    """Initialises `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -269,13 +268,13 @@ def join(context: RankContext) -> None:
 
 
 def _agreement(world_size: int) -> tuple[Callable[[list[float]], list[float]], Callable[[list[float]], list[float]]]:
-    """Elementwise maximum and mean of a list over all ranks."""
+    """Returns functions for the elementwise maximum and mean of a list over all ranks."""
     if world_size == 1:
         return (lambda values: values), (lambda values: values)
     import torch
     import torch.distributed as dist
 
-    # On NCCL a device tensor; the synchronisation comes with the reading of the clock anyway.
+    # NCCL needs a device tensor; reading the clock synchronises anyway.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
 
     def reduced(values: list[float], op: Any) -> list[float]:

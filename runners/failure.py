@@ -1,8 +1,8 @@
-"""What a failure means: exceptions and exit codes to statuses.
+"""Classifies failures: exceptions, exit codes and printed lines to statuses.
 
-Where torch raises a type of its own the type decides. The CPU allocator, cuBLAS and NCCL raise plain
-RuntimeErrors, so for these the text decides; every text redline relies on stands in this file. What may or
-may not come from memory (SIGKILL, a thread that does not start) is `oom` only where something else says so.
+An exception type of torch's own decides the status. The CPU allocator, cuBLAS and NCCL raise plain RuntimeErrors, so
+for these the text decides; this file contains every text that redline relies on. A failure that may have causes other
+than memory (SIGKILL, a thread that does not start) is `oom` only with further evidence.
 """
 
 import errno
@@ -14,7 +14,7 @@ from ..results import Status
 
 MIB = 1024 * 1024
 
-# Sentences with which an allocator itself reports, not mere words: a message may speak of memory in passing.
+# Whole sentences of allocators rather than single words, since other messages may mention memory.
 _OOM_SENTENCES = (
     # c10/core/impl/alloc_cpu.cpp, aten/src/ATen/MapAllocator.cpp
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate \d+ bytes",
@@ -25,42 +25,42 @@ _OOM_SENTENCES = (
     r"\b(CUDA|HIP)( driver)? error: out of memory(?=$|[\n.])",
     # c10/cuda/CUDAMallocAsyncAllocator.cpp, where a share of the device is the limit
     r"\bAllocation on device \d+ would exceed allowed memory\. \(out of memory\)",
-    # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their like on ROCm, as ATen and its wrappers word them
+    # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their ROCm counterparts, in the words of ATen and its wrappers
     r"\b(CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse|cuFFT) error: \w+_ALLOC(ATION)?_FAILED\b",
-    # torch/csrc/distributed/c10d/NCCLUtils.hpp with NCCL's own last words (src/include/checks.h, alloc.h)
+    # torch/csrc/distributed/c10d/NCCLUtils.hpp with NCCL's own message (src/include/checks.h, alloc.h)
     r"NCCL error(?s:.)*((Cuda|HIP) failure (\d+ )?'out of memory'|Failed to CUDA (host )?[cm]?alloc)",
     # triton/third_party/nvidia/backend/driver.c
     r"Triton Error \[(CUDA|HIP)\]: out of memory",
 )
 _OOM_TEXT = re.compile("|".join(f"(?:{each})" for each in _OOM_SENTENCES) + r"|\A\s*std::bad_alloc\s*\Z")
-# What libstdc++, libgomp and OpenBLAS print before they end the process.
+# Printed by libstdc++, libgomp and OpenBLAS before they end the process.
 _FATAL_OOM = re.compile(
     rf"what\(\): *(std::bad_alloc|[^\n]*(?:{'|'.join(_OOM_SENTENCES[:4])}))"
     r"|libgomp: Out of memory[^\n]*|OpenBLAS error: Memory allocation still failed[^\n]*"
 )
-# What Python and NumPy say of it at the end of a traceback, and the kernel where a program shows its log.
+# Last lines of tracebacks of Python, NumPy and torch, and a line of the kernel's log.
 _PRINTED_OOM = re.compile(
     r"^(?:\[?rank ?\d+\]?:? ?)?(?:MemoryError|(?:numpy\.[\w.]*)?_ArrayMemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b"
     r"|\bOut of memory: Killed process \d+"
 )
-# A thread that cannot start lacks room for its stack, or the process has as many threads as it may have.
+# A thread cannot start if there is no memory for its stack, or if the process has reached its limit of threads.
 _NO_THREAD = re.compile(
     r"can't start new thread|libgomp: Thread creation failed[^\n]*"
     r"|OpenBLAS blas_thread_init: pthread_create failed[^\n]*"
 )
-# oneDNN where it has no room for the code that it generates, and with the same words where a machine forbids such code.
+# oneDNN without memory for the code it generates; the message is the same if the machine forbids such code.
 _NO_PRIMITIVE = re.compile(r"\A\s*could not create a primitive\s*\Z")
-# A library that makes its handle on a full device says no more than that; so it does where the driver does not suit it.
+# A library that creates its handle on a full device; the message is the same if the driver is incompatible.
 _NO_HANDLE = re.compile(r"\b(?:CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse) error: \w+_STATUS_NOT_INITIALIZED\b")
-# NCCL's src/misc/shmutils.cc: its ranks on a host share memory by files.
+# NCCL's src/misc/shmutils.cc: ranks on the same host share memory through files.
 _NO_SHARED_MEMORY = re.compile(r"shared memory segment /dev/shm/\S+[^\n]*No space left on device")
-# Inductor names what it links by a digest, in a folder of its second and third letter.
+# Inductor names a library by a digest, in a folder named by the digest's second and third letter.
 _DAMAGED_LIBRARY = re.compile(
     r"/\w\w/\w{40,}(?:\.\w+)?\.so: (?:file too short|invalid ELF header|cannot read file data|ELF load command)"
 )
 _REQUESTED = re.compile(r"(?:tried|unable) to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
-# gloo and NCCL when the other side of a connection is gone.
+# gloo and NCCL when the other side of a connection has ended.
 PEER_LOST = (
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused"
     r"|Socket closed|remote process exited|failed to recv|ncclRemoteError|store.*(?:wait timeout|failed)"
@@ -72,15 +72,15 @@ _WRAPPED = re.compile(r"\[Stage \d+\] failed to run (forward|backward)")
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says; its own way of saying it may fail as well."""
+    """Returns the text of an exception, whose own formatting may fail as well."""
     try:
         return str(error)
     except Exception as failed:
-        return f"(what it says cannot be printed: {type(failed).__name__})"
+        return f"(its message cannot be printed: {type(failed).__name__})"
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that memory ran out."""
+    """True if an exception, or one that it was raised from, reports that memory ran out."""
     return any(_says_oom(each) for each in _chain(error))
 
 
@@ -96,22 +96,21 @@ def _says_oom(error: BaseException) -> bool:
 
 
 def line_says_oom(line: str) -> bool:
-    """Whether a line that some program printed says that memory ran out."""
+    """True if a line printed by a program reports that memory ran out."""
     return bool(_OOM_TEXT.search(line) or _FATAL_OOM.search(line) or _PRINTED_OOM.search(line))
 
 
 def requested_in(line: str) -> float | None:
-    """How much memory a line says that was asked for in vain, MiB; None where it does not say."""
+    """Returns the size of the failed allocation that a line names, MiB; None if it names none."""
     match = _REQUESTED.search(line)
     return float(match["amount"]) * _UNITS[match["unit"].lower()] / MIB if match else None
 
 
 def may_be_oom(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, is what a want of memory may look like, among other causes.
+    """True if an exception, or one that it was raised from, may be caused by a lack of memory, among other causes.
 
-    A thread that could not be started: for want of memory or of a further thread's number. A primitive that oneDNN
-    could not create: for want of memory, or where a process may not generate code. A handle of cuBLAS, cuDNN and their
-    like: for want of memory on the device, or where the driver does not suit them.
+    These are: a thread that could not be started (or the limit of threads); a primitive that oneDNN could not create
+    (or generated code is forbidden); a handle of cuBLAS, cuDNN and the like (or an incompatible driver).
     """
     return any(
         isinstance(each, RuntimeError)
@@ -121,30 +120,30 @@ def may_be_oom(error: BaseException) -> bool:
 
 
 def is_damaged_library(reason: str) -> bool:
-    """Whether a reason is that a compiled library in a cache is not whole: no fault of what was tried."""
+    """True if the reason is a damaged compiled library in a cache, which is not the candidate's fault."""
     return _DAMAGED_LIBRARY.search(reason) is not None
 
 
 def lacks_shared_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that NCCL found no room in /dev/shm."""
+    """True if an exception, or one that it was raised from, reports that NCCL found no room in /dev/shm."""
     return any(isinstance(each, RuntimeError) and _NO_SHARED_MEMORY.search(text_of(each)) for each in _chain(error))
 
 
 def requested_mib(error: BaseException) -> float | None:
-    """How much memory the failed allocation asked for, where the message says so, MiB."""
+    """Returns the size of the failed allocation that the message names, MiB; None if it names none."""
     return next((amount for each in _chain(error) if (amount := requested_in(text_of(each))) is not None), None)
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether an exception comes from a collective whose other side went away."""
+    """True if an exception comes from a collective whose other side has ended."""
     return any(
         isinstance(each, (RuntimeError, OSError)) and bool(_PEER_LOST.search(text_of(each))) for each in _chain(error)
     )
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """`Type: message` of an exception on one line."""
-    # torch.distributed.pipelining wraps what a stage raises in the shapes of its arguments.
+    """Returns `Type: message` of an exception on one line."""
+    # torch.distributed.pipelining wraps the exception of a stage in one with the shapes of its arguments.
     if error.__cause__ is not None and _WRAPPED.search(text_of(error)):
         return one_line(error.__cause__, limit)
     text = text_of(error).strip()
@@ -152,20 +151,20 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def shortened(text: str, limit: int = 300) -> str:
-    """A text on one line, of at most so many characters."""
+    """Returns a text on one line, cut at `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def from_exit(returncode: int, last_words: str = "", shortage: str = "") -> tuple[Status, str]:
-    """Status and reason of a rank that ended without a report; negative codes are signals.
+    """Returns status and reason of a rank that ended without a report. Negative codes are signals.
 
     Args:
-        returncode: how it ended.
-        last_words: the end of what it printed: an allocation that fails outside of Python aborts the process
-            with nothing but a line on standard error.
-        shortage: what says that memory was short then, in words; empty where nothing does. Without it a
-            SIGKILL, which anybody may have sent, and a thread that could not start are a `crash`.
+        returncode: the exit code.
+        last_words: the end of its output. A failed allocation outside of Python aborts the process with nothing but a
+            line on standard error.
+        shortage: evidence that memory was short at that time; empty if there is none. Without it, a SIGKILL, which
+            anyone may have sent, and a thread that could not start are a `crash`.
     """
     how = ended(returncode) + (" before it reported" if returncode >= 0 else "")
     fatal = _FATAL_OOM.search(last_words)
@@ -178,11 +177,11 @@ def from_exit(returncode: int, last_words: str = "", shortage: str = "") -> tupl
         return Status.CRASH, how
     if shortage:
         return Status.OOM, f"{how}: {shortage}"
-    return Status.CRASH, f"{how}, and nothing says that memory was short"
+    return Status.CRASH, f"{how}, without evidence that memory was short"
 
 
 def ended(returncode: int) -> str:
-    """How a process ended, in words; negative codes are signals."""
+    """Describes how a process ended. Negative codes are signals."""
     if returncode >= 0:
         return f"the process exited with code {returncode}"
     return f"killed by signal {-returncode} ({signal.Signals(-returncode).name})"

@@ -1,4 +1,4 @@
-"""A callable `fn(config) -> throughput | Measurement`, called in processes of its own or in this one."""
+"""Trials of a callable `fn(config) -> throughput | Measurement`, in fresh processes or in this one."""
 
 import math
 import sys
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from .work import Known, TrialTerms
 
 _OFTEN_NEEDED = ("numpy", "torch", "transformers")
-"""Imported once in the host agent where this process has them too: a callable is likely to need them."""
+"""Modules that the host agent imports once if this process has imported them, since the callable probably needs them."""
 
 
 class Calls(Work):
-    """Calls of a function, each in a fresh process of its own.
+    """Calls of a function, each in a fresh process.
 
-    The function is copied when this is made: whatever a call changes is gone with its process.
+    The function is copied when this is created. Changes made by a call are lost with its process.
 
     Raises:
-        UsageError: it cannot be sent to another process.
+        UsageError: the function cannot be sent to another process.
     """
 
     several_hosts = False
@@ -48,7 +48,7 @@ class Calls(Work):
 
         return Job(
             program=cloudpickle.dumps(Call(function=self._function, config=request.config)),
-            # Without a limit the devices are left to the callable, which may want none of them.
+            # Without a limit the callable uses devices as it likes, possibly none.
             device_type="cpu" if terms.memory_limit_mib is None else terms.device.type,
             threads=terms.threads,
             memory_limit_mib=terms.memory_limit_mib,
@@ -57,17 +57,17 @@ class Calls(Work):
         )
 
     def measurement(self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "Known") -> Measurement:
-        return measured_by_itself(outcome, terms.memory_limit_mib, known)
+        return own_measurement(outcome, terms.memory_limit_mib, known)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A program for the one process of a trial."""
+    """The program of a trial's single process."""
 
     function: bytes
     """The callable, cloudpickled."""
     config: Config
-    """What it is called with."""
+    """Its argument."""
 
     def __call__(self, context: "RankContext") -> Measurement:
         import cloudpickle
@@ -83,10 +83,10 @@ class FunctionRunner(Runner):
 
     Args:
         function: returns a throughput (higher is better) or a `Measurement`. `redline.OutOfMemory`,
-            `torch.OutOfMemoryError` and `MemoryError` are recorded as `oom`, any other exception as
-            `crash` with its traceback in the trial's log.
+            `torch.OutOfMemoryError` and `MemoryError` are recorded as `oom`, any other exception as `crash` with its
+            traceback in the trial's log.
 
-    A call in this process cannot be interrupted, so trials have no deadline; what ends the process ends the
+    A call in this process cannot be interrupted, so trials have no deadline, and a call that ends the process ends the
     search.
     """
 
@@ -101,17 +101,17 @@ class FunctionRunner(Runner):
         started, begin = time.time(), time.perf_counter()
         try:
             measured = _read(self._function(request.config))
-        except (Exception, SystemExit) as error:  # every way a candidate can fail is its outcome
+        except (Exception, SystemExit) as error:  # any failure of a candidate is its outcome
             measured = _failed(error, request)
         return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
 
 
-def measured_by_itself(outcome: Outcome, limit_mib: float | None, known: "Known") -> Measurement:
-    """The measurement that the one process of a trial returned, or how it ended without one."""
+def own_measurement(outcome: Outcome, limit_mib: float | None, known: "Known") -> Measurement:
+    """Returns the measurement that a trial's single process reported, or one with the reason why it reported none."""
     rank = next(iter(outcome.ranks), None)
     peak = None
     if rank is not None:
-        # What a process takes by itself says nothing of a memory that nobody limits.
+        # Without a limit the memory of the process alone is not comparable with anything.
         peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit_mib is not None else None)
     if outcome.status is Status.OK and rank is not None:
         return _completed(rank.report, **known, peak_memory_mib=peak, memory_limit_mib=limit_mib)
@@ -125,17 +125,17 @@ def _pickled(function: Callable[[Config], Any]) -> bytes:
 
     try:
         return cloudpickle.dumps(function)
-    except Exception as error:  # whatever it holds has its own way of refusing
+    except Exception as error:  # objects may fail to pickle with any exception
         name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
-            f"{name} cannot be sent to a process of its own ({failure.one_line(error)}): make what it holds "
+            f"{name} cannot be sent to another process ({failure.one_line(error)}): create the objects it uses "
             "inside of it, or call it in this process with isolate=False, where trials have no deadline and no "
             "memory limit"
         ) from error
 
 
 def _read(value: Any) -> Measurement:
-    """What a callable returned, as a measurement.
+    """Converts the result of a callable to a measurement.
 
     Raises:
         UsageError: it is neither a number nor a measurement.
@@ -144,7 +144,7 @@ def _read(value: Any) -> Measurement:
         return _sound(value)
     number = value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        number = value.item()  # a tensor or an array of one number without dimensions
+        number = value.item()  # a tensor or an array without dimensions
     if isinstance(number, bool) or not isinstance(number, Real):
         text = " ".join(repr(value).split())
         raise UsageError(
@@ -157,21 +157,20 @@ def _read(value: Any) -> Measurement:
 
 
 def _sound(measured: Measurement) -> Measurement:
-    """A measurement of somebody's own: `wrong` where it is `ok` with a throughput that is none, and without any other
-    number that is not finite."""
-    senseless: dict[str, Any] = {
+    """Returns a user's measurement without non-finite numbers. It is `wrong` if it was `ok` without a valid throughput."""
+    invalid: dict[str, Any] = {
         each.name: None
         for each in fields(Measurement)
         if isinstance(number := getattr(measured, each.name), float) and not math.isfinite(number)
     }
-    if measured.ok and (measured.throughput is None or "throughput" in senseless):
+    if measured.ok and (measured.throughput is None or "throughput" in invalid):
         reason = f"the callable returned an ok measurement with throughput={measured.throughput}"
         measured = replace(measured, status=Status.WRONG, reason=reason)
-    return replace(measured, **senseless) if senseless else measured
+    return replace(measured, **invalid) if invalid else measured
 
 
 def _completed(measured: Measurement, **known: Any) -> Measurement:
-    """A measurement with what it does not say itself."""
+    """Fills in the fields that a measurement does not set itself."""
     return replace(measured, **{name: value for name, value in known.items() if not getattr(measured, name)})
 
 

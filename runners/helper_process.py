@@ -1,4 +1,4 @@
-"""A process of redline's own beside this one: started with a connection, ended when that closes."""
+"""A child process with a connection: it ends when the connection closes."""
 
 import contextlib
 import os
@@ -16,86 +16,85 @@ from .process import kill_tree
 from .unix_user import UnixUser
 
 LAST_WORDS = 2000
-"""Bytes of what it printed last that are told."""
+"""Size of the end of its output that errors show, bytes."""
 
 
 class HelperProcess:
-    """Runs `python -m MODULE FD FOLDER` in a session of its own: its end of a connection, and a folder that it removes
-    when the connection closes, as whoever started it may have been killed.
+    """Runs `python -m MODULE FD FOLDER` in its own session. FD is its end of a connection. FOLDER is removed by the
+    process when the connection closes, since its parent may have been killed.
 
-    What it prints goes to a log in the folder: the connection is not a standard stream, so whatever is imported
-    may print or read there.
+    Its output goes to a log in the folder. The connection is not a standard stream, so imported modules may print or
+    read there.
 
     Args:
-        module: what is run.
+        module: module to run.
         kind: names its folder (see `Scratch`).
-        user: whose process it is, and whose folder; None for this one's own.
+        user: Unix user of the process and its folder; None for this process's user.
     """
 
     def __init__(self, module: str, kind: str, *, user: UnixUser | None = None) -> None:
         self._scratch = Scratch(kind)
         self.folder = self._scratch.path
-        """Its folder, gone when it is closed."""
+        """Its folder, which `close` removes."""
         self.connection: Connection
         """This end of the connection."""
-        self.connection, theirs = Pipe()
+        self.connection, child_end = Pipe()
         quiet = MEASURED_WITH
-        whose = {"env": {**quiet, **os.environ}} if user is None else user.popen(self.folder, **quiet)
-        with theirs, open(self.folder / "log", "wb") as log:
+        options = {"env": {**quiet, **os.environ}} if user is None else user.popen(self.folder, **quiet)
+        with child_end, open(self.folder / "log", "wb") as log:
             if user is not None:
                 user.give(self.folder)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(self.folder)],
+                [sys.executable, "-m", module, str(child_end.fileno()), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
-                **whose,
+                **options,
             )
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self.process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """True if the process has not ended."""
         return self.process.poll() is None
 
-    def send(self, what: Any) -> None:
-        """Tells it something; what reads from it finds out if it has ended."""
+    def send(self, message: Any) -> None:
+        """Sends a message. If the process has ended, the reader of the connection detects it."""
         with contextlib.suppress(ConnectionError):
-            self.connection.send(what)
+            self.connection.send(message)
 
     def hang_up(self) -> None:
-        """Closes the connection for both ends, also under threads that wait at it."""
+        """Closes the connection for both ends and wakes up threads that wait on it."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
     def ended(self, within_s: float = 5.0) -> int:
-        """Its exit code, where it is about to end; one that stays is killed with all it started."""
+        """Waits for the end and returns the exit code. Kills the process and everything it started after `within_s`."""
         try:
             return self.process.wait(timeout=within_s)
         except subprocess.TimeoutExpired:
             return self.kill()
 
     def kill(self) -> int:
-        """Kills it with all it started, stopped or not; its exit code."""
-        if self.running:  # once it was reaped, its number may be another's
+        """Kills the process and everything it started, suspended or not, and returns its exit code."""
+        if self.running:  # a reaped process's id may belong to another one
             kill_tree(self.pid)
         return self.process.wait()
 
     def close(self, within_s: float) -> None:
-        """Ends it, killing it after so long, and removes its folder. May be called twice."""
+        """Ends the process, killing it after `within_s`, and removes its folder. May be called twice."""
         self.hang_up()
         self.ended(within_s)
         self._scratch.close()
 
-    def with_last_words(self, what: str) -> str:
-        """The message, and the end of what it printed."""
-        words = ""
-        with contextlib.suppress(OSError):  # its end takes the folder with it
-            words = tail_inside(self.folder, "log", at_most=LAST_WORDS)[0].strip()
-        return f"{what}\n{words}" if words else what
+    def with_last_words(self, message: str) -> str:
+        """Returns the message followed by the end of the process's output."""
+        output = ""
+        with contextlib.suppress(OSError):  # the process removes the folder when it ends
+            output = tail_inside(self.folder, "log", at_most=LAST_WORDS)[0].strip()
+        return f"{message}\n{output}" if output else message

@@ -1,4 +1,4 @@
-"""The client's side of a host agent."""
+"""Starts a host agent and sends it jobs."""
 
 import os
 import socket
@@ -32,20 +32,20 @@ PLAIN_IMPORTS = (
     "redline.training.training",
     "redline.runners.dry_run",
 )
-"""What dry runs would import by themselves, which takes seconds; in the agent it is done once."""
+"""Modules that dry runs need. Importing them takes seconds, so the agent does it once."""
 COMMON_IMPORTS = (*PLAIN_IMPORTS, "torch._inductor.compile_fx")
-"""The same where some of them compile."""
+"""The same if some dry runs compile."""
 
 STARTS = 3
-"""How often an agent is started that dies before it is ready."""
+"""Number of starts of an agent that dies before it is ready."""
 POLL_S = 0.5
-"""How often it is looked whether a starting agent still lives, s."""
+"""Interval between checks that a starting agent is alive, s."""
 BEGIN_S = 30.0
-"""How long an agent has to begin with a job, and one that starts may stand stopped, s."""
+"""Time for an agent to begin a job, and longest time that a starting agent may be suspended, s."""
 CLOSE_S = 15.0
-"""How long an agent may take to end, s."""
+"""Time for an agent to end, s."""
 ANSWER_S = 20.0
-"""After a trial's deadline: how long its supervisor has to end ranks on a CPU and to answer, s."""
+"""Time after a trial's deadline for its supervisor to end ranks on a CPU and to answer, s."""
 
 
 class HostAgent:
@@ -68,14 +68,14 @@ class HostAgent:
         self._start()
 
     def _start(self) -> None:
-        self._awaited = 1  # answers that it owes, one for each time it is told what to import
+        self._awaited = 1  # pending answers, one for each request to import
         self._process = HelperProcess("redline.runners.agent", "agent")
         self._address = str(self._process.folder / SOCKET)
         sys_path = tuple(os.path.abspath(each) for each in sys.path)
         self._process.send(AgentSetup(sys_path=sys_path, imports=self._imports))
 
     def _restart(self) -> None:
-        """Starts another agent in the place of one that has ended."""
+        """Replaces an agent that has ended."""
         self._process.close(0)
         self._start()
 
@@ -85,7 +85,7 @@ class HostAgent:
         return self._process.pid
 
     def also_import(self, imports: Sequence[str]) -> None:
-        """Has the agent import what it has not yet, in the background; `wait_ready` and `run` wait for that."""
+        """Makes the agent import further modules in the background. `wait_ready` and `run` wait for that."""
         with self._lock:
             new = tuple(dict.fromkeys(each for each in imports if each not in self._imports))
             if new:
@@ -94,10 +94,10 @@ class HostAgent:
                 self._process.send(MoreImports(imports=new))
 
     def wait_ready(self) -> None:
-        """Returns when the agent takes jobs. One that dies before is started again, `STARTS` times in all.
+        """Waits until the agent accepts jobs. An agent that dies before that is restarted, up to `STARTS` starts.
 
         Raises:
-            RunnerError: it could not start; the message holds its last words.
+            RunnerError: it could not start. The message contains the end of its output.
         """
         with self._lock:
             if self._failure is not None:
@@ -106,53 +106,54 @@ class HostAgent:
                 self._restart()
             starts = 1
             while self._awaited and not self._closed:
-                said = self._first_words()
-                if said is None and not self._closed:
+                answer = self._start_message()
+                if answer is None and not self._closed:
                     how = failure.ended(self._process.ended())
                     if starts == STARTS:
-                        what = f"the host agent died {STARTS} times before it was ready ({how})"
-                        raise RunnerError(self._process.with_last_words(what))
+                        text = f"the host agent died {STARTS} times before it was ready ({how})"
+                        raise RunnerError(self._process.with_last_words(text))
                     starts += 1
                     self._restart()
-                elif said is not None and "error" in said:
-                    what = f"the host agent did not start: {said['error']}\n{said['traceback']}"
-                    self._failure = RunnerError(what)  # it would fail in the same way again
+                elif answer is not None and "error" in answer:
+                    text = f"the host agent did not start: {answer['error']}\n{answer['traceback']}"
+                    self._failure = RunnerError(text)  # a restart would fail in the same way
                     raise self._failure
-                elif said is not None:
+                elif answer is not None:
                     self._awaited -= 1
             if self._closed:
-                self._end()  # perhaps this agent was started while another was being closed
+                self._end()  # this agent may have been started while another was being closed
                 raise RunnerError("the host agent is closed")
 
-    def _first_words(self) -> dict[str, str | int] | None:
-        """What the agent says of its start; None if it died before."""
+    def _start_message(self) -> dict[str, str | int] | None:
+        """Returns the agent's next message about its start; None if it died before."""
         connection = self._process.connection
-        ran = time.monotonic()
+        active = time.monotonic()
         try:
-            # A process that an import left behind may hold the other end, so its closing is not waited for.
+            # Polls instead of waiting for the connection to close: a process left by an import may keep it open.
             while not connection.poll(POLL_S):
                 if not self._process.running and not connection.poll():
                     return None
                 now = time.monotonic()
-                ran = ran if _is_stopped(self.pid) else now
-                if now - ran > BEGIN_S:
+                active = active if _is_stopped(self.pid) else now
+                if now - active > BEGIN_S:
                     self._process.kill()
             return connection.recv()
         except (EOFError, ConnectionError):
             return None
 
     def run(self, job: Job, key: str = "") -> Outcome:
-        """The outcome of a job; blocks until it ended. With a key it can be stopped.
+        """Runs a job and returns its outcome. A job with a key can be stopped.
 
-        What should answer and does not is ended, and `timeout` is what came of a job whose supervisor that was.
+        An agent or supervisor that does not answer in time is killed. The outcome is `timeout` if it was the
+        supervisor.
 
         Raises:
             RunnerError: the agent or the trial's supervisor was lost.
         """
         self.wait_ready()
-        if job.log is not None:  # the agent may be in another folder by now than this process
+        if job.log is not None:  # the agent's working directory may differ from this process's
             job = replace(job, log=os.path.abspath(job.log))
-        with self._heard(), self._asked(job) as connection:
+        with self._reporting_loss(), self._connect(job) as connection:
             with self._lock:
                 self._running[key] = connection
                 if key in self._stopped:
@@ -165,44 +166,44 @@ class HostAgent:
                     self._stopped.discard(key)
 
     def begin(self, task: AgentTask) -> Connection:
-        """Has the agent do a task in a fork of itself; the connection with that, which closes when it ends.
+        """Runs a task in a fork of the agent and returns the connection to it, which closes when the task ends.
 
         Raises:
             RunnerError: the agent was lost, or does not start.
         """
         self.wait_ready()
-        with self._heard():
-            return self._asked(task)
+        with self._reporting_loss():
+            return self._connect(task)
 
-    def _asked(self, what: Job | AgentTask) -> Connection:
+    def _connect(self, request: Job | AgentTask) -> Connection:
         connection = Client(self._address, "AF_UNIX")
         _bound_sending(connection, BEGIN_S)
-        connection.send(what)
+        connection.send(request)
         return connection
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Tells of an agent that takes nothing, or is lost, as a `RunnerError`."""
+    def _reporting_loss(self) -> Iterator[None]:
+        """Converts failures to reach the agent to a `RunnerError`."""
         agent = self._process
         try:
             yield
         except (TimeoutError, BlockingIOError) as error:
             agent.kill()
-            what = f"the host agent took no job within {BEGIN_S:g} s and was ended"
-            raise RunnerError(agent.with_last_words(what)) from error
+            message = f"the host agent took no job within {BEGIN_S:g} s and was ended"
+            raise RunnerError(agent.with_last_words(message)) from error
         except (EOFError, OSError) as error:
-            what = "closed" if self._closed else f"lost ({type(error).__name__})"
-            raise RunnerError(agent.with_last_words(f"the host agent was {what} during a trial")) from error
+            message = "closed" if self._closed else f"lost ({type(error).__name__})"
+            raise RunnerError(agent.with_last_words(f"the host agent was {message} during a trial")) from error
 
     def ended(self, within_s: float = 0.0) -> bool:
-        """Whether the agent has died, or does within so long."""
+        """True if the agent has died, or dies within `within_s`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.process.wait(within_s)
             return True
         return False
 
     def stop(self, key: str) -> None:
-        """Ends the job of this key, also one that has not arrived yet; `run` returns what was known of it."""
+        """Stops the job of this key, or prevents it if it has not arrived yet. `run` returns the outcome so far."""
         with self._lock:
             if key in self._running:
                 self._running[key].send(STOP)
@@ -210,23 +211,23 @@ class HostAgent:
                 self._stopped.add(key)
 
     def close(self) -> None:
-        """Ends the agent and every trial it runs; returns when they are gone."""
+        """Ends the agent and all its trials, and waits for that."""
         if self._closed:
             return
         self._closed = True
         self._end()
 
     def _end(self) -> None:
-        if self._awaited:  # it hears nothing while it imports
+        if self._awaited:  # it does not read the connection while it imports
             self._process.process.terminate()
         self._process.close(CLOSE_S)
 
 
 def _answer(connection: Connection, job: Job) -> Outcome:
-    """What is said of a job, waited for no longer than it can take.
+    """Returns the outcome of a job, waiting no longer than the job may take.
 
     Raises:
-        TimeoutError: the agent did not begin with it.
+        TimeoutError: the agent did not begin it.
     """
     if not connection.poll(BEGIN_S):
         raise TimeoutError
@@ -237,12 +238,12 @@ def _answer(connection: Connection, job: Job) -> Outcome:
         left = None if job.timeout_s is None else max(0.0, deadline.at + patience - time.monotonic())
         if not connection.poll(left):
             kill_tree(begun.supervisor)
-            silent = f"its supervisor said nothing for {patience:g} s more and was ended"
+            silent = f"its supervisor did not answer for another {patience:g} s and was killed"
             return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
-        said: Compiling | Outcome = connection.recv()
-        if isinstance(said, Outcome):
-            return said
-        deadline.compiling(said.yes, time.monotonic())
+        message: Compiling | Outcome = connection.recv()
+        if isinstance(message, Outcome):
+            return message
+        deadline.compiling(message.yes, time.monotonic())
 
 
 def _is_stopped(pid: int) -> bool:
@@ -253,6 +254,8 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _bound_sending(connection: Connection, seconds: float) -> None:
-    """Has sends fail with BlockingIOError that nobody takes for so long (`man 7 socket`, SO_SNDTIMEO)."""
+    """Sets a time limit for sends, which fail with BlockingIOError if the peer does not read (`man 7 socket`,
+    SO_SNDTIMEO).
+    """
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))

@@ -1,10 +1,11 @@
-"""Several programs of one job that stay in memory and take short turns, so that all see the same weather.
+"""Interleaved timing: several programs of one job stay in memory and run in short turns, under the same load of the
+machine.
 
-A machine whose speed others share is now fast and now slow, for parts of a second and for minutes. What is measured one
-after the other differs by that; what alternates every half second does not.
+The speed of a shared machine varies within seconds and over minutes. Measurements one after the other differ by that;
+measurements that alternate every half second do not.
 
-On every rank a process is forked for each program. On rank 0 they are told whose turn it is; the other ranks follow by
-the collective that every turn begins with.
+Each rank forks a process for each program. On rank 0 the programs receive their turns; the other ranks follow through
+the collective that begins every turn.
 """
 
 import os
@@ -24,54 +25,55 @@ from .process import die_with_parent
 
 YOURS, ENOUGH = "yours", "enough"
 FEWEST_TURNS = 2
-"""Turns of each program, however long they take."""
+"""Smallest number of turns of each program, regardless of time."""
 
-HostWorker = Callable[[int, Job, Connection, "Turn"], None]
+RunProgram = Callable[[int, Job, Connection, "Turn"], None]
 """Runs a program's job in the process forked for it, given the program's number; never returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A program's side: when it may run."""
+    """Tells a program when it may run."""
 
     seconds: float
-    """How long a turn is, s."""
+    """Duration of a turn, s."""
     channel: Connection | None = None
-    """To who gives the turns; None on ranks that follow."""
+    """To the process that gives turns; None on other ranks, which follow."""
 
     def wait(self) -> bool:
-        """Blocks until it is this program's turn; False when all turns are over. Ranks that follow return at once."""
+        """Waits for this program's turn. Returns False when all turns are over. Returns at once on ranks that follow."""
         return self.channel is None or self.channel.recv() == YOURS
 
     def done(self) -> None:
-        """The turn is over; the first one when all is built and warm."""
+        """Ends the turn. The first call reports that the program is built and warm."""
         if self.channel is not None:
             self.channel.send(None)
 
 
 class _Program:
-    """A program's process, seen by who gives the turns."""
+    """A program's process, as seen by the process that gives turns."""
 
-    def __init__(self, number: int, job: Job, rank: int, limit_s: float | None, run: HostWorker) -> None:
+    def __init__(self, number: int, job: Job, rank: int, limit_s: float | None, run: RunProgram) -> None:
         self.reports, sender = Pipe(duplex=False)
-        self._channel, its = Pipe()
+        self._channel, child_end = Pipe()
         self._rank, self._limit_s = rank, limit_s
         self.outcome: RankOutcome | None = None
         me = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             die_with_parent(me)
-            turn = Turn(job.turn_s, its if rank == 0 else None)
+            turn = Turn(job.turn_s, child_end if rank == 0 else None)
             turn.wait()
             run(number, job, sender, turn)
         sender.close()
-        its.close()
+        child_end.close()
         self._pidfd = os.pidfd_open(self._pid)
 
     def give(self, word: str, tell: Callable[[tuple[str, object]], None]) -> None:
-        """Says a word to it, and returns when it has done its turn, or has ended; no turn comes of `ENOUGH`. It is killed
-        where that takes longer than a trial may."""
-        with suppress(OSError):  # that it has ended shows below
+        """Sends a word to the program and waits until it has done its turn (not for `ENOUGH`) or ended. Kills it if
+        that takes longer than a trial may.
+        """
+        with suppress(OSError):  # the program's end is detected below
             self._channel.send(word)
         ends = [self.reports, self._pidfd, *([self._channel] if word == YOURS else ())]
         end = None if self._limit_s is None else time.monotonic() + self._limit_s
@@ -79,9 +81,9 @@ class _Program:
             ready = wait(ends, None if end is None else max(0.0, end - time.monotonic()))
             if not ready:
                 os.kill(self._pid, signal.SIGKILL)
-                why = f"took more than {self._limit_s:g} s in its turn"
+                why = f"its turn took more than {self._limit_s:g} s"
                 self.outcome = RankOutcome(rank=self._rank, status=Status.TIMEOUT, reason=why)
-            elif self.reports in ready and self._heard(tell):
+            elif self.reports in ready and self._receive(tell):
                 continue
             elif self._channel in ready:
                 with suppress(EOFError, OSError):
@@ -93,7 +95,7 @@ class _Program:
                 how, why = failure.from_exit(os.waitstatus_to_exitcode(status))
                 self.outcome = RankOutcome(rank=self._rank, status=how, reason=why)
 
-    def _heard(self, tell: Callable[[tuple[str, object]], None]) -> bool:
+    def _receive(self, tell: Callable[[tuple[str, object]], None]) -> bool:
         try:
             kind, value = self.reports.recv()
         except (EOFError, OSError):
@@ -105,46 +107,46 @@ class _Program:
         return True
 
 
-def run_interleaved(job: Job, rank: int, reports: Connection, run: HostWorker) -> RankOutcome:
-    """Runs all programs of a job as one of its ranks; the report is a tuple of their `RankOutcome`.
+def run_interleaved(job: Job, rank: int, reports: Connection, run: RunProgram) -> RankOutcome:
+    """Runs all programs of a job as one of its ranks. The report is a tuple of their `RankOutcome`.
 
     Args:
-        job: with programs beside the first.
+        job: with programs in `beside`.
         rank: global rank.
-        reports: to the supervisor, which hears what is done and when any of them compiles.
-        run: see `HostWorker`.
+        reports: to the supervisor; gets phases and compilations.
+        run: see `RunProgram`.
     """
-    programs = (job.program, *job.beside)
-    # Ranks that follow wait for a program from its building to its last turn.
-    share = len(programs) if rank == 0 else 1
+    pickles = (job.program, *job.beside)
+    # On ranks that follow, one program after the other is waited for, from its build to its last turn.
+    share = len(pickles) if rank == 0 else 1
     limit_s = None if job.timeout_s is None else (job.timeout_s + job.compile_timeout_s) / share
-    every = [
+    programs = [
         _Program(number, replace(job, program=program, beside=()), rank, limit_s, run)
-        for number, program in enumerate(programs)
+        for number, program in enumerate(pickles)
     ]
     if rank == 0:
         reports.send(("phase", "build"))
-        for each in every:
+        for each in programs:
             each.give(YOURS, reports.send)
         reports.send(("phase", "turns"))
-        _give_turns(job, every, reports)
-    for each in every:
+        _give_turns(job, programs, reports)
+    for each in programs:
         each.give(ENOUGH, reports.send)
-    return RankOutcome(rank=rank, status=Status.OK, report=tuple(each.outcome for each in every))
+    return RankOutcome(rank=rank, status=Status.OK, report=tuple(each.outcome for each in programs))
 
 
-def _give_turns(job: Job, every: list[_Program], reports: Connection) -> None:
-    """Gives turns until each program has had enough of them while the machine was theirs, or the time is up."""
+def _give_turns(job: Job, programs: list[_Program], reports: Connection) -> None:
+    """Gives turns until each program has had enough of them without other load on the machine, or the time is over."""
     supervisor = os.getppid()
     watch = Watch(lambda: family_s(supervisor))
     begin, number, calm = time.monotonic(), 0, 0
     while number < FEWEST_TURNS or calm < job.turns:
         allowed_s = job.turns_s + (job.patience_s if calm < number else 0.0)
-        alive = [each for each in every if each.outcome is None]
+        alive = [each for each in programs if each.outcome is None]
         if not alive or (number >= FEWEST_TURNS and time.monotonic() > begin + allowed_s):
             break
         watch.restart()
-        # Another one goes first each time, so that no one's turn comes always after the same.
+        # The order rotates, so that a program does not always follow the same one.
         start = number % len(alive)
         for each in [*alive[start:], *alive[:start]]:
             each.give(YOURS, reports.send)

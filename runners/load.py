@@ -1,4 +1,4 @@
-"""What a host's processors do meanwhile, for whoever measures on them."""
+"""Load of a host's CPUs, and clock and power of its GPUs, during a measurement."""
 
 import os
 import socket
@@ -15,30 +15,30 @@ from ..base.gpus import GpuGauge
 from .process import family
 
 CHANGED_CORES = 0.25
-"""Cores more or fewer that others keep busy, from which conditions count as changed."""
+"""Change in the number of cores that other processes keep busy from which conditions count as changed."""
 
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """What a host's processors did in a stretch of time, seen by one process."""
+    """Load of a host's CPUs in a period, as seen by one process."""
 
     host: str
     """The host's name."""
     seconds: float
-    """How long the stretch was, s."""
+    """Length of the period, s."""
     busy: float
-    """Time in which its cores were not idle, summed over them, s; what a hypervisor gave to others counts."""
+    """Time in which its cores were not idle, summed over them, s. Time that a hypervisor gave to others is included."""
     own: float
-    """Processor time of the process, or the processes, that measure, s."""
+    """CPU time of the measuring processes, s."""
 
 
 class Watch:
-    """Begins a stretch when it is made.
+    """Measures the load of a period, which begins with its creation.
 
     Args:
-        own_s: processor time so far of who measures, s; that of this process by default.
+        own_s: returns the CPU time of the measuring processes so far, s; by default that of this process.
     """
 
     def __init__(self, own_s: Callable[[], float] = time.process_time) -> None:
@@ -46,11 +46,11 @@ class Watch:
         self.restart()
 
     def restart(self) -> None:
-        """Begins the stretch anew."""
+        """Begins a new period."""
         self._begin = self._now()
 
     def load(self) -> HostLoad | None:
-        """The stretch until now; None where the kernel does not tell."""
+        """Returns the load since the beginning; None if the kernel does not report it."""
         then, now = self._begin, self._now()
         if then is None or now is None:
             return None
@@ -63,7 +63,7 @@ class Watch:
 
 
 def family_s(pid: int) -> float:
-    """Processor time so far of a process and of all that descend from it, s; of those alive."""
+    """Returns the CPU time so far of a process and its live descendants, s."""
     total = 0.0
     for each in family(pid):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -73,8 +73,7 @@ def family_s(pid: int) -> float:
 
 
 def foreign_cores(loads: Sequence[HostLoad | None]) -> float | None:
-    """Cores that others than these processes kept busy, on average, on the host where they were most; None where
-    that is not known."""
+    """Returns the mean number of cores kept busy by other processes, on the host where it is largest; None if unknown."""
     hosts: dict[str, list[HostLoad]] = {}
     for each in loads:
         if each is not None and each.seconds > 0:
@@ -88,22 +87,22 @@ def foreign_cores(loads: Sequence[HostLoad | None]) -> float | None:
 
 
 def _busy_s() -> float | None:
-    """Time so far in which this host's cores were not idle, summed over them, s."""
+    """Returns the time so far in which this host's cores were not idle, summed over them, s."""
     try:
         first = _STAT.read_text().partition("\n")[0]
     except OSError:
         return None
-    # cpu  user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user already.
+    # cpu  user nice system idle iowait irq softirq steal guest guest_nice; user includes guest.
     ticks = [int(each) for each in first.split()[1:9]]
     return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
 
 
 class GpuWatch:
-    """Clock and power of a rank's GPU while its steps run, looked at between steps.
+    """Samples clock and power of a rank's GPU between steps.
 
     Args:
-        index: the GPU, of those that CUDA shows to this process.
-        every_s: how often it is looked, s.
+        index: the GPU, among those visible to this process.
+        every_s: sampling interval, s.
     """
 
     def __init__(self, index: int, every_s: float = 0.25) -> None:
@@ -111,11 +110,11 @@ class GpuWatch:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was seen; the next step is looked at."""
+        """Discards the samples. The next step takes one."""
         self._next, self._seen = time.monotonic(), list[tuple[float | None, float | None]]()
 
     def beside(self, step: Callable[[], object]) -> Callable[[], object]:
-        """The step, with a look before it now and then."""
+        """Returns the step, preceded by a sample when one is due."""
 
         def watched() -> object:
             if time.monotonic() >= self._next:
@@ -127,12 +126,12 @@ class GpuWatch:
 
     @property
     def clock_mhz(self) -> float | None:
-        """Median clock of the multiprocessors, MHz; None where it is not known."""
+        """Median clock of the multiprocessors, MHz; None if unknown."""
         return _median(clock for clock, _ in self._seen)
 
     @property
     def power_w(self) -> float | None:
-        """Median power, W; None where it is not known."""
+        """Median power, W; None if unknown."""
         return _median(power for _, power in self._seen)
 
 

@@ -14,11 +14,11 @@ from .work import TrialTerms, Work
 
 
 class SharedDevices:
-    """Devices that several trials share, of one runner or of many; each device is one trial's at a time.
+    """Devices shared by the trials of one or several runners. Each device is used by one trial at a time.
 
     Args:
-        ids: of the devices, as `CUDA_VISIBLE_DEVICES` names them.
-        count: how many there are where they have no ids, as a CPU's.
+        ids: of the devices, as in `CUDA_VISIBLE_DEVICES`.
+        count: number of devices without ids, as on a CPU.
     """
 
     def __init__(self, ids: Sequence[str] = (), *, count: int = 0) -> None:
@@ -27,28 +27,28 @@ class SharedDevices:
         self._changed = threading.Condition()
 
     def take(self, count: int) -> tuple[str, ...]:
-        """So many devices, the first that are free; waits until there are as many. Devices without ids give none."""
+        """Waits for `count` free devices, takes the first ones and returns their ids; empty for devices without ids."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= count)
             taken, self._free = self._free[:count], self._free[count:]
         return tuple(taken) if self._named else ()
 
     def give_back(self, ids: Sequence[str], count: int) -> None:
-        """Devices that `take` gave, and how many it was asked for."""
+        """Returns devices that `take` gave, with the same count."""
         with self._changed:
             self._free = sorted([*self._free, *(ids if self._named else [""] * count)])
             self._changed.notify_all()
 
 
 class LocalRunner(DryRunner):
-    """One host agent here; as many trials at once as devices allow.
+    """Runs trials through one host agent on this machine, as many at once as devices allow.
 
     Args:
-        what: the workload that is trained, or other work.
+        what: the workload, or other work.
         terms: devices, limits and deadlines of every trial.
-        concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
-        agent: one that was started beforehand; this runner closes it. By default one is started.
-        shared: the devices it shares with other runners; by default those that so many trials at once need are its own.
+        concurrency: trials at once; by default the number of devices over the devices of a trial, and one on a CPU.
+        agent: an agent that was started beforehand, which this runner closes; by default one is started.
+        shared: devices shared with other runners; by default as many of this machine's as the concurrent trials need.
 
     Raises:
         UsageError: a trial needs more devices than there are.
@@ -99,11 +99,11 @@ class LocalRunner(DryRunner):
             self._shared.give_back(ids, self.terms.devices)
 
     def stop(self, log: str) -> None:
-        """Ends the trial that writes this log."""
+        """Stops the trial that writes this log."""
         self._agent.stop(log)
 
     def wait_ready(self) -> None:
-        """Returns when the first trial would start at once."""
+        """Waits until trials can start at once."""
         self._agent.wait_ready()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A trial's log file: everything its ranks print, within bounds."""
+"""A trial's log file: the output of its ranks, limited in size."""
 
 import os
 from collections import deque
@@ -10,13 +10,14 @@ MIB = 1024 * 1024
 
 
 class LogFile:
-    """Writes a stream's beginning as it comes and its end when it closes; what lies between is counted.
+    """Writes the beginning of a stream as it comes and its end when it closes, with the number of bytes left out in
+    between.
 
     Args:
-        path: the file, or None to discard.
+        path: the file; None to discard.
         head: bytes written as they come.
-        tail: last bytes kept beyond them.
-        continues: write behind what the file has.
+        tail: bytes kept of the end.
+        continues: append to the file.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class LogFile:
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
         self._left_out = 0
-        self._fresh: dict[int, bool] = {}
+        self._at_line_start: dict[int, bool] = {}
 
     def write(self, data: bytes, *, rank: int | None = None) -> None:
-        """Appends; with `rank`, each line is labelled with it."""
+        """Appends data. With `rank`, each line begins with it."""
         if self._file is None or not data:
             return
         if rank is not None:
@@ -71,19 +72,19 @@ class LogFile:
             self._file = None
 
     def _put(self, data: bytes) -> None:
-        if self._file is None:  # the disk was full before
+        if self._file is None:  # closed when the disk was full
             return
         try:
             self._file.write(data)
-        except OSError:  # a full disk must not end the trial; the log ends here
+        except OSError:  # a full disk must not end the trial, only its log
             self._file.close()
             self._file = None
             self._room = 0
 
     def _label(self, data: bytes, rank: int) -> bytes:
         label = b"[rank %d] " % rank
-        start = label if self._fresh.get(rank, True) else b""
-        self._fresh[rank] = data.endswith(b"\n")
+        start = label if self._at_line_start.get(rank, True) else b""
+        self._at_line_start[rank] = data.endswith(b"\n")
         body = data[:-1] if data.endswith(b"\n") else data
         end = b"\n" if data.endswith(b"\n") else b""
         return start + body.replace(b"\n", b"\n" + label) + end

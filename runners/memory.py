@@ -1,14 +1,17 @@
-"""Memory of a trial: a rank's limit and peak, the GPUs' room before it starts, and whether a kill was for lack of it.
+"""Memory of a trial: a rank's limit and peak, free GPU memory before it starts, and evidence that a kill was for lack
+of memory.
 
-On a CPU the limit is RLIMIT_DATA, which counts private writable mappings (`man 2 setrlimit`, Linux 4.7 and later), and the
-peak is that of the anonymous resident set. Both count from the fork: the interpreter and the libraries, which all candidates
-share, cost nothing. On CUDA the limit is the allocator's share of the device, and the peak is what it reserved.
+On a CPU the limit is RLIMIT_DATA, which counts private writable mappings (`man 2 setrlimit`, Linux 4.7 and later), and
+the peak is that of the anonymous resident set. Both count from the fork: the interpreter and the libraries, which all
+candidates share, are free. On CUDA the limit is the allocator's share of the device, and the peak is the memory it
+reserved.
 
-The driver frees the memory of a killed process some time after the process is gone, and NVML's list of processes is empty in
-many containers. So used memory is compared: a GPU is free again when no more is used than before an earlier trial.
+The driver frees the memory of a killed process some time after the process is gone, and NVML's list of processes is
+empty in many containers. So used memory is compared: a GPU is free again when no more is used than before an earlier
+trial.
 
-SIGKILL alone does not show that memory was short: the kernel's out-of-memory killer sends it, and so do people, batch systems
-and deadlines. The evidence is the kernel's own count and log, and how little memory was left.
+SIGKILL alone does not show that memory was short: the kernel's out-of-memory killer sends it, and so do people, batch
+systems and deadlines. The evidence is the kernel's own count and log, and the memory that was left.
 """
 
 import errno
@@ -32,11 +35,11 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 _STACK = 2 * MIB
-"""A thread's stack where RLIMIT_STACK names none, on x86-64."""
+"""Size of a thread's stack if RLIMIT_STACK is unlimited, on x86-64, bytes."""
 
 
 def _status(*names: str) -> list[int]:
-    """Fields of /proc/self/status, KiB."""
+    """Returns fields of /proc/self/status, KiB."""
     values = dict.fromkeys(names, 0)
     with open("/proc/self/status") as file:
         for line in file:
@@ -47,8 +50,10 @@ def _status(*names: str) -> list[int]:
 
 
 _HANDLES = 256 * MIB
-"""More than the handle of a CUDA library takes of a device, its kernels included. cuBLAS has 32 MiB of workspace on compute
-capability 9.0 (https://docs.nvidia.com/cuda/cublas, cublasSetWorkspace); the rest is an assumption."""
+"""Upper bound of the device memory of a CUDA library's handle, including its kernels, bytes. cuBLAS has 32 MiB of
+workspace on compute capability 9.0 (https://docs.nvidia.com/cuda/cublas, cublasSetWorkspace); the rest is an
+assumption.
+"""
 
 
 class MemoryMeter(ABC):
@@ -60,42 +65,44 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def peak_mib(self) -> float:
-        """Peak since the meter was made, MiB."""
+        """Peak since the meter was created, MiB."""
 
     @abstractmethod
     def held_mib(self) -> float:
-        """What is held now, MiB."""
+        """Memory in use now, MiB."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is allocated within counts towards no peak, where the allocator can leave it out."""
+        """Excludes allocations within the `with` from the peak, if the allocator supports that."""
         yield
 
     def peak_allocated_mib(self) -> float | None:
-        """Peak of the bytes in live tensors where the allocator tells, MiB."""
+        """Peak size of live tensors, MiB; None if the allocator does not count it."""
         return None
 
     def allocation_retries(self) -> int:
-        """Times the allocator flushed its cache to serve a request."""
+        """How often the allocator flushed its cache to serve a request."""
         return 0
 
     def outside_mib(self) -> float | None:
-        """What the device lacks that no tensor of this process has: contexts, libraries, other processes. MiB."""
+        """Device memory used outside of this process's tensors, by contexts, libraries and other processes, MiB; None
+        on a CPU.
+        """
         return None
 
     def shortage(self) -> str:
-        """What says that there is no room for even what the smallest request needs, in words; empty where nothing does."""
+        """Returns evidence that there is no memory even for the smallest request; empty if there is none."""
         return ""
 
 
 class HostMemoryMeter(MemoryMeter):
-    """Memory of a CPU rank. Make it right after the fork, before anything is allocated."""
+    """Memory of a CPU rank. Must be created right after the fork, before anything is allocated."""
 
     def __init__(self) -> None:
         (self._base_kib,) = _status("RssAnon")
 
     def limit(self, limit_mib: float) -> None:
-        """Sets RLIMIT_DATA to what the process has mapped already plus `limit_mib`."""
+        """Sets RLIMIT_DATA to the memory mapped already plus `limit_mib`."""
         (mapped_kib,) = _status("VmData")
         limit = mapped_kib * 1024 + int(limit_mib * MIB)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -104,13 +111,13 @@ class HostMemoryMeter(MemoryMeter):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
     def lift(self) -> None:
-        """Takes the limit away, so that a failed rank has the memory to report."""
+        """Removes the limit, so that a failed rank has the memory to report."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def shortage(self) -> str:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        # What glibc takes for a thread (`man 3 pthread_create`).
+        # glibc allocates this much for a thread (`man 3 pthread_create`).
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if limit == resource.RLIM_INFINITY:
             return ""
@@ -120,7 +127,7 @@ class HostMemoryMeter(MemoryMeter):
 
     def peak_mib(self) -> float:
         # The kernel keeps a high-water mark of the whole resident set only. File pages (libraries) are
-        # touched once and stay, so what is there now is what was there at the peak.
+        # touched once and stay, so their present size is that at the peak.
         peak_kib, file_kib, shared_kib = _status("VmHWM", "RssFile", "RssShmem")
         return max(0.0, (peak_kib - file_kib - shared_kib - self._base_kib) / 1024)
 
@@ -130,7 +137,7 @@ class HostMemoryMeter(MemoryMeter):
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Memory of a process's CUDA devices, the fullest of them, by torch's caching allocator."""
+    """Memory of the fullest of a process's CUDA devices, measured by torch's caching allocator."""
 
     def __init__(self, devices: "Sequence[torch.device]") -> None:
         import torch
@@ -142,14 +149,14 @@ class CudaMemoryMeter(MemoryMeter):
             torch.cuda.reset_peak_memory_stats(device)
 
     def limit(self, limit_mib: float) -> None:
-        """Caps the caching allocator; context and NCCL are outside of it."""
+        """Limits the caching allocator. The context and NCCL are outside of it."""
         for device in self._devices:
             total_mib = self._cuda.get_device_properties(device).total_memory / MIB
             self._cuda.set_per_process_memory_fraction(min(1.0, limit_mib / total_mib), device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is allocated within counts towards no peak; of what is freed in it nothing stays reserved."""
+        """Excludes allocations within the `with` from the peak, and returns freed memory to the device."""
         self._reserved_before, self._allocated_before = self._peak_reserved(), self._peak_allocated()
         yield
         self._cuda.empty_cache()
@@ -169,7 +176,7 @@ class CudaMemoryMeter(MemoryMeter):
         for device in self._devices:
             try:
                 free, total = self._cuda.mem_get_info(device)
-            except RuntimeError:  # after a failed assertion the device answers nothing
+            except RuntimeError:  # the device does not answer after a failed assertion
                 continue
             if free < _HANDLES:
                 return f"{free / MIB:,.0f} of {total / MIB:,.0f} MiB of {device} are free"
@@ -189,12 +196,12 @@ class CudaMemoryMeter(MemoryMeter):
         return max(self._allocated_before, *(self._cuda.max_memory_allocated(device) for device in self._devices))
 
     def allocation_retries(self) -> int:
-        told = (self._cuda.memory_stats(device) for device in self._devices)
-        return sum(int(each.get("num_alloc_retries", 0)) for each in told)
+        stats = (self._cuda.memory_stats(device) for device in self._devices)
+        return sum(int(each.get("num_alloc_retries", 0)) for each in stats)
 
 
 class GpuMemory:
-    """What processes of others hold of this host's GPUs, as NVML tells; nothing where it does not."""
+    """Memory of processes on this host's GPUs as reported by NVML; 0 if NVML is unavailable."""
 
     def __init__(self) -> None:
         import pynvml
@@ -207,7 +214,7 @@ class GpuMemory:
             self._handles = []
 
     def held_mib(self, pids: Iterable[int]) -> float:
-        """What these processes hold together on the device where that is most, MiB."""
+        """Returns the memory of these processes together, on the GPU where it is largest, MiB."""
         wanted, most = set(pids), 0.0
         for handle in self._handles:
             try:
@@ -219,12 +226,12 @@ class GpuMemory:
 
 
 WAIT_S = 30.0
-"""How long memory is waited for, s."""
+"""How long to wait for memory to become free, s."""
 POLL_S = 0.1
 NEAR_MIB = 64.0
-"""By how much what is used may differ from what it was."""
+"""Tolerance when used memory is compared with that before an earlier trial, MiB."""
 FLOOR = "used-of-gpu-"
-"""Beginning of a file's name in the host agent's folder, which has what was used of a GPU before the last trial, MiB."""
+"""Prefix of a file in the host agent's folder that contains the used memory of a GPU before the last trial, MiB."""
 
 
 def wait_for_room(
@@ -235,14 +242,14 @@ def wait_for_room(
     given_up: Callable[[], bool] = lambda: False,
     use: Callable[[Sequence[str]], list[GpuUse]] = gpu_use,
 ) -> float:
-    """Waits until the memory of earlier trials is back, and returns what is used all the same of the fullest GPU, MiB.
+    """Waits until the memory of earlier trials is free, and returns the memory still used on the fullest GPU, MiB.
 
     Args:
-        names: the GPUs, as `CUDA_VISIBLE_DEVICES` has them.
-        folder: keeps what was used before; None to wait for nothing.
-        say: told of a wait and of what others hold.
-        given_up: whether nobody waits for the trial any more.
-        use: reads the memory.
+        names: the GPUs, as in `CUDA_VISIBLE_DEVICES`.
+        folder: contains the used memory before earlier trials; None to not wait.
+        say: called with messages about the wait and about memory of other processes.
+        given_up: returns True when the trial is not needed any more.
+        use: reads the used memory.
     """
     begin, found = time.monotonic(), use(names)
     files = (
@@ -262,35 +269,35 @@ def wait_for_room(
         for each in late:
             say(
                 f"GPU {each.name}: after {seconds:.0f} s {each.used_mib:,.0f} of {each.total_mib:,.0f} MiB are still used, "
-                f"{each.used_mib - floors[each.name]:,.0f} more than before; other processes hold them now"
+                f"{each.used_mib - floors[each.name]:,.0f} more than before; other processes use them now"
             )
         if not late:
             say(
                 f"waited {seconds:.1f} s until the memory of GPU {', '.join(each.name for each in held)} was free again"
             )
     for each in found if files else ():
-        # What did not come back is somebody else's: later trials do not wait for it.
+        # Memory that was not freed belongs to other processes: later trials do not wait for it.
         files[each.name].write_text(f"{each.used_mib}")
     return max((each.used_mib for each in found), default=0.0)
 
 
 NEAR = 0.9
-"""Share of what there is from which memory counts as short; earlyoom and systemd-oomd kill from there on."""
+"""Used share of memory from which it counts as short; earlyoom and systemd-oomd kill from there on."""
 SAMPLE_S = 0.5
-"""How often memory is looked at while a trial runs, s. A look takes some tens of microseconds."""
+"""Interval between samples of memory during a trial, s. A sample takes some tens of microseconds."""
 _KILLED = re.compile(r"[^;]*Killed process (?P<pid>\d+) \([^)]*\)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A rank's memory at one moment, MiB."""
+    """A process's memory at one moment, MiB."""
 
     resident: float
     anonymous: float
 
 
 class KernelLog:
-    """What the kernel has logged since this was made (`man 4 kmsg`); nothing where it may not be read."""
+    """The kernel's log since this object was created (`man 4 kmsg`); empty if it cannot be read."""
 
     def __init__(self, path: str | os.PathLike[str] = "/dev/kmsg") -> None:
         self._lines: list[str] = []
@@ -301,7 +308,7 @@ class KernelLog:
             self._file = None
 
     def killed(self, pid: int) -> str:
-        """The line with which the out-of-memory killer names this process; empty where there is none."""
+        """Returns the line in which the out-of-memory killer names this process; empty if there is none."""
         while self._file is not None:
             try:
                 record = os.read(self._file, 8192)
@@ -319,17 +326,17 @@ class KernelLog:
         return ""
 
     def close(self) -> None:
-        """Lets go of the log."""
+        """Closes the log."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class Shortage:
-    """Watches memory on behalf of one trial's ranks on this host. Make it before they start.
+    """Samples the memory of one trial's ranks on this host, to explain kills. Must be created before they start.
 
     Args:
-        limit_mib: host memory a rank may take, MiB; None where it has no limit of its own.
+        limit_mib: host memory limit of a rank, MiB; None for none.
         log: the kernel's log.
         proc: this process's folder in /proc, for its control groups.
     """
@@ -347,7 +354,7 @@ class Shortage:
         self._last: dict[int, _Held] = {}
 
     def look(self, pids: Sequence[int]) -> None:
-        """Takes note of what these processes hold and of what is free."""
+        """Records the memory of these processes and the free memory."""
         self._free_mib = free_memory_mib(self._groups)
         for pid in pids:
             held = _held(pid)
@@ -356,35 +363,37 @@ class Shortage:
                 self._last[pid] = held
 
     def evidence(self, pid: int, peak_resident_mib: float = 0.0) -> str:
-        """What says that memory was short when a process ended, in words; empty where nothing does.
+        """Returns evidence that memory was short when a process ended; empty if there is none.
 
         Args:
             pid: the process, which has ended.
-            peak_resident_mib: the largest resident set it ever had, as the kernel tells it at its end, MiB.
+            peak_resident_mib: its peak resident set, as reported by the kernel at its end, MiB.
         """
         if line := self._log.killed(pid):
-            return f"the kernel's log says '{line}'"
+            return f"the kernel's log has '{line}'"
         count, before = self._count(), self._counted
         if count is not None and before is not None and count[0] > before[0]:
             return f"oom_kill of {count[1]} rose from {before[0]} to {count[0]}"
         last = self._last.get(pid)
-        # What it took between the last look and its end.
+        # Memory allocated between the last sample and its end.
         grown = max(0.0, peak_resident_mib - last.resident) if last is not None else 0.0
         if last is not None and self._limit_mib is not None:
             held = last.anonymous - self._first[pid].anonymous + grown
             if held >= NEAR * self._limit_mib:
-                return f"it held {held:,.0f} of the {self._limit_mib:,.0f} MiB it may take"
+                return f"it used {held:,.0f} of its limit of {self._limit_mib:,.0f} MiB"
         left = max(0.0, self._free_mib - grown)
         if left <= (1 - NEAR) * self._total_mib:
             return f"{left:,.0f} of {self._total_mib:,.0f} MiB of host memory were left"
         return ""
 
     def close(self) -> None:
-        """Lets go of the kernel's log."""
+        """Closes the kernel's log."""
         self._log.close()
 
     def _count(self) -> tuple[int, str] | None:
-        """Kills so far as the kernel counts them, and where: in the control group, else on the machine."""
+        """Returns the kernel's count of out-of-memory kills and its scope: the control group if it counts them, else
+        the machine.
+        """
         for group in self._groups:
             if group.oom_kills is not None:
                 return group.oom_kills, "its control group"
@@ -397,7 +406,7 @@ class Shortage:
 
 
 def _held(pid: int) -> _Held | None:
-    """What a process holds now; None where it has ended."""
+    """Returns a process's memory; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether a candidate trains the same model: what it computes, against what the reference computes."""
+"""Checks that a candidate trains the same model, by comparing its probe with the reference's."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from .runner import Reference
 
 
 def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ()) -> Probe:
-    """What the ranks' parts amount to.
+    """Combines the ranks' parts of a probe.
 
     Args:
-        parts: of all ranks of a trial, one at least.
+        parts: of all ranks of a trial, at least one.
         firsts: of their first steps.
     """
     shares, steps = [each.share for each in parts], [each for each in firsts if each is not None]
@@ -39,8 +39,9 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
 
 
 def expert_load(parts: Sequence[ProbePart]) -> float | None:
-    """The rows of the expert that gets most over the mean of all experts, averaged over the mixtures of a model, on the
-    probe's samples; None for a model without."""
+    """Returns the rows of the fullest expert over the mean of all experts on the probe's samples, averaged over a
+    model's mixtures; None for a model without any.
+    """
     totals: dict[str, list[int]] = {}
     for part in parts:
         for path, rows in part.rows.items():
@@ -51,27 +52,27 @@ def expert_load(parts: Sequence[ProbePart]) -> float | None:
 
 
 def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
-    """Why a candidate computes something else than the reference, or an empty string.
+    """Returns the reason why a candidate's computation differs from the reference's; empty if it does not.
 
     Args:
-        probe: what the candidate computed.
-        reference: what it must be; without one to be compared with (`why_incomparable`), all must be finite.
+        probe: of the candidate.
+        reference: of the search. Without a comparable one (`why_incomparable`) all values only need to be finite.
         loss: of the first training step.
-        last_loss: of the last.
+        last_loss: of the last step.
     """
     losses = {"the first step": loss, "the last step": last_loss, "the probe": probe.quiet.loss}
-    for what, value in losses.items():
+    for place, value in losses.items():
         if not math.isfinite(value):
-            return f"loss is {value} at {what}"
+            return f"loss is {value} at {place}"
     if not _quiet(probe).finite:
-        return f"what it computes is not finite: the gradient's norm is {probe.quiet.gradient}"
+        return f"the probe's results are not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
         return ""
     return next((each.wrong.said for each in comparisons(probe, reference.probe) if each.wrong is not None), "")
 
 
 def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
-    """By how much a candidate departs from a comparable reference: on the probe's samples, then in the first step."""
+    """Yields the comparisons of a candidate with a comparable reference: on the probe's samples, then in the first step."""
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
     tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
     yield compare(_quiet(expected), _quiet(probe), tolerance)
@@ -83,24 +84,24 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
 
 
 def why_incomparable(probe: Probe, reference: Reference) -> str:
-    """Why a candidate cannot be compared with the reference, or an empty string."""
+    """Returns the reason why a candidate cannot be compared with the reference; empty if it can."""
     expected = reference.probe
-    mine, others = probe.quiet.samples, expected.quiet.samples
-    if mine != others:
-        return f"not compared with the reference, which was probed with {others} samples, not {mine}"
+    mine, theirs = probe.quiet.samples, expected.quiet.samples
+    if mine != theirs:
+        return f"not compared with the reference, which was probed with {theirs} samples, not {mine}"
     if other := sorted(set(probe.brought) ^ set(expected.brought)):
         return f"not compared with the reference, which has other weights: {and_more(other)}"
     return ""
 
 
 def _quiet(probe: Probe) -> Numbers:
-    """On the fixed batch, with nothing random, and by how much training departs from that."""
+    """Returns the results on the fixed batch without randomness, and the difference that training's randomness makes."""
     logits = {"the logits": torch.tensor(probe.logits, dtype=torch.float64)} if probe.logits else {}
     return replace(_numbers(probe.quiet, " on the probe"), outputs=logits, noise=probe.noise)
 
 
 def _step(probe: Probe) -> Numbers:
-    """In the first training step, as far as that can be compared."""
+    """Returns the comparable results of the first training step."""
     return replace(_numbers(probe.step, " in the first step"), still=probe.still)
 
 

@@ -1,4 +1,4 @@
-"""Process trees (Linux): ended as a whole, within a trial's deadline."""
+"""Process trees on Linux, and the deadline of a trial."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 LONGEST_NAME = 15
-"""Bytes of a process's name."""
+"""Longest name of a process, bytes."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -25,25 +25,25 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """This process is killed when `parent`, which forked it, ends (`man 2 PR_SET_PDEATHSIG`)."""
+    """Makes the kernel kill this process when `parent`, which forked it, ends (`man 2 PR_SET_PDEATHSIG`)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def call_this_process(name: str) -> None:
-    """Gives this process a name by which `ps` and `top` show it: a fork else has that of what it was forked from."""
+    """Sets the name of this process in `ps` and `top`. A fork otherwise has the name of its parent."""
     text = ctypes.create_string_buffer(name.encode()[:LONGEST_NAME])
     _prctl(_PR_SET_NAME, ctypes.addressof(text))
 
 
 def adopt_orphans() -> None:
-    """Orphaned descendants become children of this process, so that none can hide from `kill_descendants`."""
+    """Makes orphaned descendants children of this process, so that `kill_descendants` finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def offer_to_oom_killer() -> None:
-    """The kernel takes this process first when memory runs out, not the user's own.
+    """Makes the kernel kill this process first when memory runs out, instead of the user's other processes.
 
     Source: `man 5 proc_pid_oom_score_adj`.
     """
@@ -53,10 +53,10 @@ def offer_to_oom_killer() -> None:
 
 
 def kill_descendants(deadline_s: float = 10.0) -> None:
-    """Kills every descendant of this process and reaps it. Requires `adopt_orphans`.
+    """Kills and reaps every descendant of this process. Requires `adopt_orphans`.
 
     Raises:
-        TimeoutError: some would not die, for example in uninterruptible I/O.
+        TimeoutError: some do not die, for example in uninterruptible I/O.
     """
     end = time.monotonic() + deadline_s
     me = psutil.Process()
@@ -73,7 +73,7 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that descend from it.
+    """Returns a process and all its descendants.
 
     Raises:
         psutil.NoSuchProcess: it has ended.
@@ -83,9 +83,11 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def kill_tree(pid: int) -> None:
-    """Kills a process and all its descendants, stopped ones as well; none can fork while the others are found."""
+    """Kills a process and all its descendants, including suspended ones. They are suspended first, so that none can
+    fork meanwhile.
+    """
     tree: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):  # it ended meanwhile, and what it had started is another's now
+    with contextlib.suppress(psutil.Error):  # it ended meanwhile, and its children have another parent
         found = [psutil.Process(pid)]
         while found:
             for each in found:
@@ -99,10 +101,10 @@ def kill_tree(pid: int) -> None:
 
 
 def reap() -> bool:
-    """Collects the children that have ended; whether there are any left.
+    """Reaps the children that have ended. Returns True if there are any left.
 
-    A process whose first thread has ended looks like a zombie while the others still run, so only the
-    kernel's own answer counts.
+    A process whose first thread has ended looks like a zombie while other threads still run, so only the kernel's
+    answer counts.
     """
     while True:
         try:
@@ -115,23 +117,23 @@ def reap() -> bool:
 
 @dataclass
 class Deadline:
-    """Tells when a trial is to be ended; moments are those of one clock, s.
+    """The deadline of a trial. Times are those of one clock, s.
 
-    The trial's own time stands still while any of its ranks compiles: the others may wait for that one. All
-    its compilations together may take their own time and no more, so that one that hangs ends as well.
+    The trial's time stops while any of its ranks compiles, since the others may wait for that one. All its
+    compilations together have a time limit of their own, so that one that hangs ends as well.
     """
 
     begin: float
     """When the trial began."""
     timeout_s: float | None = None
-    """Its own time; None for no end, of compilation neither."""
+    """Time limit of the trial; None for no limit, including compilation."""
     compile_timeout_s: float = 0.0
-    """Time of all its compilations."""
+    """Time limit of all its compilations."""
     _compiled: float = 0.0
     _since: float | None = None
 
     def compiling(self, yes: bool, now: float) -> bool:
-        """Takes note of whether any rank compiles from now on; whether that is news."""
+        """Records that a rank begins to compile or that none compiles any more. Returns True if that is a change."""
         if yes == self.in_compilation:
             return False
         if self._since is None:
@@ -143,12 +145,12 @@ class Deadline:
 
     @property
     def in_compilation(self) -> bool:
-        """Whether it is compilation's time that runs."""
+        """True while the time of compilations runs."""
         return self._since is not None
 
     @property
     def at(self) -> float:
-        """The moment at which the trial is to be ended if nothing changes; infinite for never."""
+        """When the trial must end if nothing changes; infinite for never."""
         if self.timeout_s is None:
             return math.inf
         if self._since is not None:
@@ -157,7 +159,7 @@ class Deadline:
 
     @property
     def reason(self) -> str:
-        """What took too long, in words."""
+        """Error text that states which limit was exceeded."""
         if self.in_compilation:
             return f"compilation took more than {self.compile_timeout_s:g} s"
         return f"no result within {self.timeout_s:g} s"

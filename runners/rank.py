@@ -1,4 +1,4 @@
-"""What a freshly forked rank does: take its place, run the program, report."""
+"""A rank's process after the fork: set up, run the program, report the outcome."""
 
 import faulthandler
 import os
@@ -24,7 +24,7 @@ DUMP_STACKS = signal.SIGUSR1
 
 @dataclass
 class RankContext:
-    """What a program knows about the rank it runs on."""
+    """A program's information about its rank."""
 
     rank: int
     """Global rank."""
@@ -35,55 +35,57 @@ class RankContext:
     device_type: str
     """`cpu` or `cuda`."""
     init_method: str
-    """Where torch.distributed meets."""
+    """URL of the rendezvous of torch.distributed."""
     memory_limit_mib: float | None
-    """Memory this rank may take, MiB."""
+    """Memory limit of this rank, MiB."""
     memory: MemoryMeter
-    """Measures it."""
+    """Measures this rank's memory."""
     reports: Connection | None = None
-    """To the supervisor; None where there is none."""
+    """To the supervisor; None without one."""
     local_world_size: int = 1
     """Ranks on this host."""
     collective_timeout_s: float | None = None
-    """How long this rank may wait for others in a collective, s; None leaves torch's default."""
+    """How long this rank may wait for others in a collective, s; None for torch's default."""
     phase_name: str = "start"
-    """What the rank is doing."""
+    """Current phase."""
     turn: Turn | None = None
-    """When it may run, where other programs of the job are in memory too."""
+    """When it may run, if other programs of the job are in memory too."""
     used_mib: float = 0.0
-    """What other processes held of its device before it started, MiB."""
+    """Memory that other processes used on its device before it started, MiB."""
 
     def outside_mib(self) -> float | None:
-        """What this rank takes of its device beside the allocator's memory: context, libraries, NCCL, MiB; None on a CPU."""
+        """Device memory of this rank outside the allocator (context, libraries, NCCL), MiB; None on a CPU."""
         outside = self.memory.outside_mib()
         return None if outside is None else max(0.0, outside - self.used_mib)
 
     def phase(self, name: str) -> None:
-        """Tells the supervisor what comes next, so that a failure can say where it happened."""
+        """Reports the next phase to the supervisor, so that a failure can state when it happened."""
         self.phase_name = name
-        self._tell("phase", name)
+        self._report("phase", name)
 
     def peak(self, mib: float) -> None:
-        """Tells the supervisor how much memory what it started holds at most, which counts where it is stopped."""
-        self._tell("peak", mib)
+        """Reports the peak memory of this rank's child processes to the supervisor, which uses it if the rank is
+        stopped.
+        """
+        self._report("peak", mib)
 
     def compiling(self, yes: bool) -> None:
-        """Tells the supervisor whether this rank compiles, or waits for one that may, from now on."""
-        self._tell("compiling", yes)
+        """Reports to the supervisor that this rank begins to compile, or to wait for one that may, or that this ends."""
+        self._report("compiling", yes)
 
-    def _tell(self, what: str, value: object) -> None:
+    def _report(self, kind: str, value: object) -> None:
         if self.reports is not None:
-            self.reports.send((what, value))
+            self.reports.send((kind, value))
 
 
 def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None) -> None:
-    """Runs the job's program as one rank of it and ends the process. Never returns."""
+    """Runs the job's program as one of its ranks and ends the process. Never returns."""
     code = 1
     try:
         faulthandler.enable(file=sys.stderr, all_threads=True)
         faulthandler.register(DUMP_STACKS, file=sys.stderr, all_threads=True, chain=False)
         if job.beside:
-            # Before there are threads, which a fork would not copy.
+            # Before threads are started, since a fork does not copy them.
             outcome = run_interleaved(
                 job,
                 job.rendezvous.first_rank + local_rank,
@@ -108,7 +110,7 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn:
     context = None
     try:
         random.seed(0)
-        # A callable may do without torch, whose import takes longer than many a trial.
+        # A callable may not need torch, whose import can take longer than a trial.
         if job.device_type == "cuda" or "torch" in sys.modules:
             meter = _prepare_torch(job, local_rank) or meter
         if job.memory_limit_mib is not None:
@@ -132,12 +134,12 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn:
         program = cloudpickle.loads(job.program)
         report = program(context)
         return RankOutcome(rank=rank, status=Status.OK, report=report, peak_memory_mib=meter.peak_mib())
-    except (Exception, SystemExit) as error:  # every way a candidate can fail is its outcome
+    except (Exception, SystemExit) as error:  # any failure of a candidate is its outcome
         return _failed(rank, job, meter, context, error)
 
 
 def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
-    """Threads, seeds and the current device; the meter of what this rank holds of CUDA devices."""
+    """Sets threads, seeds and the current device. Returns the meter of this rank's CUDA devices; None on a CPU."""
     import torch
 
     share_compile_threads(job.ranks)
@@ -145,7 +147,7 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     if job.threads:
         torch.set_num_threads(job.threads)
     elif job.device_type == "cuda":
-        # The host updates offloaded states. Ray and launchers set OMP_NUM_THREADS=1; torch would take all cores for each rank.
+        # Threads update offloaded states. Ray and launchers set OMP_NUM_THREADS=1; torch alone would use all cores in each rank.
         torch.set_num_threads(max(1, usable_cores() // job.ranks))
     torch.manual_seed(0)
     if job.device_type == "cuda":
@@ -153,7 +155,7 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
         # A callable is one process, whatever the number of its devices.
         each = max(1, len(job.device_ids) // job.ranks)
         return CudaMemoryMeter([torch.device("cuda", local_rank * each + number) for number in range(each)])
-    # The thread pool's stacks belong to the framework: have it before the limit counts.
+    # Starts the thread pool, whose stacks belong to the framework, before the limit counts.
     torch.mm(torch.ones(256, 256), torch.ones(256, 256)).sum().item()
     return None
 
@@ -166,20 +168,22 @@ def _failed(rank: int, job: Job, meter: MemoryMeter, context: RankContext | None
         out_of_memory, reason = True, f"{reason}, as {short}"
     full_shared = not out_of_memory and failure.lacks_shared_memory(error)
     if full_shared and (room := shared_memory()) is not None:
-        # This says nothing about how much of the device would have been needed.
+        # The device memory that would have been needed is unknown.
         free, total = (each / MIB for each in room)
-        reason = f"{reason} ({free:,.0f} of {total:,.0f} MiB of /dev/shm are free; a container gets more by --shm-size)"
+        reason = (
+            f"{reason} ({free:,.0f} of {total:,.0f} MiB of /dev/shm are free; give a container more with --shm-size)"
+        )
     if out_of_memory:
-        # While the traceback still holds the frames, what they hold is still there to be counted.
+        # The memory of the frames must be counted while the traceback keeps them alive.
         held, requested = meter.held_mib(), failure.requested_mib(error)
         if job.memory_limit_mib is None and isinstance(meter, HostMemoryMeter):
-            needed = requested  # whose memory ran out is not known, so neither is what was held of it
+            needed = requested  # the memory that ran out is unknown, and so is the part in use
         else:
             needed = max(held + (requested or 0.0), job.memory_limit_mib or 0.0)
             if requested is not None:
-                # The allocator's own words stand in the log.
+                # The allocator's full message is in the log.
                 limit = f" of {job.memory_limit_mib:,.0f}" if job.memory_limit_mib else ""
-                reason = f"asked for {requested:,.0f} MiB with {held:,.0f}{limit} MiB held"
+                reason = f"requested {requested:,.0f} MiB with {held:,.0f}{limit} MiB in use"
         traceback.clear_frames(error.__traceback__)
     if isinstance(meter, HostMemoryMeter):
         meter.lift()

@@ -1,8 +1,8 @@
-"""The process that speaks to Ray: joins or starts it, places the hosts of trials, and passes jobs on to them.
+"""The process that uses Ray: joins or starts it, places the hosts of trials, and passes jobs to them.
 
-Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `HelperProcess`). Ray's library ends the process
-that it is in when its head is gone for a minute, hangs where a node stands still, and installs signal handlers, so it
-has a process of its own: killing that one and all it started leaves nothing, whatever has happened to Ray.
+Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `HelperProcess`). Ray's library ends its
+process when its head is gone for a minute, hangs if a node is suspended, and installs signal handlers. In a process of
+its own, killing that process and its descendants leaves nothing behind, whatever happened to Ray.
 """
 
 import contextlib
@@ -26,59 +26,59 @@ from ..base.scratch import remove
 from . import failure
 from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
-from .ray_host import RayHost, RayMember
+from .ray_host import RayHost, RayWorker
 from .worker_group import Layout, WorkerGroup, lay_out
 
 Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
 PLACED_AGAIN_S = 30.0
-"""How long it may take until a host that was lost is placed again, s. Where no node is left it never is."""
+"""Time for Ray to place a lost host again, s. Without a node left it never does."""
 CLOSE_S = 15.0
-"""How long Ray may take to end in good order, s."""
+"""Time for Ray to shut down, s."""
 BEAT_S = 3.0
-"""How often it is asked whether Ray and the hosts answer, s."""
+"""Interval between checks that Ray and the hosts answer, s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaySetup:
-    """What the process is started with."""
+    """The settings of the process."""
 
     address: str | None
     """The cluster to join; None to start Ray on this machine."""
     devices: int
     """Devices of a trial."""
     cuda: bool
-    """Whether these are GPUs."""
+    """True if these are GPUs."""
     concurrency: int | None
-    """Trials at once; None for as many as there is room for, and one on a CPU."""
+    """Trials at once; None for as many as the devices allow, and one on a CPU."""
     several_hosts: bool
-    """Whether the devices of a trial may be on several hosts."""
+    """True if the devices of a trial may be on several hosts."""
     imports: tuple[str, ...]
     """Modules that host agents import once."""
     sys_path: tuple[str, ...]
-    """The import path of the process that started it."""
+    """Import path of the parent process."""
     script: str
-    """What that process runs; Ray lets its workers import from there."""
+    """The script of the parent process. Ray lets its workers import from its folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """What it answers once there is room for the trials."""
+    """The first answer, after the hosts of trials are placed."""
 
     per_host: int
-    """Devices that a host gives a trial."""
+    """Devices of a trial on each host."""
     slots: int
     """Trials at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Told every `BEAT_S`: Ray and all hosts that were ready have answered."""
+    """Sent every `BEAT_S` if Ray and all hosts that were ready have answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a request: a value, or what was raised."""
+    """The result of a request: a value or an error."""
 
     request: int
     value: Any = None
@@ -86,47 +86,47 @@ class Reply:
 
 
 READY = "ready"
-"""A request, beside jobs, that is answered when the first trial would start at once."""
+"""A request, besides jobs, that is answered when trials can start at once."""
 
 
 def main() -> None:
-    """Runs what speaks to Ray in a child, and ends it with all it started when whoever started this hangs up."""
-    starter = Connection(int(sys.argv[1]))
-    os.set_inheritable(starter.fileno(), False)
+    """Uses Ray in a child process. Ends the child and its descendants when the parent closes the connection."""
+    parent = Connection(int(sys.argv[1]))
+    os.set_inheritable(parent.fileno(), False)
     adopt_orphans()
     me, child = os.getpid(), os.fork()
     if child == 0:
         die_with_parent(me)
-        _speak(starter)
+        _use_ray(parent)
     ended = os.pidfd_open(child)
     watched = select.poll()
-    watched.register(starter, select.POLLRDHUP)
+    watched.register(parent, select.POLLRDHUP)
     watched.register(ended, select.POLLIN)
-    hung_up = watched.poll()[0][0] == starter.fileno()
-    if hung_up:
+    parent_closed = watched.poll()[0][0] == parent.fileno()
+    if parent_closed:
         select.select([ended], [], [], CLOSE_S)
     _, status = os.waitpid(child, os.WNOHANG)
     kill_descendants()
-    if hung_up:
+    if parent_closed:
         remove(Path(sys.argv[2]))
     if status:
         sys.exit(failure.ended(os.waitstatus_to_exitcode(status)))
 
 
-def _speak(starter: Connection) -> NoReturn:
-    """Serves until the other side hangs up."""
+def _use_ray(parent: Connection) -> NoReturn:
+    """Serves requests until the parent closes the connection."""
     code = 1
     try:
-        setup: RaySetup = starter.recv()
+        setup: RaySetup = parent.recv()
         sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
         sys.argv = [setup.script]
         try:
             cluster = Cluster(setup)
         except RedlineError as error:
-            starter.send(Reply(0, error=error))
+            parent.send(Reply(0, error=error))
         else:
             try:
-                _serve(cluster, starter)
+                _serve(cluster, parent)
             finally:
                 cluster.close()
         code = 0
@@ -134,33 +134,33 @@ def _speak(starter: Connection) -> NoReturn:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(code)  # rather than wait for threads that Ray may hold
+        os._exit(code)  # does not wait for threads of Ray
 
 
-def _serve(cluster: "Cluster", starter: Connection) -> None:
+def _serve(cluster: "Cluster", parent: Connection) -> None:
     lock = threading.Lock()
 
-    def tell(what: Reply | Alive) -> None:
-        with lock, contextlib.suppress(OSError):  # it hung up, which ends this process
-            starter.send(what)
+    def send(message: Reply | Alive) -> None:
+        with lock, contextlib.suppress(OSError):  # the parent closed the connection, which ends this process
+            parent.send(message)
 
-    def answer(number: int, asked: Job | str) -> None:
+    def answer(number: int, request: Job | str) -> None:
         try:
-            if isinstance(asked, Job):
-                tell(Reply(number, cluster.dispatch(asked)))
+            if isinstance(request, Job):
+                send(Reply(number, cluster.dispatch(request)))
             else:
                 cluster.wait_ready()
-                tell(Reply(number))
+                send(Reply(number))
         except RunnerError as error:
-            tell(Reply(number, error=error))
-        except BaseException as error:  # a fault of this program, to be seen where it is asked
-            tell(Reply(number, error=RunnerError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
+            send(Reply(number, error=error))
+        except BaseException as error:  # a bug, reported to the process that sent the request
+            send(Reply(number, error=RunnerError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
 
-    tell(Reply(0, Placed(per_host=cluster.layout.per_host, slots=cluster.slots)))
+    send(Reply(0, Placed(per_host=cluster.layout.per_host, slots=cluster.slots)))
 
     def watch() -> None:
         try:
-            cluster.watch(lambda: tell(Alive()))
+            cluster.watch(lambda: send(Alive()))
         except RunnerError as error:
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
@@ -168,14 +168,14 @@ def _serve(cluster: "Cluster", starter: Connection) -> None:
     threading.Thread(target=watch, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            threading.Thread(target=answer, args=starter.recv(), daemon=True).start()
+            threading.Thread(target=answer, args=parent.recv(), daemon=True).start()
 
 
 class Cluster:
-    """A placement group for each trial at once, with a host agent on each of its hosts.
+    """A placement group for each concurrent trial, with a host agent on each of its hosts.
 
-    A trial is on one host where one has enough devices, and else on as few as will do, with as many ranks on
-    each; ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
+    A trial runs on one host if one has enough devices, otherwise on as few as possible, with the same number of ranks
+    on each. Ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
 
     Raises:
         UsageError: the cluster has fewer devices than a trial needs.
@@ -192,7 +192,7 @@ class Cluster:
         self._worker_groups: dict[int, WorkerGroup] = {}
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lost: dict[int, float] = {}
-        """Since when a slot has a host that was lost and is not there again, on the monotonic clock."""
+        """Slots with a lost host that is not placed again, with the time of the loss on the monotonic clock."""
         self._connect()
         try:
             self.layout = self._lay_out()
@@ -204,7 +204,7 @@ class Cluster:
 
     def _connect(self) -> None:
         address = self._setup.address
-        # Ray's usage report and log lines are its own; a tuning run prints neither.
+        # Suppresses Ray's usage report and log lines.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
@@ -218,25 +218,25 @@ class Cluster:
                 warnings.simplefilter("ignore")
                 self._ray.init(**options)
         except (OSError, RuntimeError, ValueError) as error:
-            what = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
-            raise RunnerError(f"{what} failed: {error}. `--runner local` works without Ray.") from error
+            action = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
+            raise RunnerError(f"{action} failed: {error}. `--runner local` works without Ray.") from error
 
     def _lay_out(self) -> Layout:
         devices = self._setup.devices
         nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
         shares = " + ".join(f"{each.get(self._kind, 0):g}" for each in nodes)
         if not nodes:
-            raise RunnerError("the Ray cluster has no node that is alive; start one again, or choose `--runner local`")
+            raise RunnerError("the Ray cluster has no live node; start one, or pass `--runner local`")
         layout = lay_out(devices, self._setup.cuda, [each.get(self._kind, 0) for each in nodes])
         if layout is None:
             raise UsageError(
-                f"a trial needs {devices} devices, as many on each of its hosts, but the Ray cluster has "
+                f"a trial needs {devices} devices, the same number on each of its hosts, but the Ray cluster has "
                 f"{shares} {self._kind}s"
             )
         if layout.hosts > 1 and not self._setup.several_hosts:
             raise UsageError(
                 f"a callable is one process on one host, but no host of the Ray cluster has {devices} "
-                f"{self._kind}s ({shares}); ask for fewer devices"
+                f"{self._kind}s ({shares}); request fewer devices"
             )
         return layout
 
@@ -273,37 +273,37 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         layout = self.layout
-        members = []
+        workers = []
         for host in range(layout.hosts):
             make = self._ray.remote(RayHost).options(
                 num_cpus=layout.bundle["CPU"],
                 num_gpus=layout.bundle.get("GPU", 0),
-                # A trial is stopped, and its host asked whether it lives, while it runs.
+                # Stops and health checks must be answered while a trial runs.
                 max_concurrency=8,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._groups[slot], placement_group_bundle_index=host
                 ),
             )
-            members.append(RayMember(make.remote(self._setup.imports)))
-        return WorkerGroup(members, layout.per_host)
+            workers.append(RayWorker(make.remote(self._setup.imports)))
+        return WorkerGroup(workers, layout.per_host)
 
     def wait_ready(self) -> None:
-        """Returns when the first trial would start at once."""
-        self._watched(0, WorkerGroup.wait_ready)
+        """Waits until trials can start at once."""
+        self._call(0, WorkerGroup.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
-        """The outcome of a job on free devices.
+        """Runs a job on free devices and returns its outcome.
 
         Raises:
             RunnerError: a host of it was lost.
         """
         slot = self._free.get()
         try:
-            return self._watched(slot, lambda workers: workers.run(job))
+            return self._call(slot, lambda workers: workers.run(job))
         finally:
             self._free.put(slot)
 
-    def _watched(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
+    def _call(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
         exceptions = self._ray.exceptions
         try:
             return call(self._worker_groups[slot])
@@ -317,39 +317,39 @@ class Cluster:
             raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
 
     def _await(self, slot: int, workers: WorkerGroup) -> None:
-        """Notes that a slot's hosts are there again, once they are."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # lost again: it is asked of the next
+        """Waits until a slot's hosts are placed again."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # lost again: the next call detects it
             workers.wait_placed()
             self._lost.pop(slot, None)
 
     def _check_placed(self) -> None:
-        """Ends the waiting for a host that Ray does not place again: it says nothing of one that has no node to go to.
+        """Fails if Ray takes too long to place a lost host again. Ray does not report that no node is left for it.
 
         Raises:
-            RunnerError: one has been waited for too long.
+            RunnerError: a host has been lost for too long.
         """
         now = time.monotonic()
         if any(now - since > PLACED_AGAIN_S for since in list(self._lost.values())):
             alive = sum(bool(each["Alive"]) for each in self._ray.nodes())
             raise RunnerError(
-                f"Ray has lost the host of a trial, and has not placed it again within {PLACED_AGAIN_S:g} s; of its nodes "
-                f"{alive} {'is' if alive == 1 else 'are'} alive"
+                f"Ray has lost the host of a trial and has not placed it again within {PLACED_AGAIN_S:g} s; live nodes: "
+                f"{alive}"
             )
 
     def watch(self, beat: Callable[[], None]) -> None:
-        """Calls `beat` every `BEAT_S` as long as Ray's head and every host that was ready answer.
+        """Calls `beat` every `BEAT_S` while Ray's head and every host that was ready answer.
 
         Raises:
-            RunnerError: nothing listens any more where the head did, or a host that was lost is not placed again.
+            RunnerError: the head is gone, or a lost host is not placed again.
         """
         head = self._ray.get_runtime_context().gcs_address
         while True:
             if not _listens(head):
-                time.sleep(BEAT_S)  # it may be one that is started again where it was
+                time.sleep(BEAT_S)  # the head may be restarting at the same address
                 if not _listens(head):
-                    raise RunnerError(f"Ray's head is gone: nothing listens at {head} any more")
-            self._ray.nodes()  # does not return where the head is gone
-            # A host that is lost says so by itself, to those who wait for its trial.
+                    raise RunnerError(f"Ray's head is gone: nothing listens at {head}")
+            self._ray.nodes()  # does not return if the head is gone
+            # The loss of a host is reported to the caller that waits for its trial.
             with contextlib.suppress(self._ray.exceptions.RayActorError):
                 for workers in list(self._worker_groups.values()):
                     workers.answer()
@@ -358,7 +358,7 @@ class Cluster:
             time.sleep(BEAT_S)
 
     def close(self) -> None:
-        """Ends every trial, and the Ray that was started here; a Ray that was joined runs on."""
+        """Ends all trials, and Ray if it was started here."""
         from ray.util.placement_group import remove_placement_group
 
         for workers in self._worker_groups.values():
@@ -369,7 +369,7 @@ class Cluster:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of a Ray error, which can run over pages."""
+    """Returns the first line of a Ray error, which can be very long."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -381,14 +381,14 @@ def _listens(address: str) -> bool:
 
 
 def check_listens(address: str) -> None:
-    """Asks within seconds what Ray would ask for minutes: whether anything listens there.
+    """Checks within seconds that a server listens at an address. Ray itself would retry for minutes.
 
     Raises:
-        RunnerError: nothing does.
+        RunnerError: none does.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
-        return  # such as "auto", which Ray resolves itself
+        return  # such as "auto", which Ray itself resolves
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:

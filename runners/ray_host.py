@@ -1,4 +1,4 @@
-"""A host of a trial as Ray has placed it: an actor with a host agent, and its handle."""
+"""A host of a trial that Ray placed: an actor with a host agent, and its handle."""
 
 import os
 import threading
@@ -8,23 +8,23 @@ from typing import Any
 from .worker_group import Host, HostWorker
 
 LOOK_S = 1.0
-"""How often it is looked whether the raylet lives, s."""
+"""Interval between checks that the raylet lives, s."""
 
 
 class RayHost(Host):
-    """Inside a Ray worker that holds the devices of one bundle of a placement group.
+    """Runs inside a Ray worker that has the devices of one bundle of a placement group.
 
-    It ends with the raylet that started the worker: a worker that runs a trial outlives it otherwise, as nobody it could
-    answer is left.
+    It ends with the raylet that started the worker. Otherwise a worker that runs a trial would outlive it, with nobody
+    left to answer.
     """
 
     def __init__(self, imports: tuple[str, ...]) -> None:
         raylet = os.getppid()
         super().__init__(imports)
-        threading.Thread(target=_end_behind, args=(raylet,), name="raylet", daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(raylet,), name="raylet", daemon=True).start()
 
     def node_id(self) -> str:
-        """Ray's name of the host."""
+        """Ray's id of the node."""
         import ray
 
         return ray.get_runtime_context().get_node_id()
@@ -40,18 +40,18 @@ class RayHost(Host):
         return tuple(str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
-def _end_behind(parent: int) -> None:
-    """Ends this process, and with it its host agent, once its parent has ended."""
+def _end_with_parent(parent: int) -> None:
+    """Ends this process, and with it its host agent, when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
 
 
-class RayMember(HostWorker):
-    """One of them, asked through Ray.
+class RayWorker(HostWorker):
+    """The handle of a `RayHost`, called through Ray.
 
     Args:
-        actor: its handle.
+        actor: Ray's handle.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -59,15 +59,15 @@ class RayMember(HostWorker):
 
     @property
     def here(self) -> bool:  # type: ignore[override]
-        """Whether it is on the node of this process."""
+        """True if it is on the node of this process."""
         import ray
 
         return bool(ray.get_runtime_context().get_node_id() == self.ask("node_id"))
 
-    def ask(self, what: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
-        return ray.get(getattr(self._actor, what).remote(*arguments))
+        return ray.get(getattr(self._actor, method).remote(*arguments))
 
     def kill(self) -> None:
         import ray

@@ -1,4 +1,4 @@
-"""Trials on devices that Ray hands out: this machine's, or a cluster's."""
+"""Trials on devices that Ray allocates, of this machine or a cluster."""
 
 import importlib.util
 import itertools
@@ -19,22 +19,22 @@ from .ray_driver import READY, Alive, Placed, RaySetup, Reply
 from .work import TrialTerms, Work
 
 STARTS = 3
-"""How often it is started before it can answer."""
+"""Number of starts of a process that dies before it can answer."""
 START_S = 300.0
-"""How long joining or starting Ray and placing trials may take, s."""
+"""Time to join or start Ray and to place trials, s."""
 SILENCE_S = 20.0
-"""How long Ray, or a host of it, may leave unanswered whether it lives, s."""
+"""How long Ray or a host may not answer, s."""
 CLOSE_S = 20.0
-"""How long Ray may take to end in good order, s."""
+"""Time for Ray to shut down, s."""
 
 
 class RayRunner(DryRunner):
-    """Sends jobs to the process that speaks to Ray (`ray_driver`), and starts another when that one is lost.
+    """Sends jobs to the process that uses Ray (`ray_driver`), and restarts that process when it is lost.
 
     Args:
-        what: the workload that is trained, or other work.
+        what: the workload, or other work.
         terms: devices, limits and deadlines of every trial.
-        concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
+        concurrency: trials at once; by default the number of devices over the devices of a trial, and one on a CPU.
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
 
     Raises:
@@ -73,42 +73,42 @@ class RayRunner(DryRunner):
         self.per_host, self.slots = placed.per_host, placed.slots
 
     def _start(self) -> Placed:
-        """Starts the process, again where it dies before it can answer."""
+        """Starts the process, again if it dies before it can answer."""
         for start in range(1, STARTS + 1):
-            self._link = _Link(self._setup)
+            self._driver = _Driver(self._setup)
             try:
-                return self._link.answers[0].result()
+                return self._driver.answers[0].result()
             except BaseException as error:
-                self._link.close(0 if self._link.lost else CLOSE_S)
-                if self._link.refused or start == STARTS or not isinstance(error, RunnerError):
+                self._driver.close(0 if self._driver.lost else CLOSE_S)
+                if self._driver.refused or start == STARTS or not isinstance(error, RunnerError):
                     raise
         raise AssertionError("unreachable")
 
     def wait_ready(self) -> None:
-        """Returns when the first trial would start at once."""
-        self._asked(READY).result()
+        """Waits until trials can start at once."""
+        self._request(READY).result()
 
     def dispatch(self, job: Job) -> Outcome:
-        return self._asked(job).result()
+        return self._request(job).result()
 
-    def _asked(self, what: Job | str) -> Future[Any]:
-        """What will be answered: an `Outcome` to a job."""
+    def _request(self, request: Job | str) -> Future[Any]:
+        """Sends a request and returns the future of its result: an `Outcome` for a job."""
         with self._lock:
-            if self._link.lost and not self.closed:
-                self._link.close(0)
-                self._link = _Link(self._setup)
-            link = self._link
-        link.answers[0].result()
-        return link.ask(next(self._numbers), what)
+            if self._driver.lost and not self.closed:
+                self._driver.close(0)
+                self._driver = _Driver(self._setup)
+            driver = self._driver
+        driver.answers[0].result()
+        return driver.ask(next(self._numbers), request)
 
     def close(self) -> None:
         self.closed = True
-        self._link.close(CLOSE_S)
-        sweep()  # what was killed could not remove its own
+        self._driver.close(CLOSE_S)
+        sweep()  # killed processes could not remove their folders
 
 
-class _Link:
-    """One life of the process that speaks to Ray."""
+class _Driver:
+    """One process that uses Ray."""
 
     def __init__(self, setup: RaySetup) -> None:
         self._process = HelperProcess("redline.runners.ray_driver", "ray")
@@ -116,31 +116,31 @@ class _Link:
         self._lock = threading.Lock()
         self._why = ""
         self.refused = False
-        """Whether it said why it does not start, as it would again."""
+        """True if it reported why it does not start, so that a restart would fail as well."""
         self._closing = False
         self.answers: dict[int, Future[Any]] = {0: Future()}
-        """What was asked and is not answered yet; under 0 whether it started."""
+        """Results of unanswered requests. The one under 0 is that of the start."""
         self._reader = threading.Thread(target=self._read, daemon=True, name="ray")
         self._reader.start()
 
     @property
     def lost(self) -> bool:
-        """Whether it will answer nothing more."""
+        """True if it will not answer any more."""
         return bool(self._why)
 
-    def ask(self, number: int, what: Job | str) -> Future[Any]:
-        """The answer to a request, to come."""
-        made: Future[Any] = Future()
+    def ask(self, number: int, request: Job | str) -> Future[Any]:
+        """Sends a request and returns the future of its result."""
+        answer: Future[Any] = Future()
         with self._lock:
             if self._why:
-                made.set_exception(RunnerError(self._why))
-                return made
-            self.answers[number] = made
-            self._process.send((number, what))
-        return made
+                answer.set_exception(RunnerError(self._why))
+                return answer
+            self.answers[number] = answer
+            self._process.send((number, request))
+        return answer
 
     def _read(self) -> None:
-        """Hands out answers until there are no more."""
+        """Assigns answers to their requests until the process ends."""
         connection, patience = self._process.connection, START_S
         why = ""
         try:
@@ -148,16 +148,16 @@ class _Link:
                 if not connection.poll(patience):
                     why = f"Ray has not answered for {patience:g} s"
                     break
-                said: Reply | Alive = connection.recv()
-                if isinstance(said, Alive):
+                message: Reply | Alive = connection.recv()
+                if isinstance(message, Alive):
                     patience = SILENCE_S
                     continue
-                answer = self.answers[0] if said.request == 0 else self.answers.pop(said.request)
-                if said.error is None:
-                    answer.set_result(said.value)
+                answer = self.answers[0] if message.request == 0 else self.answers.pop(message.request)
+                if message.error is None:
+                    answer.set_result(message.value)
                 else:
-                    self.refused |= said.request == 0
-                    answer.set_exception(said.error)
+                    self.refused |= message.request == 0
+                    answer.set_exception(message.error)
         except (EOFError, OSError):
             if not self._closing:
                 how = failure.ended(self._process.ended())
@@ -173,14 +173,14 @@ class _Link:
             each.set_exception(RunnerError(why))
 
     def close(self, within_s: float) -> None:
-        """Ends it with all that it started; what is not answered yet is a `RunnerError`."""
+        """Ends the process and everything it started. Unanswered requests fail with a `RunnerError`."""
         self._closing = True
         self._process.close(within_s)
         self._reader.join()
 
 
 def _joined() -> str | None:
-    """The Ray cluster that this process has joined or started by itself, if any."""
+    """Returns the address of the Ray cluster that this process has joined or started; None if there is none."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None

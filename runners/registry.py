@@ -1,4 +1,4 @@
-"""Where trials and trainings run, by name."""
+"""The registry of runners, by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,20 +24,20 @@ def runner_on(
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
 ) -> DryRunner:
-    """The runner of a name.
+    """Creates the runner of a name.
 
     Args:
         name: one of `RUNNERS`.
-        work: what its processes do.
-        terms: what holds for all of it.
-        concurrency: how much of it at once; None for what the devices allow.
+        work: the work of its processes.
+        terms: settings of all trials.
+        concurrency: trials at once; None for as many as the devices allow.
         address: for `ray`, of a cluster.
-        agent: for `local`, one that was started beforehand.
-        shared: for `local`, the devices that it has together with others.
+        agent: for `local`, an agent that was started beforehand.
+        shared: for `local`, the devices that it shares with other runners.
 
     Raises:
         UsageError: there is no such runner, or it has fewer devices than a trial needs.
-        MissingDependency: what it needs is not installed.
+        MissingDependency: an optional package is not installed.
     """
     if name not in RUNNERS:
         raise UsageError(unknown("runner", name, RUNNERS))

@@ -1,4 +1,4 @@
-"""The protocol of everything that tries a configuration."""
+"""The interface of runners, which try configurations."""
 
 import re
 from abc import ABC, abstractmethod
@@ -19,42 +19,41 @@ from .soak import SoakPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What a correct candidate must reproduce."""
+    """The results that a correct candidate must reproduce."""
 
     probe: Probe
-    """What the reference configuration computed on the probe's samples."""
+    """The probe of the reference configuration."""
     config_id: str = ""
-    """Id of the configuration they come from."""
+    """Id of that configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest:
-    """One configuration to try, and the terms on which it is tried."""
+    """A configuration to try, with the settings of the trial."""
 
     config: Config
-    """The configuration."""
     number: int
-    """The trial's number; names its log."""
+    """Number of the trial; names its log."""
     log: Path | None = None
-    """File for everything the ranks print; None discards it."""
+    """File for the output of the ranks; None to discard it."""
     timeout_s: float | None = None
-    """Deadline from request to result, compilation not counted, s; None for the runner's own."""
+    """Deadline from request to result, without compilation, s; None for the runner's default."""
     best_throughput: float | None = None
-    """Best so far, in the workload's unit; a candidate clearly slower stops early."""
+    """Best throughput so far, in the workload's unit. A clearly slower candidate stops early."""
     reference: Reference | None = None
-    """What is to be reproduced; None for the trial that sets it."""
+    """Results to reproduce; None for the trial that defines them."""
     soak: SoakPlan | None = None
-    """How a workload's candidate is soaked afterwards; None for not at all."""
+    """The soak of the candidate after the measurement; None for none."""
     sustained: bool = False
-    """Whether it may be what wins, so that a GPU is to be at the clocks that it keeps while training."""
+    """True if it may win, so that a GPU must be measured at the clocks that it sustains."""
 
     @property
     def log_name(self) -> str:
-        """The log relative to the run's folder, as a measurement keeps it; empty where there is none."""
+        """Path of the log relative to the run's folder, as stored in a measurement; empty without a log."""
         return f"logs/{self.log.name}" if self.log else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready mapping, by which another process tries the same; of the log it has the name."""
+        """Returns a JSON-ready mapping for another process. Contains only the name of the log."""
         reference, soak = self.reference, self.soak
         return {
             "config": as_data(self.config.to_dict()),
@@ -69,19 +68,19 @@ class TrialRequest:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], logs: Path | None = None) -> "TrialRequest":
-        """The inverse of `to_dict`; unknown keys are ignored.
+        """The inverse of `to_dict`. Unknown keys are ignored.
 
         Args:
-            data: what `to_dict` made.
-            logs: the folder of the log; None for no log.
+            data: result of `to_dict`.
+            logs: folder of the log; None for no log.
 
         Raises:
-            UsageError: a part is missing or of another type.
+            UsageError: a field is missing or has an invalid type.
         """
         try:
             name, reference, soak = data["log"], data["reference"], data["soak"]
             if name is not None and not _LOG.fullmatch(name):
-                raise UsageError(f"a log is called like 7.log, but got {shown(name)}")
+                raise UsageError(f"a log's name must be like 7.log, but got {shown(name)}")
             return cls(
                 config=Config(data["config"]),
                 number=int(data["number"]),
@@ -96,7 +95,7 @@ class TrialRequest:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise UsageError(f"what is to be tried is not described: {type(error).__name__} {error}") from error
+            raise UsageError(f"the trial's request is invalid: {type(error).__name__} {error}") from error
 
 
 _LOG = re.compile(r"\d{1,12}(\.[a-z]{1,12})?\.log")
@@ -107,39 +106,39 @@ def _seconds(value: Any) -> float | None:
 
 
 class Runner(ABC):
-    """Dry-runs configurations. `run` may be called from `slots` threads at once."""
+    """Tries configurations. `run` may be called from `slots` threads at once."""
 
     name: ClassVar[str]
-    """The name on the command line."""
+    """Name on the command line."""
     slots: int = 1
-    """How many trials can run at the same time."""
+    """Number of trials that can run at once."""
     isolated: bool = True
-    """Whether this process outlives whatever a trial does."""
+    """True if a trial cannot end this process."""
     confirms: bool = True
-    """Whether leaders are measured again at the end."""
+    """True if leaders are measured again at the end."""
     settle_s: float = 0.0
-    """What a trial takes longer that is `sustained`, at most, s."""
+    """Longest additional time of a `sustained` trial, s."""
     per_host: int | None = None
-    """Devices that a host gives a trial, where that is for the runner to find out; None where it is not."""
+    """Devices of a trial on each host if the runner determines that; None otherwise."""
     device: Device | None = None
-    """The kind of devices that trials run on, where it is not this machine's."""
+    """Kind of the trials' devices if they are not this machine's."""
     closed: bool = False
-    """Whether `close` was called; a trial that fails from then on is not tried again."""
+    """True after `close`. A trial that fails from then on is not repeated."""
 
     @property
     def takes_turns(self) -> bool:
-        """Whether `take_turns` does anything."""
+        """True if `take_turns` is supported."""
         return False
 
     def wait_ready(self) -> None:
-        """Returns when trials can begin."""
+        """Waits until trials can begin."""
 
     @abstractmethod
     def run(self, request: TrialRequest) -> Measurement:
-        """The outcome of one trial. Failures of the candidate are measurements, not exceptions.
+        """Runs one trial. Failures of the candidate are measurements, not exceptions.
 
         Raises:
-            RunnerError: the machinery failed (a lost agent or node); the trial may be tried again.
+            RunnerError: the machinery failed (a lost agent or node); the trial may be repeated.
         """
 
     def take_turns(
@@ -149,13 +148,13 @@ class Runner(ABC):
 
         Args:
             requests: one for each candidate.
-            alone: what each measured when it was tried: its memory must fit beside the others', and its turns take
-                no longer together than that did, a few times over.
-            patience_s: how much longer they may take, s, to outlast a load that others put on the machine.
+            alone: the measurement of each candidate alone, which limits the memory of all together and the time of the
+                turns.
+            patience_s: additional time, s, to wait for other load on the machine to end.
 
         Returns:
-            Of each candidate what each of its turns brought, or the one measurement of how it failed. None where they
-            cannot be in memory at the same time, or where one of them has taken all with it.
+            The measurements of each candidate, one per turn, or a single one if it failed. None if the candidates do
+                not fit in memory together, or one of them ended all.
 
         Raises:
             RunnerError: the machinery failed.
@@ -163,7 +162,7 @@ class Runner(ABC):
         return None
 
     def close(self) -> None:
-        """Ends every running trial and releases what the runner holds. May be called twice."""
+        """Ends all trials and releases the runner's resources. May be called twice."""
 
     def __enter__(self) -> "Runner":
         return self

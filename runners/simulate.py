@@ -1,9 +1,9 @@
-"""A cluster one does not have: trials are answered by predictions, with the noise and the failures that real ones have.
+"""Simulates a cluster: trials return predictions with the noise and the failures of real ones.
 
-What is simulated is not the prediction itself, or a search that begins with it would have nothing to learn. A seed
-draws a world that the estimator holds possible: its factors come from the estimator's own uncertainty, and so does
-what single knobs and single configurations do besides. Trials of that world then scatter as measurements do, run out
-of memory where its peak, with some fragmentation, is above the limit, and now and then crash.
+The simulation differs from the estimator's prediction, or a search that begins with it would have nothing to learn. A
+seed draws a world that is plausible under the estimator: global factors, and effects of single knobs and
+configurations, come from the estimator's own uncertainty. Trials of that world scatter as measurements do, run out of
+memory if its peak, with some fragmentation, is above the limit, and crash now and then.
 """
 
 import hashlib
@@ -24,38 +24,38 @@ from .runner import Runner, TrialRequest
 SPREAD = 0.01
 """Standard deviation of the logarithm of a repeated measurement."""
 DISTURBED = 0.03
-"""Share of measurements during which something else slows the cluster down."""
+"""Share of measurements that are slowed down by other load."""
 CRASHES = 0.015
-"""Share of configurations that crash, whatever they need."""
+"""Share of configurations that crash, regardless of memory."""
 FRAGMENTATION = 0.02
-"""Scale of the memory that fragmentation costs, as a share of the peak."""
+"""Scale of the memory lost to fragmentation, as a share of the peak."""
 OWN = 0.25
-"""Share of the unexplained variance that is a configuration's own; the rest is additive in the knobs."""
+"""Share of the unexplained variance that belongs to the configuration as a whole; the rest is additive in the knobs."""
 START_S = 20.0
-"""To bring up ranks and communicators, s; more on more devices."""
+"""Time to start ranks and communicators, s; longer on more devices."""
 COMPILE_S = 60.0
-"""To compile the blocks of a configuration with fusion, s."""
+"""Time to compile the blocks of a configuration with fusion, s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationTerms:
-    """What all trials share."""
+    """Settings of all trials."""
 
     devices: int
     """Devices of a trial."""
     seed: int = 0
-    """Draws the world, its noise and its failures."""
+    """Seed of the world, its noise and its failures."""
     timeout_s: float | None = None
     """Deadline of a trial in simulated time, s; None for none."""
     measure_s: float = 3.0
-    """Time for measuring a candidate's steps, s."""
+    """Time to measure a candidate's steps, s."""
     begun: float | None = None
     """Unix time on the cluster's clock at which its first trial can start, s; None for now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Phases:
-    """How long the parts of a trial take, s."""
+    """Durations of the phases of a trial, s."""
 
     start: float
     build: float
@@ -69,19 +69,19 @@ class _Phases:
 
 @dataclass
 class SimulateRunner(Runner):
-    """Answers with what a drawn world would measure. The same seed gives the same answers, in whatever order.
+    """Returns measurements in a drawn world. The same seed gives the same results in any order.
 
-    `started` and `seconds_*` of a measurement are those of the simulated cluster: a trial starts as soon as one of
-    the `slots` trials that run there at once has ended. Answering takes milliseconds.
+    `started` and `seconds_*` of a measurement are those of the simulated cluster: a trial starts when one of the
+    `slots` concurrent trials has ended. A result takes milliseconds.
     """
 
     estimator: Estimator
-    """Predicts, and says how sure it is."""
+    """Predicts, with uncertainty."""
     terms: SimulationTerms
-    """What all trials share."""
+    """Settings of all trials."""
     slots: int = 1
-    """How many trials run at the same time on the cluster."""
-    _asked: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
+    """Number of concurrent trials on the cluster."""
+    _repeats: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
     name = "simulate"
@@ -92,14 +92,14 @@ class SimulateRunner(Runner):
         self._free_at = [begun] * self.slots
 
     def run(self, request: TrialRequest) -> Measurement:
-        """The outcome of one trial of the drawn world."""
+        """Returns the measurement of one trial in the drawn world."""
         with self._lock:
-            repeat = self._asked[request.config] = self._asked.get(request.config, 0) + 1
+            repeat = self._repeats[request.config] = self._repeats.get(request.config, 0) + 1
         measured = self._outcome(request, repeat)
         return replace(measured, started=self._take(measured.seconds_total or 0.0))
 
     def _take(self, seconds: float) -> float:
-        """When a trial of that length starts: where a slot is free first, which it then holds to its end."""
+        """Reserves the slot that is free first for `seconds` and returns when the trial starts."""
         with self._lock:
             slot = min(range(self.slots), key=self._free_at.__getitem__)
             started = self._free_at[slot]
@@ -107,7 +107,7 @@ class SimulateRunner(Runner):
         return started
 
     def _outcome(self, request: TrialRequest, repeat: int) -> Measurement:
-        """What comes of a trial when its configuration is tried for the `repeat`-th time, without its start."""
+        """Returns the measurement when a configuration is tried for the `repeat`-th time, without its start."""
         config = request.config
         table = self._world.table([config])
         if not np.isfinite(table.step_ms[0]):
@@ -125,7 +125,7 @@ class SimulateRunner(Runner):
         phases = self._phases(config, step)
         limit = truth.memory_limit_mib
         if needed > limit:
-            reason = f"out of memory: {needed:,.0f} MiB are needed and {limit:,.0f} MiB there"
+            reason = f"out of memory: {needed:,.0f} MiB are needed, but {limit:,.0f} MiB are available"
             short = replace(phases, warmup=step / 1e3, measure=0.0).total
             failed = self._failed(request, Status.OOM, reason, short)
             return replace(failed, peak_memory_mib=needed, memory_limit_mib=limit)
@@ -165,7 +165,7 @@ class SimulateRunner(Runner):
         )
 
     def _phases(self, config: Mapping[str, Any], step_ms: float) -> _Phases:
-        """How long a trial would take."""
+        """Returns the durations of a trial's phases."""
         ranks = np.log2(max(self.terms.devices, 2))
         return _Phases(
             start=START_S + 2.0 * ranks,
@@ -184,16 +184,16 @@ class SimulateRunner(Runner):
             log=self._log_name(request),
         )
 
-    def _unexplained(self, config: Mapping[str, Any], what: str, noise: float) -> float:
-        """What knobs and the configuration itself do that the estimator knows nothing of, as a logarithm."""
+    def _unexplained(self, config: Mapping[str, Any], quantity: str, noise: float) -> float:
+        """Returns the effect of knobs and configuration that the estimator does not model, as a logarithm."""
         knobs = [(name, value) for name, value in config.items() if name not in ("dp", "grad_accum")]
         each = noise * np.sqrt((1 - OWN) / max(1, len(knobs)))
-        shared = sum(self._random(what, name, value).normal(0.0, each) for name, value in knobs)
-        own = self._random(what, *sorted(map(str, config.items()))).normal(0.0, noise * np.sqrt(OWN))
+        shared = sum(self._random(quantity, name, value).normal(0.0, each) for name, value in knobs)
+        own = self._random(quantity, *sorted(map(str, config.items()))).normal(0.0, noise * np.sqrt(OWN))
         return float(shared + own)
 
-    def _random(self, *what: Any) -> np.random.Generator:
-        text = "|".join(map(str, (self.terms.seed, *what)))
+    def _random(self, *parts: Any) -> np.random.Generator:
+        text = "|".join(map(str, (self.terms.seed, *parts)))
         return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
 
     def _log_name(self, request: TrialRequest) -> str:

@@ -1,4 +1,4 @@
-"""Trials on the nodes of the Slurm allocation that this process is in."""
+"""Trials on the nodes of the Slurm allocation that this process runs in."""
 
 import contextlib
 import itertools
@@ -43,31 +43,31 @@ _OF_A_TASK = (
 )
 _CORES = re.compile(r"(?P<cores>\d+)(?:\(x(?P<nodes>\d+)\))?")
 LOOK_S = 0.2
-"""How often it is looked whether `srun` still lives while tasks are waited for, s."""
+"""Interval between checks that `srun` lives while tasks are starting, s."""
 CLOSE_S = 15.0
-"""How long tasks may take to end in good order, s."""
+"""Time for tasks to end, s."""
 ANSWER_S = 10
-"""How long somebody who connects has to show that it has the key, s."""
+"""Time for a connecting process to prove that it has the key, s."""
 START_S = 120.0
-"""How long the tasks of an allocation may take to answer, s."""
+"""Time for the tasks of an allocation to answer, s."""
 
 
 def nodes() -> int:
-    """Nodes of the allocation that this process is in; 0 where it is in none."""
+    """Returns the number of nodes of the allocation that this process runs in; 0 if it runs in none."""
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
 
 
 class SlurmRunner(DryRunner):
-    """One task of `srun` on each node, with a host agent.
+    """Runs trials through one task of `srun` with a host agent on each node.
 
     Args:
-        what: the workload that is trained, or other work.
+        what: the workload, or other work.
         terms: devices, limits and deadlines of every trial.
-        concurrency: trials at once; by default as many as there are devices for, and one on CPUs.
+        concurrency: trials at once; by default as many as the devices allow, and one on CPUs.
 
     Raises:
         MissingDependency: there is no `srun`.
-        UsageError: this is no allocation, or it has fewer devices than a trial needs.
+        UsageError: there is no allocation, or it has fewer devices than a trial needs.
         RunnerError: Slurm did not start the tasks.
     """
 
@@ -80,42 +80,44 @@ class SlurmRunner(DryRunner):
         count = nodes()
         if not count:
             raise UsageError(
-                "the slurm runner belongs into an allocation: `sbatch --nodes 2 ... --wrap 'redline tune ...'`"
+                "the slurm runner must run in an allocation: `sbatch --nodes 2 ... --wrap 'redline tune ...'`"
             )
         if terms.device.type == "cpu" and any(os.environ.get(each) for each in _GPUS_ASKED):
             raise UsageError(
-                "the allocation has GPUs, but this process sees none: start redline on one of its nodes, such as by "
-                "`sbatch --nodes 2 ... --wrap 'redline tune ...'`; salloc runs a command where it was typed"
+                "the allocation has GPUs, but this process sees none: start redline on one of its nodes, for example with "
+                "`sbatch --nodes 2 ... --wrap 'redline tune ...'`; salloc runs a command on the submitting host"
             )
         self._layout = _layout(terms, count, self.work.several_hosts)
         self.per_host = self._layout.per_host
         cuda = terms.device.type == "cuda"
         possible = self._layout.at_once
         if concurrency is not None and concurrency > possible:
-            raise UsageError(f"{concurrency} trials at once need more devices than the allocation's {count} nodes have")
+            raise UsageError(
+                f"{concurrency} trials at once need more devices than the {count} nodes of the allocation have"
+            )
         self.slots = concurrency or (possible if cuda else 1)
         self._allocation = _Allocation(count, tuple(self.work.imports))
         try:
-            members = self._allocation.members()
+            workers = self._allocation.workers()
         except BaseException:
             self._allocation.close()
             raise
-        groups = shares(members, self._layout, terms.device.count if cuda else 0)
+        groups = shares(workers, self._layout, terms.device.count if cuda else 0)
         self._groups: queue.SimpleQueue[WorkerGroup | None] = queue.SimpleQueue()
-        """Those that are free; None once all were lost."""
+        """Free worker groups; None once all were lost."""
         self._left = self.slots
         for slot in range(self.slots):
             self._groups.put(WorkerGroup(groups[slot % len(groups)], self.per_host))
 
     def wait_ready(self) -> None:
-        """Returns when the first trial would start at once."""
+        """Waits until trials can start at once."""
         self._with_group(WorkerGroup.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
         return self._with_group(lambda group: group.run(job))
 
     def _with_group(self, call: Callable[[WorkerGroup], Found]) -> Found:
-        """What a free group answers. One that is lost gets no further trial.
+        """Calls a function with a free group. A group that is lost gets no further trial.
 
         Raises:
             RunnerError: it was lost, or all are.
@@ -144,7 +146,7 @@ class SlurmRunner(DryRunner):
 
 
 def _layout(terms: TrialTerms, count: int, several_hosts: bool) -> Layout:
-    """How the devices of a trial are shared among the nodes; their GPUs are taken to be as many as here.
+    """Returns the layout of a trial's devices on the nodes, assuming that all nodes have as many GPUs as this one.
 
     Raises:
         UsageError: there are too few.
@@ -154,7 +156,7 @@ def _layout(terms: TrialTerms, count: int, several_hosts: bool) -> Layout:
     found = lay_out(terms.devices, cuda, capacities)
     if found is None:
         raise UsageError(
-            f"a trial needs {terms.devices} devices, as many on each of its hosts, but the nodes of the allocation have "
+            f"a trial needs {terms.devices} devices, the same number on each of its hosts, but the nodes of the allocation have "
             f"{' + '.join(map(str, capacities))}"
         )
     if found.hosts > 1 and not several_hosts:
@@ -164,24 +166,24 @@ def _layout(terms: TrialTerms, count: int, several_hosts: bool) -> Layout:
     return found
 
 
-def shares(members: Sequence[HostWorker], layout: Layout, gpus: int) -> list[list[HostWorker]]:
-    """Who runs a trial together, for each that there is room for.
+def shares(workers: Sequence[HostWorker], layout: Layout, gpus: int) -> list[list[HostWorker]]:
+    """Returns the workers of each concurrent trial.
 
     Args:
-        members: the nodes.
+        workers: the nodes.
         layout: of a trial.
-        gpus: of each node, which are shared out; 0 where devices are cores, which are not.
+        gpus: GPUs of each node, which are divided among trials; 0 if devices are cores, which are not.
     """
     hosts, each = layout.hosts, layout.per_host
-    places = [range(at, at + each) for at in range(0, gpus - each + 1, each)] if hosts == 1 else [range(each)]
-    nodes = [members[at : at + hosts] for at in range(0, len(members) - hosts + 1, hosts)]
+    slices = [range(at, at + each) for at in range(0, gpus - each + 1, each)] if hosts == 1 else [range(each)]
+    nodes = [workers[at : at + hosts] for at in range(0, len(workers) - hosts + 1, hosts)]
     if not gpus:
         return [list(group) for group in nodes]
-    return [[_Slice(member, place) for member in group] for group in nodes for place in places]
+    return [[_Slice(worker, indices) for worker in group] for group in nodes for indices in slices]
 
 
 def _cores(count: int) -> list[int]:
-    """Cores of each node that the allocation has; such as `72(x2),36` for three."""
+    """Returns the cores of each node, from a value such as `72(x2),36` for three nodes."""
     found: list[int] = []
     for each in (os.environ.get("SLURM_JOB_CPUS_PER_NODE") or "").split(","):
         if match := _CORES.fullmatch(each.strip()):
@@ -190,7 +192,7 @@ def _cores(count: int) -> list[int]:
 
 
 class _Allocation:
-    """A step of the allocation: a task on each node, and a connection to each."""
+    """A job step of the allocation: a task on each node, and a connection to each."""
 
     def __init__(self, count: int, imports: tuple[str, ...]) -> None:
         self._imports, self._count = imports, count
@@ -222,7 +224,7 @@ class _Allocation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Limits a task that is one of several on a node, as which redline was perhaps started.
+                # These limit one of several tasks on a node, which redline may have been started as.
                 env={
                     **MEASURED_WITH,
                     **{name: value for name, value in os.environ.items() if name not in _OF_A_TASK},
@@ -230,16 +232,16 @@ class _Allocation:
                 },
                 start_new_session=True,
             )
-        self._members: list[_SlurmMember] = []
+        self._workers: list[_SlurmWorker] = []
 
-    def members(self) -> list["_SlurmMember"]:
-        """The nodes, in Slurm's order.
+    def workers(self) -> list["_SlurmWorker"]:
+        """Waits for the nodes and returns them in Slurm's order.
 
         Raises:
             RunnerError: not all of them have answered in time.
         """
         end = time.monotonic() + START_S
-        found: dict[int, _SlurmMember] = {}
+        found: dict[int, _SlurmWorker] = {}
         while len(found) < self._count:
             connection = self._accepted()
             if connection is None:
@@ -249,22 +251,22 @@ class _Allocation:
             try:
                 number, name = connection.recv()
                 connection.send((tuple(os.path.abspath(each) for each in sys.path), self._imports))
-            except (EOFError, OSError):  # it has ended, which `srun` tells
+            except (EOFError, OSError):  # the task ended, which shows in `srun`
                 continue
-            found[number] = _SlurmMember(connection, name, here=name == os.environ.get("SLURMD_NODENAME"))
+            found[number] = _SlurmWorker(connection, name, here=name == os.environ.get("SLURMD_NODENAME"))
         self._server.close()
-        self._members = [found[number] for number in sorted(found)]
-        return self._members
+        self._workers = [found[number] for number in sorted(found)]
+        return self._workers
 
     def _accepted(self) -> Connection | None:
-        """The next task that connects; None where none does for a moment, or somebody without the key."""
+        """Returns the next task that connects; None if there is none yet, or if it lacks the key."""
         try:
             accepted, _ = self._server.accept()
         except TimeoutError:
             return None
         accepted.setblocking(True)
         _wait_at_most(accepted, ANSWER_S)
-        # A node that loses power says nothing.
+        # Keep-alive detects a node that loses power.
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             accepted.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -281,16 +283,16 @@ class _Allocation:
                 _wait_at_most(accepted, 0.0)
         return connection
 
-    def _with_last_words(self, what: str) -> str:
-        words = (self._scratch.path / "log").read_text(errors="replace").strip()
-        return f"{what}: {words[-2000:]}" if words else what
+    def _with_last_words(self, message: str) -> str:
+        output = (self._scratch.path / "log").read_text(errors="replace").strip()
+        return f"{message}: {output[-2000:]}" if output else message
 
     def close(self) -> None:
-        """Ends all tasks with what they have started."""
-        for member in self._members:
-            member.kill()
+        """Ends all tasks and everything they started."""
+        for worker in self._workers:
+            worker.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._members:
+            if self._workers:
                 self._step.wait(CLOSE_S)
         if self._step.poll() is None:
             kill_tree(self._step.pid)
@@ -300,7 +302,7 @@ class _Allocation:
 
 
 def _wait_at_most(connected: socket.socket, seconds: float) -> None:
-    """Bounds how long reading from a socket may take; 0 for as long as it will."""
+    """Limits the time of reading from a socket; 0 for no limit."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
@@ -308,29 +310,29 @@ class _Slice(HostWorker):
     """Some of a node's GPUs.
 
     Args:
-        member: the node.
-        places: which of the GPUs that it was given.
+        worker: the node.
+        indices: which of its allocated GPUs.
     """
 
-    def __init__(self, member: HostWorker, places: Sequence[int]) -> None:
-        self._member, self.here = member, member.here
-        self._ids = tuple(map(str, places))
+    def __init__(self, worker: HostWorker, indices: Sequence[int]) -> None:
+        self._worker, self.here = worker, worker.here
+        self._ids = tuple(map(str, indices))
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        if what == "run":
+    def ask(self, method: str, *arguments: Any) -> Any:
+        if method == "run":
             job, *others = arguments
             arguments = (replace(job, device_ids=self._ids), *others)
-        return self._member.ask(what, *arguments)
+        return self._worker.ask(method, *arguments)
 
     def kill(self) -> None:
-        self._member.kill()
+        self._worker.kill()
 
 
-class _SlurmMember(HostWorker):
-    """A task of the step.
+class _SlurmWorker(HostWorker):
+    """A task of the job step.
 
     Args:
-        connection: to it.
+        connection: to the task.
         name: of its node.
         here: whether that is this machine.
     """
@@ -339,19 +341,19 @@ class _SlurmMember(HostWorker):
         self._connection, self._name, self.here = connection, name, here
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[Any]] = {}
+        self._answers: dict[int, Future[Any]] = {}
         self._lost = False
         threading.Thread(target=self._read, daemon=True, name=f"slurm {name}").start()
 
-    def ask(self, what: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         answer: Future[Any] = Future()
         with self._lock:
             if self._lost:
                 raise RunnerError(f"Slurm lost the node {self._name}")
             number = next(self._numbers)
-            self._asked[number] = answer
+            self._answers[number] = answer
             try:
-                self._connection.send((number, what, arguments))
+                self._connection.send((number, method, arguments))
             except OSError as error:
                 raise RunnerError(f"Slurm lost the node {self._name}: {error.strerror or error}") from error
         return answer.result()
@@ -361,18 +363,18 @@ class _SlurmMember(HostWorker):
         try:
             while True:
                 number, value, error = self._connection.recv()
-                answer = self._asked.pop(number)
+                answer = self._answers.pop(number)
                 if error is None:
                     answer.set_result(value)
                 else:
                     answer.set_exception(error)
         except (EOFError, OSError):
-            pass  # it has ended, or was closed here
-        except Exception as error:  # what it sent cannot be read: whoever waits for it is told
+            pass  # the task has ended, or the connection was closed here
+        except Exception as error:  # an unreadable message, reported to the callers that wait
             why = f": {type(error).__name__}: {error}"
         with self._lock:
             self._lost = True
-        for answer in list(self._asked.values()):
+        for answer in list(self._answers.values()):
             answer.set_exception(RunnerError(f"Slurm lost the node {self._name}{why}"))
 
     def kill(self) -> None:

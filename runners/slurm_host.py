@@ -1,8 +1,8 @@
-"""A host of a trial inside a Slurm allocation: a task of `srun` with a host agent, which hangs on a connection.
+"""A host of a trial in a Slurm allocation: a task of `srun` with a host agent, controlled over a connection.
 
-Run as `python -m redline.runners.slurm_host PORT` by `srun`, once on each node. It connects to whoever started `srun`
-there, by the address that Slurm tells it and the key in its environment, says which node it is, and does what it is asked until
-the connection closes.
+Run as `python -m redline.runners.slurm_host PORT` by `srun`, once on each node. It connects to the process that
+started `srun`, at the address set by Slurm and with the key in its environment, sends the number of its node, and
+serves requests until the connection closes.
 """
 
 import os
@@ -19,15 +19,15 @@ from .process import adopt_orphans, kill_descendants
 from .worker_group import Host
 
 KEY = "REDLINE_SLURM_KEY"
-"""The variable with the key of the connection, hexadecimal."""
+"""Environment variable with the key of the connection, hexadecimal."""
 
 
 class SlurmHost(Host):
-    """On a node of an allocation.
+    """A host on a node of an allocation.
 
     Args:
         imports: of its agent.
-        address: of this node, as the one that asks sees it.
+        address: of this node, as seen by the requesting process.
     """
 
     def __init__(self, imports: tuple[str, ...], address: str) -> None:
@@ -38,12 +38,12 @@ class SlurmHost(Host):
         return self._address
 
     def run(self, job: Job, key: str, send_log: bool) -> tuple[Outcome, bytes]:
-        if job.device_ids:  # places among those that Slurm has given
+        if job.device_ids:  # indices among the GPUs that Slurm allocated
             given = visible_gpus(max(map(int, job.device_ids)) + 1)
             if len(given) <= max(map(int, job.device_ids)):
                 raise RunnerError(
-                    f"Slurm gave {socket.gethostname()} {len(given)} GPUs, fewer than where redline was started; ask for as many "
-                    "on each node, such as by --gpus-per-node"
+                    f"Slurm allocated {len(given)} GPUs on {socket.gethostname()}, fewer than where redline was started; "
+                    "request the same number on each node, for example with --gpus-per-node"
                 )
             job = replace(job, device_ids=tuple(given[int(each)] for each in job.device_ids))
         return super().run(job, key, send_log)
@@ -70,28 +70,28 @@ def main() -> None:
 def _serve(connection: Connection, host: SlurmHost) -> None:
     lock = threading.Lock()
 
-    def answer(number: int, what: str, arguments: tuple[object, ...]) -> None:
+    def answer(number: int, method: str, arguments: tuple[object, ...]) -> None:
         value, raised = None, None
         try:
-            value = getattr(host, what)(*arguments)
+            value = getattr(host, method)(*arguments)
         except RedlineError as error:
             raised = error
-        except Exception as error:  # a fault of this program, to be seen where it is asked
+        except Exception as error:  # a bug, reported to the process that sent the request
             raised = RunnerError(f"{type(error).__name__}: {error}")
         with lock:
             try:
                 connection.send((number, value, raised))
-            except OSError:  # nobody listens any more, which `recv` finds
+            except OSError:  # the connection is closed, which `recv` detects
                 return
-            except Exception as error:  # what cannot be sent
+            except Exception as error:  # the value cannot be pickled
                 connection.send((number, None, RunnerError(f"{type(error).__name__}: {error}")))
 
     while True:
         try:
-            asked = connection.recv()
+            request = connection.recv()
         except (EOFError, OSError):
             return
-        threading.Thread(target=answer, args=asked, daemon=True).start()
+        threading.Thread(target=answer, args=request, daemon=True).start()
 
 
 if __name__ == "__main__":

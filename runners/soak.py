@@ -1,7 +1,7 @@
-"""The soak of a candidate: many steps over batches of varied lengths, as real data has them.
+"""The soak of a candidate: many steps over batches of varied lengths, as in real data.
 
-A dry run takes steps that are all alike. What a training meets later shows in none of them: an allocator whose cache is
-cut up by pieces of many sizes, code that is compiled anew for another shape, whatever a model keeps of what it has seen.
+All steps of a dry run are alike. Some problems of a training do not show in them: a cache of the allocator fragmented
+by blocks of many sizes, code that is recompiled for another shape, state that a model accumulates.
 """
 
 import math
@@ -20,39 +20,40 @@ if TYPE_CHECKING:
     from ..training import Training
 
 BEYOND = 1_000_000
-"""Number of the step whose data the first step of a soak has: none of the measured steps has the same."""
+"""Step number whose data the first step of a soak uses, so that it differs from that of all measured steps."""
 SLACK = 3.0
-"""How many times the measured step time each step of a soak may take, most of them being shorter ones."""
+"""Time limit of a step of a soak as a multiple of the measured step time. Most steps are shorter."""
 COMPILED_ANEW = 8
-"""Lengths for which the same code is compiled, `torch.compiler.config.recompile_limit`; what has further ones runs
-uncompiled."""
+"""Number of lengths for which the same code is compiled, `torch.compiler.config.recompile_limit`; further ones run
+uncompiled.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakPlan:
-    """How long a candidate is soaked, and on what."""
+    """Length and data of a soak."""
 
     steps: int = 200
-    """Steps of varied lengths, beside one of the longest before and another after them."""
+    """Steps of varied lengths, besides one of the longest before and another after them."""
     shortest: float = 0.125
     """The shortest length, as a share of the workload's sequence length."""
     compiling_s: float = 0.0
-    """What the candidate's compilations took when it was measured, s."""
+    """Time of the candidate's compilations when it was measured, s."""
 
     @property
     def compile_timeout_s(self) -> float:
-        """What compilations may take on top of those of a dry run, s."""
+        """Time limit of compilations in addition to those of a dry run, s."""
         return COMPILED_ANEW * self.compiling_s
 
     def lengths(self, workload: Workload, seed: int, multiple: int = 1) -> list[int | None]:
-        """Tokens of a sample in each step; None where the workload's samples are all alike.
+        """Returns the tokens per sample of each step; None if the workload's samples have a fixed length.
 
-        The longest come first, when nothing is in the allocator's cache, and last, when it is cut up.
+        The longest come first, when the allocator's cache is empty, and last, when it is fragmented.
 
         Args:
-            workload: what is trained.
+            workload: the workload.
             seed: of the lengths.
-            multiple: of what they must be multiples.
+            multiple: lengths are multiples of this.
         """
         if not varies(workload):
             return [None] * (self.steps + 2)
@@ -65,61 +66,62 @@ class SoakPlan:
         return [longest, *even, longest]
 
     def measuring(self, plan: TimingPlan) -> TimingPlan:
-        """How the candidate is measured before, which it was at length already."""
+        """Returns a short timing plan for the measurement before the soak, since the candidate has been measured at
+        length already.
+        """
         return replace(plan, seconds=0.0, max_steps=plan.min_steps)
 
     def seconds(self, step_ms: float) -> float:
-        """What it may take on top of a dry run, compilation apart, s.
+        """Returns the time limit in addition to that of a dry run, without compilation, s.
 
         Args:
-            step_ms: what a step takes, measured.
+            step_ms: measured time of a step.
         """
         return SLACK * (self.steps + 2) * step_ms / 1e3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakReport:
-    """What a rank found out in a soak."""
+    """The results of one rank of a soak."""
 
     steps: int
-    """Steps made."""
     shortest: int | None
-    """Tokens of the shortest sample; None where all are alike."""
+    """Tokens of the shortest sample; None if samples have a fixed length."""
     longest: int | None
-    """Of the longest."""
+    """Tokens of the longest sample."""
     seconds: float
-    """All of it, compilation included, s."""
+    """Total time, including compilation, s."""
     seconds_compile: float
-    """Compilation, s."""
+    """Time of compilation, s."""
     compiled: int
-    """Steps in which something was compiled."""
+    """Number of steps in which code was compiled."""
     refused: bool
-    """Whether torch.compile gave up on some of it, which ran uncompiled from then on."""
+    """True if torch.compile gave up on some code, which ran uncompiled from then on."""
     loss: float
-    """Loss of the last step, or the sum of all where that is no finite number."""
+    """Loss of the last step, or the sum of all losses if that is not finite."""
 
     @property
     def words(self) -> str:
-        """What was done."""
+        """Summary for people."""
         of = f" of {self.shortest:,} to {self.longest:,} tokens" if self.longest is not None else " of fresh data"
-        anew = f", {self.compiled} of which compiled for {self.seconds_compile:.0f} s" if self.compiled else ""
-        refused = ", and further lengths ran uncompiled, as torch.compile gave up on them" if self.refused else ""
+        anew = f", {self.compiled} of them with {self.seconds_compile:.0f} s of compilation" if self.compiled else ""
+        refused = ", further lengths ran uncompiled because torch.compile gave up on them" if self.refused else ""
         return f"{self.steps} steps{of}{anew}{refused}"
 
 
 def varies(workload: Workload) -> bool:
-    """Whether its samples may have fewer tokens."""
+    """True if the workload's samples may have fewer tokens."""
     return isinstance(workload.batch, TokenBatches) and workload.batch.seq_len > 2
 
 
 def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[], float]) -> SoakReport:
-    """Trains on batches of the plan's lengths. Every rank calls it alike.
+    """Trains on batches of the plan's lengths. Every rank must call it.
 
     Args:
         training: the candidate, built.
-        plan: how long, and on what.
+        plan: length and data.
         seed: of the lengths, the same on all ranks.
-        compiled: seconds that this rank has compiled so far.
+        compiled: returns the time that this rank has compiled so far, s.
     """
     import torch
 
@@ -140,11 +142,11 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         anew += compiled() > known
     values = torch.stack(losses).double()
     last, total = float(values[-1]), float(values.sum())  # waits for the device
-    told = [length for length in lengths if length is not None]
+    varied = [length for length in lengths if length is not None]
     return SoakReport(
         steps=len(lengths),
-        shortest=min(told, default=None),
-        longest=max(told, default=None),
+        shortest=min(varied, default=None),
+        longest=max(varied, default=None),
         seconds=time.perf_counter() - begin,
         seconds_compile=compiled() - before,
         compiled=anew,
@@ -154,7 +156,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
 
 
 def _batches(training: "Training", number: int, length: int | None) -> list[Batch]:
-    """This replica's micro-batches of a step, on the device; for a pipeline, these as one batch."""
+    """Returns this replica's micro-batches of a step, on the device; for a pipeline, a single batch of all."""
     workload, world, micro = training.workload, training.world, training.micro_batch
     if length is not None:
         assert isinstance(workload.batch, TokenBatches)

@@ -1,4 +1,4 @@
-"""The process that watches one trial on one host: starts its ranks, decides how it ended, leaves nothing behind."""
+"""The process that supervises one trial on one host: starts its ranks, determines the outcome, and cleans up."""
 
 import os
 import selectors
@@ -21,10 +21,10 @@ from .process import Deadline, adopt_orphans, die_with_parent, kill_descendants,
 from .rank import DUMP_STACKS, run_rank
 
 GRACE_S = 0.2
-"""After the first failure: how long others may report theirs, to tell the cause from its echoes."""
+"""Time after the first failure for others to report theirs, to tell the cause from its consequences, s."""
 STOPPED = "ended with the ranks of another host"
 STACKS_S = 0.5
-"""After a deadline: how long the ranks have to print their stacks."""
+"""Time after a deadline for the ranks to print their stacks, s."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Rank:
     phase: str = "start"
     compiling: bool = False
     peak_mib: float | None = None
-    """Of what it started, as far as it told."""
+    """Last peak reported for its child processes."""
     outcome: RankOutcome | None = None
     returncode: int | None = None
     open_output: bool = True
@@ -46,16 +46,15 @@ class _Rank:
 
 @dataclass
 class Supervisor:
-    """Runs one job. Lives in a process of its own, forked from the agent."""
+    """Runs one job, in a process forked from the agent."""
 
     job: Job
-    """What to run."""
     client: Connection
-    """Who asked; when it hangs up, the trial is abandoned."""
+    """Connection to the client. If it closes, the trial is abandoned."""
     folder: str | None = None
-    """Where the folder is made in which ranks meet; None for the system's temporary directory."""
+    """Parent of the folder for the rendezvous of ranks; None for the system's temporary directory."""
     shortage: InitVar[Shortage | None] = None
-    """Watches the host's memory; by default made for the job."""
+    """Samples the host's memory; by default created for the job."""
     _ranks: list[_Rank] = field(default_factory=list)
     _stopped: bool = False
 
@@ -65,9 +64,9 @@ class Supervisor:
         self._shortage = shortage or Shortage(job.memory_limit_mib if job.device_type == "cpu" else None)
 
     def run(self) -> Outcome | None:
-        """The job's outcome, or None if the client hung up. Every process it started is gone."""
+        """Returns the job's outcome; None if the client closed the connection. All processes it started have ended."""
         adopt_orphans()
-        self._tell(Begun(os.getpid()))
+        self._send(Begun(os.getpid()))
         folder = tempfile.mkdtemp(prefix="rendezvous-", dir=self.folder)
         try:
             with LogFile(self.job.log, continues=self.job.log_continues) as log:
@@ -82,12 +81,12 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_for_gpus(self, log: LogFile) -> None:
-        """Waits until its GPUs are free; the trial's time begins after that."""
+        """Waits until the GPUs' memory is free. The trial's time begins after that."""
         if self.job.device_type != "cuda":
             return
 
-        def say(what: str) -> None:
-            log.write(f"redline: {what}\n".encode())
+        def say(message: str) -> None:
+            log.write(f"redline: {message}\n".encode())
 
         used_mib = wait_for_room(self.job.device_ids, self.folder, say, given_up=lambda: self.client.poll(0))
         self.job = replace(self.job, used_mib=used_mib)
@@ -122,7 +121,7 @@ class Supervisor:
                     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.job.device_ids)
                 if rendezvous.interface:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
-                    # NCCL takes a bare name for a prefix.
+                    # NCCL treats a name without = as a prefix.
                     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={rendezvous.interface}")
                 run_rank(self.job, local_rank, init_method, sender)
             os.close(stdout)
@@ -156,17 +155,17 @@ class Supervisor:
                     return None
 
     def _gather(self, selector: selectors.BaseSelector, log: LogFile, end: float) -> None:
-        """After a failure, waits a moment for the outcomes of the other ranks."""
+        """Waits for the outcomes of the other ranks after a failure, until `end`."""
         while time.monotonic() < end and not all(rank.outcome for rank in self._ranks):
             if not self._turn(selector, log, end):
                 return
 
     def _turn(self, selector: selectors.BaseSelector, log: LogFile, until: float) -> bool:
-        """Handles the next events, waiting for them until `until`. False when the client hung up."""
+        """Handles the next events, waiting for them until `until`. Returns False if the client closed the connection."""
         for key, _ in selector.select(max(0.0, until - time.monotonic())):
             kind, rank = key.data
             if kind == "client":
-                if not self._told_to_stop():
+                if not self._stop_requested():
                     return False
                 self._stopped = True
             if kind == "output" and not self._drain(rank, log):
@@ -178,12 +177,12 @@ class Supervisor:
                 self._exited(rank, log)
         return True
 
-    def _tell(self, what: Begun | Compiling) -> None:
-        with suppress(OSError):  # the client hung up, which `_turn` finds
-            self.client.send(what)
+    def _send(self, message: Begun | Compiling) -> None:
+        with suppress(OSError):  # the client closed the connection, which `_turn` detects
+            self.client.send(message)
 
-    def _told_to_stop(self) -> bool:
-        """Whether the client wants an early outcome; otherwise it hung up."""
+    def _stop_requested(self) -> bool:
+        """True if the client wants an early outcome, False if it closed the connection."""
         try:
             return self.client.recv() == STOP
         except (EOFError, OSError):
@@ -202,7 +201,7 @@ class Supervisor:
             rank.compiling = value
             compiling = any(each.compiling for each in self._ranks)
             if self._deadline.compiling(compiling, time.monotonic()):
-                self._tell(Compiling(compiling))
+                self._send(Compiling(compiling))
         elif rank.outcome is None:
             rank.outcome = value
         return True
@@ -220,7 +219,7 @@ class Supervisor:
             rank.outcome = RankOutcome(rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})")
 
     def _drain(self, rank: _Rank, log: LogFile) -> bool:
-        """Copies what a rank printed, a bounded amount at a time. False at the end of its output."""
+        """Copies the output of a rank, a limited amount at a time. Returns False at the end of the output."""
         label = rank.number if self.job.rendezvous.world_size > 1 else None
         for _ in range(64):
             try:
@@ -236,13 +235,13 @@ class Supervisor:
 
     def _timeout(self, selector: selectors.BaseSelector, log: LogFile) -> Outcome:
         several = self.job.rendezvous.world_size > 1
-        what = self._deadline.reason
+        message = self._deadline.reason
         alive = [rank for rank in self._ranks if rank.outcome is None]
-        # Of a compilation that takes too long the others are blameless.
+        # If a compilation took too long, only the compiling ranks are late.
         late = [rank for rank in alive if rank.compiling == self._deadline.in_compilation] or alive
         for rank in alive:
             log.write(
-                f"\nredline: {what} (during {rank.phase}); stacks follow\n".encode(),
+                f"\nredline: {message} (during {rank.phase}); stacks follow\n".encode(),
                 rank=rank.number if several else None,
             )
             os.kill(rank.pid, DUMP_STACKS)
@@ -251,7 +250,7 @@ class Supervisor:
         end = time.monotonic() + STACKS_S
         while time.monotonic() < end and self._turn(selector, log, end):
             continue
-        reason = f"{what} (during {', '.join(phases)}{who})"
+        reason = f"{message} (during {', '.join(phases)}{who})"
         return Outcome(status=Status.TIMEOUT, reason=reason, ranks=self._reported())
 
     def _outcome(self) -> Outcome:
@@ -261,7 +260,7 @@ class Supervisor:
         return tuple(rank.outcome for rank in self._ranks if rank.outcome is not None)
 
     def _as_stopped(self) -> tuple[RankOutcome, ...]:
-        """Those that ended by themselves, and those that told of their memory."""
+        """Returns the outcomes of ranks that ended on their own, and of those that reported their memory."""
         stopped = (
             RankOutcome(
                 rank=rank.number, status=Status.CRASH, reason=STOPPED, peak_memory_mib=rank.peak_mib, secondary=True

@@ -1,4 +1,4 @@
-"""When a step time is steady, and when it is known well enough."""
+"""Measures step times: warm-up until they are steady, then steps until their median is known precisely enough."""
 
 import itertools
 import statistics
@@ -13,35 +13,38 @@ from ..results.again import median_rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimingPlan:
-    """How long to warm up and to measure."""
+    """Durations of warm-up and measurement."""
 
     compile_max_steps: int = 10
-    """Steps in which something compiles and that are left out; what goes on compiling is as slow as that."""
+    """Number of steps that may be left out because something compiles in them. Further compilation counts as step time."""
     warmup_min_steps: int = 2
-    """Steps that never count; the first ones allocate."""
+    """Steps that never count, since the first ones allocate."""
     warmup_max_steps: int = 10
-    """Steps after which a time that still moves is measured as it is."""
+    """Steps after which warm-up ends even if step times still change."""
     warmup_seconds: float = 10.0
-    """Warm-up ends after this long even if unsteady (never before `warmup_min_steps`)."""
+    """Time after which warm-up ends even if step times still change (never before `warmup_min_steps`), s."""
     steady_within: float = 0.05
-    """Two successive steps this close (relative) are steady."""
+    """Relative difference of two successive steps below which they are steady."""
     min_steps: int = 3
-    """Steps measured at least."""
+    """Smallest number of measured steps."""
     max_steps: int = 200
-    """Steps measured at most."""
+    """Largest number of measured steps."""
     seconds: float = 3.0
-    """Budget of the measurement (never fewer than `min_steps`)."""
+    """Time budget of the measurement (never fewer than `min_steps`), s."""
     precision: float = 0.02
-    """Relative half-width of the median's 95 % confidence interval at which measuring ends."""
+    """Relative half-width of the median's 95 % confidence interval at which the measurement ends."""
     settle_seconds: float = 0.0
-    """Steps run at most this long before those that are measured, s, until their time stays the same: a GPU lowers its clocks
-    as it gets warm and reaches its power limit."""
+    """Longest time of unmeasured steps before the measurement, until step times no longer change, s. A GPU lowers its
+    clocks as it gets warm and reaches its power limit.
+    """
     slow_factor: float = 1.5
-    """A candidate whose steady step takes this many times the best so far stops after the warm-up."""
+    """A candidate whose steady step takes more than this many times the best so far stops after the warm-up."""
 
 
 WINDOW_S, WINDOWS, SETTLED_WITHIN = 2.0, 3, 0.005
-"""Clocks have settled when the median steps of so many windows in a row, of so many seconds each, are this close (relative)."""
+"""Clocks have settled when the median step times of the last `WINDOWS` windows of `WINDOW_S` seconds differ by at
+most this (relative).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,28 +56,29 @@ class Timing:
     spread_ms: float
     """Half-width of the 95 % confidence interval of the median, ms."""
     steps: int
-    """Steps measured."""
+    """Number of measured steps."""
     warmup_steps: int
-    """Steps before them."""
+    """Number of steps before them."""
     seconds_warmup: float
     """Wall time of the warm-up, s."""
     seconds_measure: float
     """Wall time of the measured steps, s."""
     seconds_settle: float = 0.0
-    """Time of the steps before them until clocks had settled, part of the warm-up, s."""
+    """Time until clocks had settled, part of the warm-up, s."""
     seconds_compile: float = 0.0
-    """Wall time of the steps in which some rank compiled, which are part of neither, s."""
+    """Wall time of steps in which any rank compiled, part of neither warm-up nor measurement, s."""
     stopped_early: str = ""
     """Why the measurement was cut short; empty if it was not."""
     turns_ms: tuple[float, ...] = ()
-    """Median step of each turn, where the candidate took turns with others, ms."""
+    """Median step time of each turn if the candidate was interleaved with others, ms."""
 
 
 def median_interval(times: Sequence[float]) -> tuple[float, float]:
-    """Median and half-width of its distribution-free 95 % confidence interval, in the unit of `times`.
+    """Returns the median and the half-width of its distribution-free 95 % confidence interval, in the unit of
+    `times`.
 
-    The interval runs between two order statistics whose ranks come from the binomial distribution
-    (`median_rank`). Below six values no such interval reaches 95 % and the whole range stands in.
+    The interval is between two order statistics whose ranks come from the binomial distribution (`median_rank`). Below
+    six values no such interval reaches 95 %, and the whole range is used.
     """
     ordered = sorted(times)
     n = len(ordered)
@@ -85,22 +89,22 @@ def median_interval(times: Sequence[float]) -> tuple[float, float]:
 
 
 class Clock(ABC):
-    """Marks moments on a device and tells the milliseconds between them."""
+    """Marks moments on a device and measures the milliseconds between them."""
 
     chunk_seconds: float = 0.0
-    """How much work may be queued between two readings, s."""
+    """Amount of work that may be queued between two readings, s."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """A moment, after all work issued so far."""
+        """Returns a mark after all work issued so far."""
 
     @abstractmethod
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """Milliseconds between successive marks; waits until the last one has passed."""
+        """Returns the milliseconds between successive marks; waits until the last one has passed."""
 
 
 class HostClock(Clock):
-    """The CPU: work is done when the call returns."""
+    """A clock for the CPU, where work is done when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -110,7 +114,7 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """CUDA events, so that measuring never drains the queue between steps."""
+    """A clock of CUDA events, so that measuring never drains the queue between steps."""
 
     chunk_seconds = 0.25
 
@@ -130,19 +134,19 @@ class CudaClock(Clock):
 
 
 class Turns(Protocol):
-    """When a candidate may run that takes turns with others."""
+    """The turns of an interleaved candidate."""
 
     seconds: float
-    """How long a turn is, s."""
+    """Duration of a turn, s."""
 
     def wait(self) -> bool:
-        """Blocks until its next turn; False when all are over."""
+        """Waits for the next turn; returns False when all are over."""
 
     def begin(self) -> None:
-        """Every rank has its turn."""
+        """Called when every rank has its turn."""
 
     def end(self) -> None:
-        """The turn is over; the first one with the warm-up."""
+        """Ends the turn. The first call ends the warm-up."""
 
 
 def measure(
@@ -158,22 +162,22 @@ def measure(
     measuring: Callable[[], None] = lambda: None,
     turns: Turns | None = None,
 ) -> Timing:
-    """Runs `step` until its time is known, or in turns with other candidates until these are over.
+    """Runs `step` until its time is known, or in turns with other candidates until all turns are over.
 
-    Steps in which any rank compiles count neither as warm-up nor as measured, and their time is kept apart.
+    Steps in which any rank compiles count neither as warm-up nor as measured; their time is recorded separately.
 
     Args:
         step: one optimizer step.
         clock: marks its beginning and end on the device.
-        plan: how long and how precisely.
+        plan: durations and precision.
         best_step_ms: the time of the best candidate so far for the same work, ms.
-        agree: elementwise maximum over all ranks, so that every rank counts the slowest and takes the
-            same decisions (each rank must run the same number of steps).
+        agree: elementwise maximum over all ranks, so that every rank counts the slowest and makes the same decisions
+            (each rank must run the same number of steps).
         mean: elementwise mean over all ranks.
-        compiled: seconds that this rank has compiled so far.
+        compiled: returns the time that this rank has compiled so far, s.
         settled: called once, when every rank has made a step without compiling.
-        measuring: called when the steps begin that are measured.
-        turns: when it may run; it warms up as it would alone.
+        measuring: called when the measured steps begin.
+        turns: of an interleaved candidate, which warms up as it would alone.
     """
     timed = _Timed(step, clock, agree, mean, compiled, plan.compile_max_steps)
     warm = _warm_up(timed, plan, best_step_ms, settled)
@@ -198,14 +202,14 @@ def measure(
     measuring()
     in_turns: list[float] = []
     if turns is None:
-        taken = _alone(timed, plan, clock.chunk_seconds, warm[-1])
+        step_times = _alone(timed, plan, clock.chunk_seconds, warm[-1])
     else:
-        taken, in_turns = _in_turns(timed, turns, agree, warm[-1])
-    median, half = median_interval(taken)
+        step_times, in_turns = _in_turns(timed, turns, agree, warm[-1])
+    median, half = median_interval(step_times)
     return Timing(
         step_ms=median,
         spread_ms=half,
-        steps=len(taken),
+        steps=len(step_times),
         warmup_steps=len(warm),
         seconds_warmup=seconds_warmup,
         seconds_measure=timed.seconds - seconds_warmup,
@@ -216,7 +220,7 @@ def measure(
 
 
 class _Timed:
-    """Steps without compilation, and how long they took; see `measure`."""
+    """Runs steps and measures them, without compilation; see `measure`."""
 
     def __init__(
         self,
@@ -232,18 +236,18 @@ class _Timed:
         self._begin = time.perf_counter()
         self._own, self._means = 0.0, 0.0
         self.seconds = 0.0
-        """From the beginning to the last of them, without those in which some rank compiled."""
+        """Time from the beginning to the last step, without steps in which any rank compiled, s."""
 
     @property
     def seconds_compile(self) -> float:
-        """Of the steps in which some rank compiled."""
+        """Time of the steps in which any rank compiled, s."""
         return self._compiling.seconds
 
     def __call__(self, count: int) -> list[float]:
-        """Runs so many steps; the milliseconds of each, which add up to those of the slowest rank.
+        """Runs `count` steps and returns the milliseconds of each. Their sum is that of the slowest rank.
 
-        Each is the mean over ranks, scaled by what the steps since `restart` took the slowest rank against the mean. The
-        maximum over ranks of each step would count a delay that passes from rank to rank, as from stage to stage of a
+        Each is the mean over ranks, scaled by the ratio of the slowest rank's total since `restart` to the mean total.
+        The maximum over ranks of each step would count a delay that passes from rank to rank, as between stages of a
         pipeline, once for every rank.
         """
         while True:
@@ -263,12 +267,12 @@ class _Timed:
                 return [each * scale for each in means]
 
     def restart(self) -> None:
-        """Steps from now on are compared over ranks by themselves."""
+        """Resets the totals by which steps are scaled."""
         self._own = self._means = 0.0
 
 
 def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settled: Callable[[], None]) -> list[float]:
-    """Steps until their time is steady, ms each."""
+    """Runs steps until their time is steady, and returns their times, ms."""
     warm = timed(1)
     settled()
     while True:
@@ -277,14 +281,14 @@ def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settle
                 return warm
             if len(warm) > 1 and abs(warm[-1] - warm[-2]) <= plan.steady_within * warm[-1]:
                 return warm
-            # Far slower than the best even now: no further warming will make it the winner.
+            # Far slower than the best: further warm-up cannot make it the winner.
             if best_step_ms is not None and min(warm[-2:]) > 3 * best_step_ms and len(warm) > plan.warmup_min_steps:
                 return warm
         warm += timed(1)
 
 
 def _settle(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> float:
-    """Steps until their time stays the same or `settle_seconds` are over; how long that took, s."""
+    """Runs steps until their time no longer changes or `settle_seconds` are over, and returns the time of that, s."""
     total_ms, medians = 0.0, list[float]()
     while total_ms < plan.settle_seconds * 1e3:
         window: list[float] = []
@@ -299,46 +303,46 @@ def _settle(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: 
 
 
 def _alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:
-    """Steps until their median is known, ms each."""
-    begin, taken = timed.seconds, list[float]()
+    """Runs steps until their median is known, and returns their times, ms."""
+    begin, step_times = timed.seconds, list[float]()
     while True:
         chunk = max(1, min(50, int(chunk_seconds * 1e3 / max(expected_ms, 1e-6))))
-        taken += timed(min(chunk, plan.max_steps - len(taken)))
-        expected_ms, half = median_interval(taken)
-        if len(taken) < plan.min_steps:
+        step_times += timed(min(chunk, plan.max_steps - len(step_times)))
+        expected_ms, half = median_interval(step_times)
+        if len(step_times) < plan.min_steps:
             continue
-        if len(taken) >= plan.max_steps or timed.seconds - begin >= plan.seconds:
-            return taken
-        if len(taken) >= 6 and half <= plan.precision * expected_ms:
-            return taken
+        if len(step_times) >= plan.max_steps or timed.seconds - begin >= plan.seconds:
+            return step_times
+        if len(step_times) >= 6 and half <= plan.precision * expected_ms:
+            return step_times
 
 
 def _in_turns(
     timed: _Timed, turns: Turns, agree: Callable[[list[float]], list[float]], expected_ms: float
 ) -> tuple[list[float], list[float]]:
-    """Steps for as long as there are turns, ms each, and the median of each turn; there is one turn at least."""
-    taken: list[float] = []
+    """Runs steps while there are turns, at least one. Returns the turn_times of all steps and the median of each turn, ms."""
+    times: list[float] = []
     medians: list[float] = []
     turns.end()
     while not agree([0.0 if turns.wait() else 1.0])[0]:
         turns.begin()
-        times = timed(max(1, round(turns.seconds * 1e3 / max(expected_ms, 1e-6))))
+        turn_times = timed(max(1, round(turns.seconds * 1e3 / max(expected_ms, 1e-6))))
         turns.end()
-        taken += times
-        medians.append(statistics.median(times))
-        expected_ms = statistics.median(taken)
-    return taken, medians
+        times += turn_times
+        medians.append(statistics.median(turn_times))
+        expected_ms = statistics.median(times)
+    return times, medians
 
 
 class _Compiling:
-    """The steps that are left out because some rank compiled in them."""
+    """Counts the steps that are left out because any rank compiled in them."""
 
     def __init__(self, most: int) -> None:
         self.seconds = 0.0
         self._left, self._until = most, 0.0
 
     def left_out(self, steps: int, elapsed: float, compiled: float) -> bool:
-        """Whether the last steps, up to `elapsed` seconds, are left out; as every rank decides."""
+        """Returns True if the last steps, up to `elapsed` seconds, are left out. All ranks decide alike."""
         out = compiled > 0 and self._left > 0
         if out:
             self._left -= steps

@@ -1,4 +1,4 @@
-"""What one rank of a training does: build the model in its configuration, go on from the latest checkpoint, train."""
+"""The program of one rank of a training: build the model in its configuration, resume from the latest checkpoint, train."""
 
 import inspect
 import json
@@ -43,42 +43,40 @@ if TYPE_CHECKING:
 
 
 _SYNCED = ("checkpoint", "end")
-"""Kinds of lines behind which a log survives a power cut, as the checkpoints do of which they tell."""
+"""Kinds of log lines after which the file is synced, so that it survives a power failure as checkpoints do."""
 _PASSING = ("step", "progress")
-"""Kinds of lines that are dropped where the disk is full."""
+"""Kinds of log lines that are dropped while the disk is full."""
 _WAITING = 200
-"""Lines that are kept for a log whose disk is full, the latest."""
+"""Number of latest lines kept for a log whose disk is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRank:
-    """A program for the ranks of a training. Call it with the rank's context.
+    """The program of the ranks of a training. Called with the rank's context.
 
-    Wherever it is started, it goes on from the latest checkpoint in its folder, saved in whatever configuration.
+    It always resumes from the latest checkpoint in its folder, saved in any configuration.
     """
 
     workload: Workload
-    """What is trained."""
     config: Config
-    """How."""
     hyperparameters: Hyperparameters
-    """How it learns, and for how many steps."""
+    """Including the number of steps."""
     plan: LoopPlan
-    """What is done on the way."""
+    """Intervals of logs, evaluations and checkpoints."""
     folder: Path
-    """Where checkpoints and the log go, which all ranks share."""
+    """Contains checkpoints and the log; shared by all ranks."""
     data: DataPlan = field(default_factory=DataPlan)
-    """What it is trained on."""
+    """The training data."""
     weights: str | None = None
-    """A checkpoint of another tool whose weights it begins with; None for those of the seed."""
+    """A checkpoint of another tool with the initial weights; None to initialise them from the seed."""
     seed: int = 0
-    """Of weights, and of dropout."""
+    """Seed of weights and dropout."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a checkpoint is to say of the training."""
+    """Additional fields of a checkpoint's manifest."""
     peak_flops: float | None = None
-    """Of a device; None where it is not known."""
-    heard: Callable[[], None] | None = None
-    """Called on rank 0 behind every line of the log."""
+    """Peak rate of a device; None if unknown."""
+    on_line: Callable[[], None] | None = None
+    """Called on rank 0 after every line of the log."""
 
     def __call__(self, context: RankContext) -> Ended:
         import torch
@@ -91,8 +89,8 @@ class TrainRank:
                 join(context)
             group = patient_group()
         with ExitStack() as held:
-            written = held.enter_context(_Log(self.folder, self.heard)) if context.rank == 0 else None
-            log = written or _nowhere
+            written = held.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
+            log = written or _discard
             context.phase("data")
             samples = self._samples()
             context.phase("build")
@@ -113,7 +111,9 @@ class TrainRank:
             saver = Saver(folder, context.rank, group)
             held.callback(saver.close)
             step, position = self._begin(training, state, saver, group, log)
-            saver.gathered(None)  # the group of the steps has less patience with a rank that reads more than others
+            saver.gathered(
+                None
+            )  # waits here: collectives of steps have a shorter timeout for a rank that reads more than others
             loop = Loop(
                 training,
                 samples,
@@ -124,7 +124,7 @@ class TrainRank:
                 position=position,
                 facts={**self.facts, "configuration": dict(self.config), "devices": context.world_size},
                 log=log,
-                stop=held.enter_context(_told_to_stop(self.folder if context.rank == 0 else None)),
+                stop=held.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 average=average,
@@ -145,7 +145,7 @@ class TrainRank:
         group: "torch.distributed.ProcessGroup | None",
         log: Callable[[Mapping[str, Any]], None],
     ) -> tuple[int, int]:
-        """Puts the weights in place; steps that are done, and samples that they took."""
+        """Loads or initialises the weights. Returns the number of steps done and of samples used."""
 
         def say(note: str) -> None:
             log({"kind": "note", "text": note})
@@ -154,10 +154,10 @@ class TrainRank:
         try:
             found = latest(folder, group, damaged.append, log)
         except StudyError:
-            mended = self.weights is not None and state.frozen is not None
-            if not mended or not (damage := frozen_damage(folder, group)):
+            repairable = self.weights is not None and state.frozen is not None
+            if not repairable or not (damage := frozen_damage(folder, group)):
                 raise
-            say(f"the weights that are not trained are taken from '{self.weights}' again: {damage}")
+            say(f"the frozen weights are read from '{self.weights}' again: {damage}")
             weights = weights_to_begin_with(self.workload, str(self.weights))
             keep_again(state, weights, folder, saver, training.world.rank)
             damaged.clear()
@@ -180,24 +180,24 @@ class TrainRank:
 
 
 def weights_to_begin_with(workload: Workload, path: str) -> Weights:
-    """The weights of another tool's checkpoint, none of which is read yet.
+    """Returns the weights of another tool's checkpoint, without reading them.
 
     Raises:
-        WorkloadError: it is of another model, or cannot be read.
+        WorkloadError: the checkpoint belongs to another model or cannot be read.
     """
     if not isinstance(workload.model, Architecture):
         raise WorkloadError(
-            f"{workload.name} is built by code of its own, which can load '{path}' itself: checkpoints of other tools "
-            "are read for Hugging Face models"
+            f"{workload.name} is not a Hugging Face model: its own code must load '{path}', since redline only reads "
+            "checkpoints of other tools for Hugging Face models"
         )
     return find_weights(path, workload.model)
 
 
 class Trainings(Work):
-    """A training, in one configuration after another.
+    """A training in one configuration after another.
 
     Args:
-        program: what its ranks do, whatever its configuration.
+        program: of its ranks, with any configuration.
     """
 
     in_turns = False
@@ -206,7 +206,7 @@ class Trainings(Work):
     def __init__(self, program: TrainRank) -> None:
         self.program = program
         self.ended: Ended | None = None
-        """What the first rank reported of how its loop ended; None where it reported nothing."""
+        """The first rank's report of how its loop ended; None if it did not report."""
         self.imports = (*COMMON_IMPORTS, "redline.runners.train", *program.workload.imports)
 
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
@@ -225,7 +225,7 @@ class Trainings(Work):
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
-        """How it ended, and how fast it was in between."""
+        """Returns the status of the training and its throughput."""
         unit = self.program.workload.unit
         ends = [each.report for each in outcome.ranks if isinstance(each.report, Ended)]
         self.ended = next(iter(ends), None)
@@ -257,8 +257,8 @@ class Trainings(Work):
 
 
 def _check_packing(training: Training, samples: TrainingData) -> None:
-    """Refuses documents in one sample for a model that mixes them. Of a stage of a pipeline only what its forward takes is
-    looked at.
+    """Refuses several documents per sample if the model attends across them. For a pipeline stage only the forward's
+    arguments are checked.
 
     Raises:
         WorkloadError: it does.
@@ -269,24 +269,25 @@ def _check_packing(training: Training, samples: TrainingData) -> None:
     check_packing(training.model if training.world.pp == 1 else names, samples.plan, samples.task)
 
 
-def _nowhere(line: Mapping[str, Any]) -> None:
-    """The log of a rank that keeps none."""
+def _discard(line: Mapping[str, Any]) -> None:
+    """The log of ranks other than 0."""
 
 
 class _Log:
-    """Appends lines of JSON to a training's log. A full disk must not end a training: a line that cannot be written is printed,
-    and unless it is of a kind in `_PASSING` it is written once there is room again, apart from what there is of one that was cut.
+    """Appends JSON lines to a training's log. A full disk must not end a training: a line that cannot be written is
+    printed, and unless its kind is in `_PASSING` it is written once there is room again, on a line of its own
+    after a truncated one.
 
     Args:
-        folder: the training's.
-        heard: called behind every line.
+        folder: of the training.
+        on_line: called after every line.
     """
 
-    def __init__(self, folder: Path, heard: Callable[[], None] | None) -> None:
+    def __init__(self, folder: Path, on_line: Callable[[], None] | None) -> None:
         path = folder / LOG
         self._cut = path.exists() and path.read_bytes()[-1:] not in (b"\n", b"")
         self._file = path.open("ab", buffering=0)
-        self._heard = heard
+        self._on_line = on_line
         self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
 
     def __enter__(self) -> "_Log":
@@ -297,7 +298,7 @@ class _Log:
 
     @property
     def unwritten(self) -> tuple[Mapping[str, Any], ...]:
-        """Lines that the disk has had no room for so far."""
+        """Lines that could not be written so far."""
         return tuple(self._waiting)
 
     def __call__(self, line: Mapping[str, Any]) -> None:
@@ -310,11 +311,11 @@ class _Log:
                 self._waiting.append(each)
         if reason:
             print(f"redline: the log cannot be written ({reason}): {json.dumps(lines[-1])}", flush=True)
-        if self._heard is not None:
-            self._heard()
+        if self._on_line is not None:
+            self._on_line()
 
     def _write(self, line: Mapping[str, Any]) -> str:
-        """Writes a line; why that is not possible, empty where it was."""
+        """Writes a line. Returns the error, or an empty string."""
         data = b"\n" * self._cut + json.dumps(line, allow_nan=False).encode() + b"\n"
         try:
             written = self._file.write(data)
@@ -327,17 +328,19 @@ class _Log:
 
 
 @contextmanager
-def _told_to_stop(folder: Path | None) -> Iterator[Callable[[], bool]]:
-    """Whether somebody wants the training to end: by SIGTERM, SIGINT, or a file in its folder, for which one rank looks."""
-    heard = False
+def _stop_requested(folder: Path | None) -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns True when the training must end: after SIGTERM, SIGINT, or if a file is in its
+    folder, which one rank checks.
+    """
+    requested = False
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        heard = True
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        requested = True
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: heard or (folder is not None and os.path.exists(folder / STOP))
+        yield lambda: requested or (folder is not None and os.path.exists(folder / STOP))
     finally:
         for number, handler in before.items():
             with suppress(TypeError):  # one that Python did not set cannot be put back

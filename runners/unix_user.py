@@ -1,4 +1,4 @@
-"""A Unix user as whom processes are started that shall reach nothing of this one's."""
+"""A Unix user for processes that must not reach anything of this process's user."""
 
 import grp
 import os
@@ -15,7 +15,7 @@ from ..base.errors import UsageError, unknown
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder that redline is imported from."""
 CHECK_S = 120.0
-"""How long it may take to start Python, s."""
+"""Time to start Python, s."""
 _OF_A_USER = re.compile(r"(REDLINE_|XDG_|SSH_|SUDO_).*|HOME|MAIL|TMPDIR|TEMP|TMP|HISTFILE|OLDPWD")
 _SECRET = re.compile(r".*(TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|AUTH).*|PG.*|DATABASE_URL", re.I)
 
@@ -25,21 +25,19 @@ class UnixUser:
     """A user of this host."""
 
     name: str
-    """As the host's list of users has it."""
     uid: int
-    """Number."""
     gid: int
-    """Number of the first group."""
+    """Number of the primary group."""
     groups: tuple[int, ...]
-    """Numbers of all groups: a GPU's files may be a group's."""
+    """Numbers of all groups. Access to GPUs may depend on one."""
 
     def popen(self, folder: Path, **more: str) -> dict[str, Any]:
-        """What `subprocess.Popen` is told for a process of this user's: who it is, and an environment without what is
-        this process's own.
+        """Returns the arguments of `subprocess.Popen` for a process of this user, with an environment without this
+        process's private variables.
 
         Args:
             folder: its home.
-            more: of the environment, where this one's does not say.
+            more: default values of environment variables.
         """
         kept = {**more, **os.environ}
         environment = {name: kept[name] for name in kept if not (_OF_A_USER.fullmatch(name) or _SECRET.fullmatch(name))}
@@ -54,27 +52,26 @@ class UnixUser:
         }
 
     def give(self, folder: Path) -> None:
-        """Makes a folder theirs alone."""
+        """Makes this user the only one with access to a folder."""
         os.chown(folder, self.uid, self.gid)
         os.chmod(folder, 0o700)
 
 
 def unix_user(name: str) -> UnixUser:
-    """The user of that name, as whom this process can start others.
+    """Returns the user of that name after checking that this process can start processes of it.
 
     Raises:
-        UsageError: there is none, it is who this process is or an administrator, or this process may not.
+        UsageError: there is none, it is this process's user or an administrator, or this process lacks the permission.
     """
     try:
         found = pwd.getpwnam(name)
     except KeyError:
         raise UsageError(unknown("user of this host", name, [each.pw_name for each in pwd.getpwall()])) from None
     if found.pw_uid == 0:
-        raise UsageError(f"the user '{name}' may do everything on this host; name one that may do little")
+        raise UsageError(f"the user '{name}' is an administrator of this host; name one without privileges")
     if found.pw_uid == os.geteuid():
         raise UsageError(
-            f"the user '{name}' is the one that this process runs as, so that nothing would be kept from code; name "
-            "another"
+            f"the user '{name}' is the one that this process runs as, so that code could access its files; name another"
         )
     groups = tuple(sorted(set(os.getgrouplist(name, found.pw_gid)) - {0}))
     user = UnixUser(name=name, uid=found.pw_uid, gid=found.pw_gid, groups=groups)
@@ -85,7 +82,7 @@ def unix_user(name: str) -> UnixUser:
 
 
 def _check(user: UnixUser) -> None:
-    """Starts Python as that user, which shows both that this process may and that the user can."""
+    """Starts Python as that user, which checks this process's permission and the user's access to Python and redline."""
     try:
         done = subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""What the processes of a trial run, and what their reports come to, wherever they are."""
+"""The work of a trial's processes: their program, and the measurement from their reports."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -18,27 +18,26 @@ DEFAULT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTerms:
-    """What holds for every trial of a run."""
+    """Settings of all trials of a run."""
 
     device: Device
-    """Where trials run."""
+    """Kind of device."""
     devices: int = 1
     """Devices of one trial, which is also its number of ranks."""
     memory_limit_mib: float | None = None
-    """Memory a rank may take, MiB."""
+    """Memory limit of a rank, MiB."""
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Deadline of a trial that brings none of its own, s; None for none. Compilation has as long again, and five minutes at
-    least."""
+    """Default deadline of a trial, s; None for none. Compilation has the same time again, and at least five minutes."""
     threads: int | None = None
     """CPU threads of a rank."""
     plan: TimingPlan = field(default_factory=TimingPlan)
-    """How long a candidate is measured."""
+    """Durations of warm-up and measurement."""
     seed: int = 0
     """Seed of weights and data."""
 
 
 class Known(TypedDict):
-    """Fields of a measurement that do not depend on what was run."""
+    """Fields of a measurement that do not depend on the work."""
 
     devices: int
     started: float
@@ -47,36 +46,36 @@ class Known(TypedDict):
 
 
 class Work(ABC):
-    """What is tried: dry runs of a workload, calls of a function, or runs of a command."""
+    """The work of trials: dry runs of a workload, calls of a function, or runs of a command."""
 
     imports: tuple[str, ...]
     """Modules that a host agent imports once, for all trials."""
     several_hosts: bool = True
-    """Whether the devices of a trial may be on several hosts."""
+    """True if the devices of a trial may be on several hosts."""
     confirms: bool = True
-    """Whether leaders are measured again at the end."""
+    """True if leaders are measured again at the end."""
     in_turns: bool = True
-    """Whether candidates can be in memory together, and take turns."""
+    """True if candidates can be in memory together and take turns."""
 
     @abstractmethod
     def job(self, request: "TrialRequest", terms: TrialTerms) -> "Job":
-        """The job of one trial."""
+        """Returns the job of a trial."""
 
     def turns(self, measured: Measurement, outcome: "Outcome") -> list[Measurement]:
-        """What each turn brought of a candidate that was measured in turns; by default all were one.
+        """Returns the measurement of each turn of an interleaved candidate; by default a single one.
 
         Args:
-            measured: what the outcome says of all turns.
-            outcome: of its part of the job.
+            measured: measurement over all turns.
+            outcome: of the candidate's part of the job.
         """
         return [measured]
 
     @abstractmethod
     def measurement(self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: Known) -> Measurement:
-        """What the outcome of that job says.
+        """Returns the measurement for the outcome of a job.
 
         Args:
             request, terms: of the trial.
-            outcome: how the job ended.
-            known: fields of the measurement that do not depend on what was run.
+            outcome: of the job.
+            known: fields of the measurement that do not depend on the work.
         """

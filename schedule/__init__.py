@@ -1,4 +1,4 @@
-"""How a model is rewritten: the schedule tree and its primitives."""
+"""The schedule tree and the primitives that rewrite a model."""
 
 from . import collectives
 from .build import build

@@ -1,4 +1,4 @@
-"""build: turns a schedule into a module and an optimizer that are ready to train."""
+"""build: converts a schedule to a module and an optimizer that are ready to train."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,25 +23,25 @@ from .schedule import Schedule
 from .tree import PHASES, find_module
 
 TARGETS = ("deepspeed",)
-"""Engines that `build` makes."""
+"""Engines that `build` supports."""
 
 
 @dataclass(slots=True)
 class Context:
-    """What deferred work may know and change while a schedule is built."""
+    """State for deferred work while a schedule is built."""
 
     device: torch.device
-    """Where the weights live."""
+    """Device of the weights."""
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
-    """Makes the optimizer; deferred work may put another in its place."""
+    """Makes the optimizer; deferred work may replace it."""
     loss: Callable[..., torch.Tensor] | None = None
-    """`loss(output, target)`, where the model itself computes none."""
+    """`loss(output, target)`, if the model itself computes none."""
     pipeline: Pipeline | None = None
-    """This rank's part of the pipeline, where the model is cut into stages."""
+    """This rank's part of the pipeline, if the model is cut into stages."""
     cutting: Cutting | None = None
-    """How the model is cut over its replicas at ZeRO 2 and 3."""
+    """Sharding of the model over its replicas at ZeRO 2 and 3."""
     done: set[int] = field(default_factory=set)
-    """Positions in the tree's list of what was deferred and is applied."""
+    """Positions of applied entries in the tree's list of deferred work."""
 
 
 def build(
@@ -55,41 +55,43 @@ def build(
     target: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Makes the scheduled model ready to train; the schedule takes no primitive afterwards.
+    """Makes the scheduled model ready to train; the schedule accepts no primitives afterwards.
 
-    Weights are moved to the device; those of a model made within `deferred` get the values that its constructor
-    gives them after `torch.manual_seed(seed)`, those on the meta device otherwise are initialised from the seed by
-    the Hugging Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights whatever
-    was scheduled. Then casts, checkpointing, compilation and data sharding take effect, in
-    this order. Names in `state_dict` stay those of the original model. Weights that a model made without memory gets are
-    cast one at a time and cut over replicas block by block, so that the whole model is never there in its first form.
+    Weights are moved to the device. Those of a model made within `deferred` get the values that its constructor gives
+    them after `torch.manual_seed(seed)`; other weights on the meta device are initialised from the seed by the Hugging
+    Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights whatever was scheduled. Then
+    casts, checkpointing, compilation and data sharding take effect, in this order. Names in `state_dict` stay those of
+    the original model. New weights of a model made without memory are cast one at a time and sharded over replicas
+    block by block, so that the whole model never exists in its original form.
 
     Args:
-        sch: the schedule at its root, or at a module below that is to be trained by itself; of the rest of the model
-            nothing is built then, nor can be.
-        optimizer: called with the parameters, returns the optimizer; without it None is returned for one.
+        sch: the schedule at its root, or at a module below that is to be trained alone; the rest of the model is then
+            not built, and cannot be.
+        optimizer: called with the parameters, returns the optimizer; without it None is returned instead of an
+            optimizer.
         loss: `loss(output, target)`, for a model cut into pipeline stages that returns no loss itself.
-        device: where to train; default: where the weights are, or the CPU for a model on the meta device.
-        seed: of the initial weights.
-        init: `init(module)` or `init(module, path)` sets a module's own tensors and returns true, where the module
-            has no rule.
-        broadcast: where the ranks of the `tp` or `dp` axis hold other values of what all are to hold alike, all take
-            those of the first; without it that is refused.
-        target: `deepspeed` gives DeepSpeed's engine of the scheduled model in the place of the module. What the schedule
-            says of replicas and of a pipeline's order is written into the engine's configuration.
-        config: the engine's own, as a mapping or the path of a file, such as `redline export --to deepspeed` writes.
+        device: device to train on; by default that of the weights, or the CPU for a model on the meta device.
+        seed: seed of the initial weights.
+        init: `init(module)` or `init(module, path)` sets a module's own tensors and returns true, for modules without
+            a rule.
+        broadcast: if replicated tensors differ between ranks of the `tp` or `dp` axis, copy those of the first rank;
+            without it that is refused.
+        target: `deepspeed` returns DeepSpeed's engine of the scheduled model in place of the module. The schedule's
+            settings of replicas and of a pipeline's order are written into the engine's configuration.
+        config: configuration of the engine, as a mapping or the path of a file, such as `redline export --to
+            deepspeed` writes.
 
     Returns:
-        The module (in training mode as it was) and the optimizer. A model cut into pipeline stages is this
-        rank's part of it, and runs by `module.pipeline.step(**batch)`; that of an engine by `engine.train_batch`.
+        The module (in its original training mode) and the optimizer. A model cut into pipeline stages is this rank's
+            part of it, and runs by `module.pipeline.step(**batch)`; that of an engine by `engine.train_batch`.
 
     Raises:
-        ScheduleError: built already; weights that nothing initialises; weights that differ between
-            ranks which are to hold them alike; what the engine cannot do, or its configuration contradicts.
+        ScheduleError: the schedule is built already; weights have no initialisation; replicated weights differ between
+            ranks; or the engine does not support the schedule, or its configuration contradicts it.
         MissingDependency: the engine is not installed.
     """
     if sch.tree.built:
-        raise ScheduleError("build: a schedule is built once, and this one already is")
+        raise ScheduleError("build: a schedule can be built only once, and this one is built already")
     whole, sch = sch, itself(sch)
     tree = sch.tree
     for each in tree.deferred:
@@ -107,7 +109,7 @@ def build(
 
 
 def _engine_settings(sch: Schedule, target: str | None, config: Any, optimizer: bool) -> dict[str, Any] | None:
-    """The configuration of the engine that is to be built; None where there is none."""
+    """Configuration of the requested engine; None if there is none."""
     if target is None:
         if config is not None:
             raise ScheduleError("build: config is an engine's; name that by target=")
@@ -118,7 +120,7 @@ def _engine_settings(sch: Schedule, target: str | None, config: Any, optimizer: 
 
 
 def itself(sch: Schedule) -> Schedule:
-    """The schedule of a module as that of a model of its own, with what was applied at and below it."""
+    """Returns the schedule of a module as that of a separate model, with everything applied at and below it."""
     return Schedule(sch.tree.below(sch.path)) if sch.path else sch
 
 
@@ -130,12 +132,12 @@ def prepare(
     broadcast: bool = False,
     early: Sequence[str] = (),
 ) -> None:
-    """The first half of `build`: checks, and weights on the device.
+    """First half of `build`: checks, and weights on the device.
 
     Args:
         sch, seed, init, broadcast: of `build`.
-        context: what deferred work may know.
-        early: phases that may be applied to a part of the model before the weights of the next are there.
+        context: state for deferred work.
+        early: phases that may be applied to a part of the model before the next weights exist.
     """
     check_synced(sch)
     axis = axis_of(sch.mesh, "pp")
@@ -148,9 +150,9 @@ def prepare(
 
 
 class _Arrivals:
-    """Casts weights as they are made, and finishes each part that is cut over replicas when it has all of its own.
+    """Casts weights as they are made, and shards each part once all of its weights exist.
 
-    What has weights from elsewhere is left for later: ranks compare these first.
+    Parts with existing weights are left for later, because ranks compare these first.
     """
 
     def __init__(self, sch: Schedule, context: Context, phases: Sequence[str]) -> None:
@@ -187,22 +189,22 @@ class _Arrivals:
         for phase in self._phases:
             if phase != "data":
                 _apply(self._sch, self._context, phase, part.path)
-        assert self._cutting is not None, "parts are those that it cuts"
+        assert self._cutting is not None, "parts exist only with sharding"
         self._cutting.cut(part.module)
 
 
 @dataclass(slots=True)
 class _Part:
-    """A part of the model that is cut by itself."""
+    """A part of the model that is sharded as a unit."""
 
     path: str
     module: nn.Module
     missing: set[tuple[nn.Module, str]]
-    """Modules in it, and the names of their tensors that have no values yet."""
+    """Its modules, and the names of their tensors that have no values yet."""
 
 
 def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
-    """Applies what a phase has deferred for a module and those below it, inner ones before outer ones."""
+    """Applies the deferred work of a phase for a module and those below it, inner ones before outer ones."""
     due = [
         (number, each)
         for number, each in enumerate(sch.tree.deferred)
@@ -212,7 +214,7 @@ def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
     ]
     for number, each in sorted(due, key=lambda item: -item[1].path.count(".") if item[1].path else 1):
         context.done.add(number)
-        # Number formats matter to those who receive from the module, too.
+        # Number formats also matter to stages that receive from the module.
         if phase != "cast" and context.pipeline is not None and context.pipeline.absent(each.path):
             continue
         at = Schedule(sch.tree, each.path)
@@ -222,7 +224,7 @@ def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
 def complete(
     sch: Schedule, context: Context, phases: Sequence[str] = PHASES
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """The second half: applies what was deferred, attaches annotations, makes the optimizer.
+    """Second half of `build`: applies deferred work, attaches annotations, makes the optimizer.
 
     Within a phase inner modules come before outer ones.
     """
@@ -238,13 +240,13 @@ def complete(
     if context.pipeline is not None:
         context.pipeline.start()
     check_first_call(module, sch.mesh)
-    # What is frozen has no gradient: the optimizer neither keeps state for it nor exchanges it.
+    # Frozen parameters have no gradient: the optimizer neither keeps their state nor communicates them.
     params = [each for each in module.parameters() if each.requires_grad]
     return module, context.optimizer(params) if context.optimizer is not None and params else None
 
 
 def home(module: nn.Module) -> torch.device:
-    """Where a model's weights are; the CPU where all are on the meta device."""
+    """Device of a model's weights; the CPU if all are on the meta device."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
             return tensor.device

@@ -1,4 +1,4 @@
-"""Calls of primitives: as they were made, and as the plain data of a recipe."""
+"""Calls of primitives, and their form in a recipe."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from ..base._torch import OpOverload
 from ..base.errors import ScheduleError
 
 Recipe = list[dict[str, Any]]
-"""Steps as plain values, which YAML keeps."""
+"""Steps as plain values, which can be written to YAML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class PrimitiveCall:
 
 
 def to_recipe(steps: Iterable[PrimitiveCall]) -> Recipe:
-    """The steps in order, mappings of `path`, `primitive` and, where given, `args`, `kwargs`.
+    """Converts steps to mappings of `path`, `primitive` and, if given, `args` and `kwargs`, in order.
 
-    Values are plain: numbers, strings, lists and mappings. A dtype is written `{dtype: bfloat16}`, an
-    operator `{op: aten.mm.default}`, and a class or function of a module `{import: package.module:name}`.
+    Values are plain: numbers, strings, lists and mappings. A dtype is written `{dtype: bfloat16}`, an operator `{op:
+    aten.mm.default}`, and a class or function of a module `{import: package.module:name}`.
 
     Raises:
-        ScheduleError: a step has an argument that text cannot stand for (a lambda, a module instance).
+        ScheduleError: a step has an argument that cannot be written as text (a lambda, a module instance).
     """
     out = []
     for step in steps:
@@ -56,14 +56,14 @@ def to_recipe(steps: Iterable[PrimitiveCall]) -> Recipe:
 
 
 def as_plain(value: Any, label: str) -> Any:
-    """An argument as numbers, strings, lists and mappings.
+    """Converts an argument to numbers, strings, lists and mappings.
 
     Args:
-        value: as it was given.
-        label: the step whose argument it is, for errors.
+        value: the argument.
+        label: its step, for errors.
 
     Raises:
-        ScheduleError: text cannot stand for it.
+        ScheduleError: it cannot be written as text.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -82,7 +82,7 @@ def as_plain(value: Any, label: str) -> Any:
         if imported(name, missing=None) is value:
             return {"import": name}
     raise ScheduleError(
-        f"recipe: {label} has an argument that text cannot stand for: {value!r}; use a function or class "
+        f"recipe: {label} has an argument that cannot be written as text: {value!r}; use a function or class "
         "that can be imported by name"
     )
 
@@ -91,10 +91,10 @@ _REFUSE = object()
 
 
 def imported(name: str, missing: Any = _REFUSE) -> Any:
-    """What `module:name` stands for; `missing` where there is nothing of that name.
+    """Imports the object of `module:name`; returns `missing` if it does not exist.
 
     Raises:
-        ScheduleError: there is nothing, and nothing was given in its place.
+        ScheduleError: it does not exist, and `missing` is not given.
     """
     module, _, qualified = name.partition(":")
     try:
@@ -115,7 +115,7 @@ def _short(value: Any) -> str:
         return f"tensor{tuple(value.shape)}"
     if callable(value) and hasattr(value, "__name__"):
         return value.__name__
-    if hasattr(value, "names"):  # what find returned, and may have left its graph
+    if hasattr(value, "names"):  # a handle of find, which may no longer be in its graph
         return "+".join(value.names)
     if isinstance(value, (list, tuple)) and value and all(hasattr(each, "names") for each in value):
         return f"[{', '.join(_short(each) for each in value)}]"

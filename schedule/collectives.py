@@ -1,4 +1,4 @@
-"""Collectives that gradients pass through, for modules of one's own.
+"""Differentiable collectives, for the user's own modules.
 
 Each takes the axis of the mesh: `axis = rl.collectives.axis(mesh, "tp")`.
 """
@@ -16,10 +16,10 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "axis", "copy", "reduce_sca
 
 
 def axis(mesh: Any, name: str = "tp") -> Axis:
-    """One axis of a device mesh, as the functions below take it; plain data, which a module can keep.
+    """Returns an axis of a device mesh for the functions below; it is plain data that a module can store.
 
     Raises:
-        ScheduleError: the mesh has none of this name.
+        ScheduleError: the mesh has no axis of this name.
     """
     found = axis_of(mesh, name)
     if found is None:
@@ -28,27 +28,27 @@ def axis(mesh: Any, name: str = "tp") -> Axis:
 
 
 def copy(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tensor as it is, where ranks go on with different work: its gradient is summed over them."""
+    """Returns the tensor unchanged, for different computations on each rank: its gradient is summed over them."""
     return through(tensor, backward=partial(collectives.all_reduce, axis=axis))
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over the ranks; its gradient passes as it is, since all go on with the same."""
+    """Sums over the ranks; the gradient passes unchanged, since all ranks continue with the same computation."""
     return through(tensor, forward=partial(collectives.all_reduce, axis=axis))
 
 
 def all_gather(tensor: torch.Tensor, dim: int, axis: Axis, gradient: str = "scatter") -> torch.Tensor:
-    """The ranks' tensors joined along a dimension, in the order of ranks.
+    """Concatenates the ranks' tensors along a dimension, in the order of ranks.
 
     Args:
-        tensor: this rank's.
-        dim: the dimension.
+        tensor: tensor of this rank.
+        dim: dimension of concatenation.
         axis: the ranks.
-        gradient: `scatter` takes this rank's piece of it, where all ranks go on with the same; `reduce_scatter` sums
-            the pieces that all ranks have of it, where they go on with different work.
+        gradient: `scatter` takes this rank's piece of it, if all ranks continue with the same computation;
+            `reduce_scatter` sums the pieces of all ranks, if their computations differ.
 
     Raises:
-        ScheduleError: another gradient.
+        ScheduleError: unknown gradient.
     """
     ways = {"scatter": collectives.scatter, "reduce_scatter": collectives.reduce_scatter}
     if gradient not in ways:
@@ -64,16 +64,17 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """This rank's piece along a dimension of what all have; its gradient is gathered."""
+    """This rank's piece along a dimension of a replicated tensor; its gradient is gathered."""
     forward = partial(collectives.scatter, dim=dim, axis=axis)
     return through(tensor, forward=forward, backward=partial(collectives.all_gather, dim=dim, axis=axis))
 
 
 def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.Tensor:
-    """Cuts a tensor along one dimension, a piece to each rank, and joins what comes from the ranks along another.
+    """Cuts a tensor along one dimension, sends a piece to each rank, and concatenates the received pieces along
+    another.
 
-    Sequences become heads that way, and heads sequences (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). The
-    gradient goes the way back.
+    It exchanges sequences for heads and back (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). The gradient takes
+    the inverse path.
 
     Raises:
         ScheduleError: the ranks do not divide the dimension.

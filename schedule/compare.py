@@ -1,4 +1,4 @@
-"""Two models, by what they computed: the one comparison of `verify`, of the numerics table and of a dry run's `wrong`."""
+"""Compares the results of two models, for `verify`, the numerics table and a dry run's status `wrong`."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,46 +21,46 @@ SAID: Mapping[Kind, str] = {
     "inputs": "the gradient of {}",
     "weights": "{} after the optimizer's steps",
 }
-"""What sentences call a tensor of a kind."""
+"""Description of each kind of tensor in messages."""
 ALIKE = 0.9
-"""What is this share of the gravest is as grave: which of them is named hangs on no rounding."""
+"""Departures of at least this share of the largest count as equal, so that the named one does not depend on rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """What a model computed, gathered over ranks: whole tensors, or a summary of them where `on` is given.
+    """Results of a model, gathered over ranks: whole tensors, or a summary of them if `on` is given.
 
-    A summary has projections of the logits for outputs, norms for gradients, and of weights which a step did not move;
-    its names are what sentences call them. What one of two has none of is not compared, but for outputs of a summary.
+    A summary has projections of the logits as outputs, norms as gradients, and weights that a step did not move; its
+    names are used in messages. Kinds that one of two models lacks are not compared, except outputs of a summary.
     """
 
     outputs: Tensors = field(default_factory=dict)
-    """Floating-point tensors of the output by name; of a summary one at most."""
+    """Floating-point tensors of the output by name; at most one in a summary."""
     loss: float | None = None
-    """The loss; None where another rank computes it, and where it says nothing."""
+    """The loss; None if another rank computes it, or if it carries no information."""
     gradients: Tensors = field(default_factory=dict)
-    """By the parameter's name, None where there is none."""
+    """By parameter name, None for no gradient."""
     inputs: Tensors = field(default_factory=dict)
     """Gradients of the inputs, by name."""
     vectors: Collection[str] = ()
-    """Which of a summary's norms are of biases and norms alone."""
+    """Names of a summary's norms that are of biases and norms only."""
     weights: Tensors = field(default_factory=dict)
-    """After optimizer steps, by name."""
+    """Weights after optimizer steps, by name."""
     still: Collection[str] = ()
-    """Names of weights with a gradient that a step left as they were."""
+    """Names of weights with a gradient that a step did not change."""
     noise: float | None = None
-    """By how much outputs in training depart from these, relative to their size: what dropout does."""
+    """Relative change of the outputs by dropout in training."""
     on: str = ""
-    """Of a summary: on which samples it is, in words."""
+    """Description of a summary's samples."""
 
     @property
     def finite(self) -> bool:
-        """Whether all are finite."""
+        """True if all are finite."""
         tensors = [each for kind in SAID for each in self.of(kind).values() if each is not None]
         return all(bool(each.isfinite().all()) for each in tensors) and math.isfinite(self.noise or 0.0)
 
     def of(self, kind: Kind) -> Tensors:
-        """The tensors of a kind, by name."""
+        """Tensors of a kind, by name."""
         if kind == "loss":
             return {} if self.loss is None else {"the loss": torch.tensor(self.loss, dtype=torch.float64)}
         return {
@@ -73,44 +73,44 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
-    """By how much one of the numbers departs, and how much it may."""
+    """Departure of one result, and its limit."""
 
     kind: Kind
-    """Of what kind it is."""
     by: float
-    """Relative to its `rounding.scale`; infinite where shapes or presence differ."""
+    """Relative to its `rounding.scale`; infinite if shapes or presence differ."""
     allowed: float
-    """The most that rounding may do."""
+    """Largest departure by rounding."""
     said: str
-    """What departs, and how: a sentence."""
+    """Description, a sentence."""
 
     @property
     def holds(self) -> bool:
-        """Whether it is within what rounding may do."""
+        """True if it is within the limit."""
         return self.by <= self.allowed
 
     @property
     def share(self) -> float:
-        """How many times what is allowed it is."""
+        """Departure over its limit."""
         return self.by / max(self.allowed, 1e-30)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """By how much everything departs that two models computed, in the order in which they compute it."""
+    """Departures of all results of two models, in the order of computation."""
 
     departures: tuple[Departure, ...]
-    """All of them, those within rounding included."""
+    """All departures, including those within rounding."""
 
     @property
     def holds(self) -> bool:
-        """Whether all are within what rounding may do."""
+        """True if all are within their limits."""
         return all(each.holds for each in self.departures)
 
     @property
     def wrong(self) -> Departure | None:
-        """The gravest of the first kind of which one is more than rounding, of several that are as grave the first; None
-        where all are within it."""
+        """The largest departure, relative to its limit, of the first kind with one beyond its limit, the first of
+        nearly equal ones; None if all are within their limits.
+        """
         over = [each for each in self.departures if not each.holds]
         if not over:
             return None
@@ -118,28 +118,29 @@ class Comparison:
         return next(each for each in over if each.share >= grave)
 
     def of(self, kind: Kind) -> tuple[Departure, ...]:
-        """Those of a kind."""
+        """Departures of a kind."""
         return tuple(each for each in self.departures if each.kind == kind)
 
     def gravest(self, kind: Kind) -> Departure:
-        """The one of a kind that takes most of what is allowed to it; there must be one."""
+        """The departure of a kind that is largest relative to its limit; there must be one."""
         return max(self.of(kind), key=lambda each: each.share)
 
 
 def compare(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Comparison:
-    """By how much a model departs from another that it is to be the same as.
+    """Compares a model with a reference.
 
     Args:
-        expected: of the other.
-        found: of the model; of one that is spread over ranks, what this rank has.
-        tolerance: what rounding may do to either.
+        expected: results of the reference.
+        found: results of the model; for a distributed model, those of this rank.
+        tolerance: rounding of both.
     """
     return Comparison(tuple(_Pair(expected, found, tolerance, largest(expected.gradients)).departures()))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Gradients as one process has them, on every rank that has the parameter, by all names of tied ones, which pipeline
-    stages hold under different ones; None where there is none. All ranks call it."""
+    """Whole gradients on every rank that has the parameter, by all names of tied ones, which pipeline stages have
+    under different names; None if there is no gradient. All ranks call it.
+    """
     replicas = model.__dict__.get("replicas")
     elsewhere = replicas is not None and replicas.owners
     out: dict[str, torch.Tensor | None] = {}
@@ -150,25 +151,25 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights as one process has them, by the names of `gradients_of`. All ranks call it."""
+    """Whole weights, by the names of `gradients_of`. All ranks call it."""
     params = model.named_parameters(remove_duplicate=False)
     return {name: whole(*owner(model, name), param.detach().clone()) for name, param in params}
 
 
 def and_more(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first of some names, and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two models, of which one is to be the same as the other."""
+    """Results of a model and its reference."""
 
     expected: Numbers
     found: Numbers
     tolerance: Tolerance
     steepest: float
-    """The largest magnitude in any gradient."""
+    """Largest magnitude in any gradient."""
 
     def departures(self) -> Iterator[Departure]:
         yield from self._count()
@@ -181,7 +182,7 @@ class _Pair:
             yield Departure(kind="weights", by=math.inf, allowed=0.0, said=said)
 
     def _of(self, kind: Kind) -> Iterator[Departure]:
-        """Of the tensors that both have."""
+        """Departures of tensors that both have."""
         expected, found, on = self.expected.of(kind), self.found.of(kind), self.found.on
         most, least = largest(expected), self.tolerance.least
         projected = kind == "outputs" and bool(on)
@@ -194,7 +195,7 @@ class _Pair:
             allowed = self._allowed(kind, name, over)
             what = SAID[kind].format(name) if not on else name if projected else name + on
             if wanted is None or mine is None:
-                # A parameter that takes no part may have a gradient of zeros instead of none.
+                # An unused parameter may have a gradient of zeros instead of none.
                 present = wanted if wanted is not None else mine
                 by = math.inf if present is not None and present.any() else 0.0
                 how = "is missing" if mine is None else "was not there before"
@@ -216,7 +217,7 @@ class _Pair:
             yield Departure(kind=kind, by=by, allowed=allowed, said=f"{what} {how}")
 
     def _allowed(self, kind: Kind, name: str, over: float) -> float:
-        """The most that rounding may do to a tensor, relative to `over`."""
+        """Largest departure of a tensor by rounding, relative to `over`."""
         granted = self.tolerance
         if kind == "outputs":
             return granted.outputs
@@ -230,7 +231,7 @@ class _Pair:
         return granted.gradients
 
     def _count(self) -> Iterator[Departure]:
-        """That there are other outputs; of the stages of a pipeline only the last one has any."""
+        """Departure of the number of outputs; only the last stage of a pipeline has outputs."""
         mine, wanted = (
             [None if each is None else each.shape for each in of.outputs.values()] for of in (self.found, self.expected)
         )
@@ -243,7 +244,7 @@ class _Pair:
             yield Departure(kind="outputs", by=math.inf, allowed=0.0, said=said)
 
     def _dropout(self) -> Iterator[Departure]:
-        """That dropout is of another rate."""
+        """Departure of the rate of dropout."""
         mine, wanted, slack = self.found.noise, self.expected.noise, self.tolerance.outputs
         if mine is None or wanted is None:
             return

@@ -1,9 +1,9 @@
-"""Making a model without memory: its constructor runs, and what it does to tensors is noted, to be done later.
+"""Makes a model without memory: records what its constructor does to tensors, for later replay.
 
-Within `deferred` new tensors are on the meta device, though they tell the constructor that they are where the model
-will be. `build` then makes their values as the constructor would have made them: drawn, filled, computed from others,
-set by hand, in whatever number format. Nothing is guessed: where a constructor asks for what is not there (the value
-of a weight, the random state), the model has to be made in place.
+Within `deferred` new tensors are on the meta device, but report the device of the future model to the constructor.
+`build` then makes their values as the constructor would have: drawn, filled, computed from others, set by hand, in any
+number format. Nothing is guessed: if a constructor reads something that does not exist (the value of a weight, the
+random state), the model has to be made in place.
 """
 
 import gc
@@ -29,29 +29,29 @@ def deferred(device: torch.device | str = "cpu") -> Iterator[None]:
             model = Net()
         model, optimizer = build(create_schedule(model), seed=0)
 
-    The weights are, bit for bit, those of `torch.manual_seed(0); model = Net()` on the device. What the constructor
-    draws from Python's or NumPy's generators is drawn at once.
+    The weights are bit-equal to those of `torch.manual_seed(0); model = Net()` on the device. Draws from Python's or
+    NumPy's generators happen immediately.
 
     Args:
-        device: where the model will be, as its constructor may ask.
+        device: device of the future model, as reported to its constructor.
 
     Raises:
-        Unrecordable: at the end of the `with`, where the constructor asks for values, or fails. Make the model
-            in place, on a real device.
+        Unrecordable: at the end of the `with`, if the constructor reads values, or fails. Make the model in place, on
+            a real device.
     """
     recording = Recording(device)
     with going_on(recording):
         try:
             yield
         except Exception as error:
-            # What is really wrong shows again where the model is made in place.
+            # Actual errors show again when the model is made in place.
             recording.broken = recording.broken or f"{type(error).__name__}: {error}"
             raise
 
 
 @contextmanager
 def noted(*tensors: torch.Tensor) -> Iterator[None]:
-    """Notes what is done in the `with` where one of the tensors is recorded; else changes nothing."""
+    """Records operations in the `with` if one of the tensors is recorded; otherwise changes nothing."""
     found = next(filter(None, map(recorded, tensors)), None)
     if found is None:
         yield
@@ -62,10 +62,10 @@ def noted(*tensors: torch.Tensor) -> Iterator[None]:
 
 @contextmanager
 def going_on(recording: Recording) -> Iterator[None]:
-    """Notes what is done in the `with`.
+    """Records operations in the `with`.
 
     Raises:
-        Unrecordable: at the end, where what was done cannot be noted.
+        Unrecordable: at the end, if an operation cannot be recorded.
     """
     if recording.active:
         yield
@@ -81,7 +81,7 @@ def going_on(recording: Recording) -> Iterator[None]:
             yield
             with recording.shown_as_they_are():
                 recording.follow_random_state()
-            if recording.broken:  # and the constructor went on
+            if recording.broken:  # and the constructor continued
                 raise Unrecordable(recording.broken)
     except Exception as error:
         if not recording.broken:
@@ -92,8 +92,9 @@ def going_on(recording: Recording) -> Iterator[None]:
 
 
 def stray(module: nn.Module) -> str:
-    """What has no memory and would not get any from `build`, in words: an attribute of a module that is on the meta
-    device for itself, or a tensor in other hands than a module's; empty where there is none."""
+    """Describes a tensor without memory that `build` would not materialise: an attribute of a module that is on the
+    meta device itself, or a tensor outside a module; empty if there is none.
+    """
     recording = recording_of(module)
     held: set[int] = set()
     for path, each in module.named_modules():
@@ -116,7 +117,7 @@ _META = torch.device("meta")
 
 
 class _Operations(TorchDispatchMode):
-    """Hands every operator to the recording."""
+    """Passes every operator to the recording."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Lens(TorchFunctionMode):
-    """Shows recorded tensors as if they were where the model will be, and keeps from looking into them."""
+    """Shows recorded tensors as if they were on the device of the future model, and prevents reading their values."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _Lens(TorchFunctionMode):
             kwargs = {"device": device, **kwargs}
         if func is torch.Tensor.to:
             asked = {_device(each) for each in (*args[1:], *kwargs.values())}
-            if _META in asked:  # what is put there by the constructor itself has no values
+            if _META in asked:  # tensors that the constructor puts there itself have no values
                 with self.recording.shown_as_they_are():
                     return func(torch.empty_like(first), *args[1:], **kwargs)
             if device in asked:
@@ -167,7 +168,7 @@ class _Lens(TorchFunctionMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function of PyTorch's; where it fails, it may be for the lack of memory."""
+        """Calls a function of PyTorch; a failure may be due to missing memory."""
         if func in _MAKERS and isinstance(kwargs.get("out"), torch.Tensor) and kwargs["out"].is_meta:
             kwargs = {"device": _META, **kwargs}
         try:
@@ -184,7 +185,7 @@ _FACTS = {
     torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
     torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
 }
-"""What a tensor says of where it is."""
+"""Attributes of a tensor that depend on its device."""
 _LOOKS = {
     torch.Tensor.__dlpack__,
     torch.Tensor.__reduce_ex__,
@@ -193,7 +194,7 @@ _LOOKS = {
     torch.Tensor.storage,
     torch.Tensor.untyped_storage,
 }
-"""Methods that reach a tensor's memory by no operator, and do not fail where there is none."""
+"""Methods that reach a tensor's memory without an operator, and do not fail without memory."""
 
 
 _MAKERS = {
@@ -210,19 +211,19 @@ _MAKERS = {
     torch.randperm,
     torch.zeros,
 }
-"""Functions that make a tensor on the current device, or one that fits what `out` is given."""
+"""Functions that make a tensor on the current device, or one that fits `out`."""
 
 
 def _device(value: Any) -> torch.device | None:
-    """The device that an argument of `Tensor.to` names; None where it is another."""
+    """Device named by an argument of `Tensor.to`; None if it is another argument."""
     return full(torch.device(value)) if isinstance(value, (str, torch.device)) else None
 
 
 @contextmanager
 def _truncated_draws_noted(recording: Recording) -> Iterator[None]:
-    """Notes `trunc_normal_` as one operation: it draws again as long as a value is out of bounds."""
+    """Records `trunc_normal_` as one operation, because it draws again while a value is out of bounds."""
     original = getattr(nn.init, "_no_grad_trunc_normal_", None)
-    if original is None:  # without it, the look at the values ends the recording
+    if original is None:  # without it, reading the values ends the recording
         yield
         return
 

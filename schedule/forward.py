@@ -1,7 +1,7 @@
-"""Layers around a module's forward, put there without a wrapper module.
+"""Layers around a module's forward, without a wrapper module.
 
-A wrapper would change the names in `state_dict`; a closure would not survive deepcopy and pickling. So a
-module's `forward` becomes a `Forward`, an object that refers to its module and is copied along with it.
+A wrapper would change the names in `state_dict`; a closure would not support deepcopy and pickling. So a module's
+`forward` becomes a `Forward`, an object that refers to its module and is copied with it.
 """
 
 import functools
@@ -14,21 +14,21 @@ from torch import nn
 
 
 class Layer(ABC):
-    """Something done around a module's forward. Instances hold plain data and are copied with the module."""
+    """Code around a module's forward. Instances are plain data and are copied with the module."""
 
     order: ClassVar[int] = 0
-    """Layers with a higher order lie further out."""
+    """Layers with a higher order are further outside."""
     alters: ClassVar[bool] = False
-    """Whether the module's output differs on purpose, to be completed outside of it."""
+    """True if the module's output differs on purpose and is completed outside."""
 
     divisible: ClassVar[bool] = False
-    """Whether the module's own code runs within, so that a pipeline can be cut there."""
+    """True if the module's own code runs inside, so that a pipeline can be cut there."""
 
     @abstractmethod
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The module's output; `inner(*args, **kwargs)` runs what lies within."""
+        """Returns the module's output; `inner(*args, **kwargs)` runs the inner layers."""
 
 
 class Forward:
@@ -40,8 +40,8 @@ class Forward:
         self.layers: list[Layer] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The inmost call is the model's own code, nothing of ours between: torch.compile counts compilations by
-        # function, and what all modules shared would soon be at its limit.
+        # The innermost call is the model's own code without our code between: torch.compile counts compilations by
+        # function, and a function shared by all modules would soon reach its limit.
         inner = self.original
         if inner is None:
             inner = functools.partial(type(self.module).forward, self.module)
@@ -61,7 +61,7 @@ def _within(layer: Layer, module: nn.Module, inner: Callable[..., Any], *args: A
 
 
 def add_layer(module: nn.Module, layer: Layer) -> None:
-    """Puts a layer around a module's forward, at its place by `order`."""
+    """Adds a layer around a module's forward, sorted by `order`."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, Forward):
         forward = Forward(module)
@@ -78,7 +78,7 @@ def layers_of(module: nn.Module) -> list[Layer]: ...
 @overload
 def layers_of(module: nn.Module, kind: type[AnyLayer]) -> list[AnyLayer]: ...
 def layers_of(module: nn.Module, kind: type[Any] = Layer) -> list[Any]:
-    """The layers of a kind around a module's forward, inmost first."""
+    """Layers of a kind around a module's forward, innermost first."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, Forward):
         return []

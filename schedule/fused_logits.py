@@ -1,21 +1,20 @@
-"""Logits that are not formed, and their cross-entropy from hidden states, a few tokens at a time.
+"""Cross-entropy of logits from hidden states, a few tokens at a time, without materialising the logits.
 
 Notation:
 
-| symbol | meaning | shape |
-|---|---|---|
-| N, C | tokens of a micro-batch, and of a chunk | |
-| H, V | hidden size, vocabulary (this rank's piece of it where it is cut) | |
-| h | hidden states | (N, H) |
-| W, b | weight and bias of the head | (V, H), (V,) |
-| z | logits of a chunk, h W^T + b | (C, V) |
-| p | softmax(z) | (C, V) |
-| g | gradient of the loss with respect to z: (p - onehot) / N | (C, V) |
+ symbol | meaning | shape |
+---|---|---|
+ N, C | tokens of a micro-batch, and of a chunk | |
+ H, V | hidden size, vocabulary (this rank's piece of it if it is cut) | |
+ h | hidden states | (N, H) |
+ W, b | weight and bias of the head | (V, H), (V,) |
+ z | logits of a chunk, h W^T + b | (C, V) |
+ p | softmax(z) | (C, V) |
+ g | gradient of the loss with respect to z: (p - onehot) / N | (C, V) |
 
-The loss is a scalar, so its gradient is known up to the factor that backward brings. The forward pass thus
-forms the logits of a chunk, their losses, and at once what they give to the gradients, g W, g^T h and the
-sum of g; backward only multiplies. No product is done twice, and of N x V numbers there are never more than
-C x V.
+The loss is a scalar, so its gradient is known up to the factor from backward. The forward pass therefore computes the
+logits of a chunk, their losses, and at once their contributions to the gradients: g W, g^T h and the sum of g.
+Backward only multiplies. No product is computed twice, and of the N x V numbers at most C x V exist at a time.
 
 Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, FusedLinearCrossEntropy.
 """
@@ -36,71 +35,72 @@ from .parallel.vocabulary import SplitLogits
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:
-    """C. Even few tokens are two chunks at least, so that any micro-batch, a probe's too, goes the same
-    way."""
+    """C. Even few tokens are split into at least two chunks, so that any micro-batch, including a probe's, uses the
+    same code.
+    """
     return max(1, min(most_chunk(hidden), -(-tokens // 2)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """What logits are the product of, and in which format."""
+    """The product that defines logits, and its format."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
-    """Of the products: autocast's, or the hidden states' own."""
+    """Dtype of the products: autocast's, or the hidden states' own."""
     axis: Axis | None
-    """Over which the vocabulary is cut; None where it is whole."""
+    """Axis that the vocabulary is cut over; None if it is whole."""
     vocabulary: int
-    """Tokens in all."""
+    """Number of tokens in all."""
     formed_for: dict[str, bool]
-    """Functions that took logits, by name: whether these were formed for it."""
+    """Functions that took logits, by name: True if these were materialised for it."""
 
     @property
     def rows(self) -> int:
-        """Of the weight those that stand for a token: the rest fill up the last rank's piece."""
+        """Number of rows of the weight that belong to a token: the rest pads the last rank's piece."""
         size = self.weight.shape[0]
         before = 0 if self.axis is None else self.axis.rank * size
         return min(max(self.vocabulary - before, 0), size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of some hidden states, as the head itself would give them."""
+        """Logits of some hidden states, equal to those of the head itself."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
 class FusedLogits(torch.Tensor):
-    """Stands for the logits of hidden states, of shape (..., V).
+    """Represents the logits of hidden states, of shape (..., V).
 
-    `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format,
-    shape, or to take a part of the tokens keeps them unformed. Any other function gets the logits
-    themselves, formed for it: the result is right, but takes the memory. They take no part in autograd
-    themselves, what is computed from them does."""
+    `torch.nn.functional.cross_entropy` is computed from the hidden states. Changing the format or shape, or selecting
+    tokens, keeps them unmaterialised. Any other function gets the materialised logits: the result is right, but takes
+    the memory. They take no part in autograd themselves, but results computed from them do.
+    """
 
     hidden: torch.Tensor
     product: Product
 
     @staticmethod
     def of(hidden: torch.Tensor, product: Product, dtype: torch.dtype | None = None) -> "FusedLogits":
-        """The logits of hidden states (..., H), said to be of `dtype`, by default what the product gives."""
+        """Logits of hidden states (..., H), declared as `dtype`, by default that of the product."""
         shape = (*hidden.shape[:-1], product.weight.shape[0])
         made = wrapper(FusedLogits, shape, dtype or product.dtype, hidden.device)
         made.hidden, made.product = hidden, product
         return made
 
     def cut(self, axis: Axis, vocabulary: int) -> "FusedLogits":
-        """As this rank's piece of logits that are cut over the vocabulary."""
+        """Declares them as this rank's piece of logits that are cut over the vocabulary."""
         return FusedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
 
     def formed(self) -> torch.Tensor:
-        """The logits; SplitLogits where they are cut."""
+        """Materialises the logits; SplitLogits if they are cut."""
         logits = self.product(self.hidden).to(self.dtype)
         cut = self.product.axis
         return logits if cut is None else SplitLogits.of(logits, cut, self.product.vocabulary)
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """The logits of C tokens after another, each (C, V), as the loss forms them; without gradient."""
+        """Yields the logits of C tokens at a time, each (C, V), as the loss computes them; without gradient."""
         flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
         product = replace(self.product, weight=self.product.weight.detach())
         for part in flat.split(chunk_tokens(flat.shape[1], flat.shape[0])):
@@ -132,14 +132,14 @@ class FusedLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:  # what a wrapper is made and printed with
+        if func is torch.ops.aten.detach.default:  # used to make and print a wrapper
             (logits,) = args
             return FusedLogits.of(logits.hidden.detach(), logits.product, logits.dtype)
-        raise ScheduleError(f"fused_loss: {func} asks for the memory of logits that are not formed")
+        raise ScheduleError(f"fused_loss: {func} needs the memory of logits that are not materialised")
 
 
 def formed(value: torch.Tensor) -> torch.Tensor:
-    """Logits that are not formed, formed; any other tensor as it is."""
+    """Materialises unmaterialised logits; returns any other tensor unchanged."""
     return value.formed() if isinstance(value, FusedLogits) else value
 
 
@@ -151,7 +151,7 @@ _ABOUT = frozenset(
         torch.Tensor.__len__,
     }
 )  # fmt: skip
-"""Functions that ask for no values."""
+"""Functions that do not read values."""
 _PROPERTIES = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
      "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "names")
@@ -168,7 +168,7 @@ def _as(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _to(logits: FusedLogits, *args: Any, **kwargs: Any) -> Any:
-    """Another format. Another device, or a copy, is of the logits themselves."""
+    """Changes the format. Another device, or a copy, materialises the logits."""
     if len(args) + len(kwargs) != 1 or not set(kwargs) <= {"dtype", "device"}:
         return NotImplemented
     (wanted,) = (*args, *kwargs.values())
@@ -179,7 +179,7 @@ def _to(logits: FusedLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reshape(logits: FusedLogits, *shape: Any, **kwargs: Any) -> Any:
-    """Another arrangement of the tokens."""
+    """Rearranges the tokens."""
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     whole = (logits.shape[-1], logits.product.vocabulary)
     if kwargs or not sizes or not all(isinstance(each, int) for each in sizes) or sizes[-1] not in whole:
@@ -196,7 +196,7 @@ def _flatten(logits: FusedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _index(logits: FusedLogits, index: Any) -> Any:
-    """Some of the tokens, all of the vocabulary."""
+    """Selects tokens, with the whole vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(each, bool) or not (each is ... or isinstance(each, (int, slice))) for each in parts):
         return NotImplemented
@@ -226,7 +226,7 @@ def _cross_entropy(
         return NotImplemented
     product, device = input.product, input.hidden.device.type
     product.formed_for.setdefault("cross_entropy", False)
-    # As autocast has it for the cross-entropy of logits that are formed.
+    # As in autocast's cross-entropy of materialised logits.
     dtype = torch.float32 if torch.is_autocast_enabled(device) else input.dtype
     mean = reduction == "mean"
     loss = _Loss.apply(
@@ -256,7 +256,7 @@ _KEPT: dict[Any, Callable[..., Any]] = {
 
 
 class _Loss(torch.autograd.Function):
-    """The mean, or the sum, of -log p of each token's target; forward forms the gradients too."""
+    """The mean, or the sum, of -log p of each token's target; forward computes the gradients too."""
 
     @staticmethod
     def forward(
@@ -270,7 +270,7 @@ class _Loss(torch.autograd.Function):
             shift = None if bias is None else bias[:rows].to(dtype)
             kept = target != ignore_index
             count = kept.sum() if mean else torch.ones_like(kept.sum())
-            # Where all tokens are ignored their mean is no number, but its gradient is zero.
+            # If all tokens are ignored, their mean is NaN, but its gradient is zero.
             share = torch.where(kept, 1.0 / count.to(exact), 0.0)
             wanted = [differentiable and each for each in ctx.needs_input_grad[:3]]
             to_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -297,7 +297,7 @@ class _Loss(torch.autograd.Function):
                     to_weight[:rows].addmm_(gradient.t(), states)
                 elif to_weight is not None:
                     to_weight[:rows] += gradient.t() @ states
-                del gradient  # before the next chunk's logits are there
+                del gradient  # before the next chunk's logits are computed
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None or bias is None else to_bias.to(bias.dtype)
         ctx.gradients = (to_hidden, to_weight, to_bias)
@@ -306,13 +306,15 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.gradients is None:
-            raise ScheduleError("fused_loss: its gradients are formed once, so backward can be called once only")
+            raise ScheduleError(
+                "fused_loss: its gradients are computed in the forward pass, so backward can be called only once"
+            )
         found, ctx.gradients = ctx.gradients, None
         return (*(None if each is None else each.mul_(grads[0]) for each in found), *[None] * 5)
 
 
 def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) -> torch.Tensor:
-    """The losses of tokens (C,); `logits` become p - onehot in place."""
+    """Losses of tokens (C,); `logits` become p - onehot in place."""
     axis, local = product.axis, logits.shape[-1]
     top = logits.amax(-1) if local else logits.new_full(target.shape, -torch.inf)
     if axis is not None:
@@ -320,7 +322,7 @@ def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) 
         target = target - axis.rank * product.weight.shape[0]
     logits -= top.unsqueeze(-1)
     mine = (target >= 0) & (target < local)
-    # Of a vocabulary that is whole each target must be there, which the lookup checks.
+    # In a whole vocabulary every target must exist, which the lookup checks.
     index = (target if axis is None else target.where(mine, 0)).unsqueeze(-1)
     at = logits.gather(-1, index).squeeze(-1) * mine if local else torch.zeros_like(top)
     logits.exp_()

@@ -1,4 +1,4 @@
-"""The tensors that a model holds: parameters, buffers, other attributes; and what a module leaves to the one that replaces it."""
+"""Tensors of a model (parameters, buffers, other attributes), and their transfer to a replacing module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,15 @@ Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module itself, by name."""
+    """Parameters and buffers of a module itself, by name."""
     both = [*parameters_of(module).items(), *buffers_of(module).items()]
     return [(name, tensor) for name, tensor in both if tensor is not None]
 
 
 def loose(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in a module's other attributes and in the lists, tuples and dicts there, by the attribute's name.
+    """Tensors in a module's other attributes and in lists, tuples and dicts there, by the attribute's name.
 
-    An LSTM has its parameters in a list as well.
+    An LSTM also has its parameters in a list.
     """
     return [
         (name, leaf)
@@ -33,12 +33,12 @@ def loose(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def exchange(root: nn.Module, change: Change, change_loose: Change) -> None:
-    """Puts other tensors in the place of a model's; what was one tensor stays one.
+    """Replaces a model's tensors; a shared tensor stays shared.
 
     Args:
         root: the model.
-        change: gives the new one for a parameter or buffer, and its path.
-        change_loose: gives it for a tensor that is neither, and the path of the attribute.
+        change: returns the new tensor for a parameter or buffer and its path.
+        change_loose: returns it for another tensor and the path of the attribute.
     """
     done: dict[torch.Tensor, torch.Tensor] = {}
     modules = [(f"{path}." if path else "", module) for path, module in root.named_modules()]
@@ -77,12 +77,12 @@ _HOOKS = (
 
 
 def transfer(old: nn.Module, new: nn.Module) -> list[str]:
-    """Gives `new` the tensors of `old` whose names and shapes match, its hooks and its training mode.
+    """Moves to `new` the tensors of `old` with matching names and shapes, its hooks and its training mode.
 
-    The tensors are the very objects of `old`, so that ties to the rest of the model hold.
+    The tensors are the same objects, so that ties to the rest of the model remain.
 
     Returns:
-        What could not be kept, a sentence each.
+        What could not be kept, one sentence each.
     """
     notes = []
     fresh = dict(_tensors(new))
@@ -103,7 +103,7 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
 
 
 def give_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Gives a module the hooks of another, after its own."""
+    """Adds the hooks of another module, after the module's own."""
     for attribute in _HOOKS:
         kept = getattr(old, attribute, None)
         if kept:

@@ -1,8 +1,8 @@
-"""Liger-Kernel's Triton kernels in the place of norms, gated feed-forward parts and rotary embeddings.
+"""Liger-Kernel's Triton kernels in place of norms, gated feed-forward parts and rotary embeddings.
 
-What a module computes is found out by running it on a few numbers, not by its name: Gemma's norm scales by
-1 + weight, and Llama's, of almost the same name, by weight. Weights, their names and the modules below stay
-the same objects.
+The function of a module is determined by running it on a few numbers, not by its name: Gemma's norm scales by 1 +
+weight, and Llama's, of almost the same name, by weight. Weights, their names and the modules below stay the same
+objects.
 
 Source: Hsu et al., Liger Kernel (2024), https://arxiv.org/abs/2410.10989.
 """
@@ -22,18 +22,17 @@ from .rounding import departure
 from .schedule import Schedule
 
 CLOSE = 1e-5
-"""What a module may depart by from a formula, relative: far above rounding in float32, far below another
-formula."""
+"""Largest relative departure of a module from a formula: far above rounding in float32, far below another formula."""
 _ROTARY = "apply_rotary_pos_emb"
-"""What the attention modules of transformers call the function that rotates queries and keys."""
+"""Name of the function in transformers' attention modules that rotates queries and keys."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def replace_modules(sch: Schedule) -> list[str]:
-    """Replaces what Liger has a kernel for at or below a module; call it before anything is cut or traced.
+    """Replaces modules with a Liger kernel at or below a module; call it before anything is cut or traced.
 
     Returns:
-        The paths of what was replaced.
+        Paths of the replaced modules.
     """
     done = []
     for path, module in list(sch.module.named_modules()):
@@ -59,12 +58,12 @@ def _rms_norm(old: nn.Module) -> nn.Module | None:
     for offset in (0.0, 1.0):
         wanted = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + w)
         if departure(wanted, found) < CLOSE:
-            # Llama's norm rounds to the format of the input before it is scaled, Gemma's after.
+            # Llama's norm rounds to the format of the input before scaling, Gemma's after.
             casting = "gemma" if run(x.bfloat16()).dtype == torch.bfloat16 else "llama"
             from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
             with torch.device(weight.device):
-                # In place its backward would write into a gradient that a residual sum needs as well.
+                # In place, its backward would overwrite a gradient that a residual sum also needs.
                 return LigerRMSNorm(len(weight), epsilon, offset, casting, in_place=False)
     return None
 
@@ -81,7 +80,7 @@ def _gated_mlp(old: nn.Module) -> nn.Module | None:
     x, stand_ins = torch.linspace(-1, 1, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
     try:
         found = _run(old, x, _modules={**children_of(old), **stand_ins})
-    except (AttributeError, RuntimeError):  # it does more with its projections than to call them
+    except (AttributeError, RuntimeError):  # it does more with its projections than call them
         return None
     for act, kind in ((F.silu, SwiGLU), (lambda t: F.gelu(t, approximate="tanh"), GeGLU)):
         if departure(5 * act(2 * x) * 3 * x, found) < CLOSE:
@@ -108,15 +107,14 @@ def _rotating(old: nn.Module) -> nn.Module | None:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k: (samples, heads, tokens, features), which are written over; cos, sin: (samples or 1, tokens,
-    features)."""
+    """q, k: (samples, heads, tokens, features), overwritten; cos, sin: (samples or 1, tokens, features)."""
     from liger_kernel.ops import LigerRopeFunction
 
     return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
 
 
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:
-    """Whether a function turns the first half of each head's features against the second, of q and of k."""
+    """True if a function rotates the first half of each head's features with the second, of q and of k."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 3, 5, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
     angle = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
@@ -130,34 +128,33 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm by Liger's kernel."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As its base class."""
         from liger_kernel.ops import LigerLayerNormFunction
 
         return LigerLayerNormFunction.apply(input, self.weight, self.bias, self.eps)
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward part gated by SiLU, by Liger's kernel; its backward writes over its inputs."""
+    """A feed-forward part gated by SiLU, by Liger's kernel; its backward overwrites its inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., features); returns as many."""
+        """x: (..., features); returns the same shape."""
         from liger_kernel.ops import LigerSiLUMulFunction
 
         return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x), 1.0, 1.0))
 
 
 class GeGLU(nn.Module):
-    """The same, gated by GELU in its approximation by tanh."""
+    """The same, gated by GELU in its tanh approximation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., features); returns as many."""
+        """x: (..., features); returns the same shape."""
         from liger_kernel.ops import LigerGELUMulFunction
 
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 class _Times(nn.Module):
-    """Stands for a projection."""
+    """Replacement for a projection."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -178,7 +175,7 @@ def _adopt(kind: Any, old: nn.Module) -> nn.Module:
 
 
 def _run(module: nn.Module, x: torch.Tensor, **attributes: Any) -> torch.Tensor:
-    """What a module's own forward, without hooks, gives with other parameters or children."""
+    """Output of a module's own forward, without hooks, with other parameters or children."""
     twin = _adopt(type(module), module)
     twin.__dict__.update(attributes)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -186,12 +183,12 @@ def _run(module: nn.Module, x: torch.Tensor, **attributes: Any) -> torch.Tensor:
 
 
 def _only_vector(module: nn.Module) -> torch.Tensor | None:
-    """A module's weight, where it is a vector and all that the module has."""
+    """A module's weight, if it is a vector and the module's only tensor."""
     weight = parameters_of(module).get("weight")
     alone = len(parameters_of(module)) == 1 and not children_of(module) and not buffers_of(module)
     return weight if alone and weight is not None and weight.dim() == 1 and _takes_one(module) else None
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Whether a module's own forward takes one tensor and nothing else."""
+    """True if a module's own forward takes exactly one tensor."""
     return "forward" not in module.__dict__ and len(inspect.signature(type(module).forward).parameters) == 2

@@ -1,4 +1,4 @@
-"""Weights for a model that was made without memory: those its constructor would have given it, or by rule."""
+"""Weights for a model that was made without memory: those of its constructor, or by rule."""
 
 import hashlib
 import sys
@@ -23,7 +23,7 @@ from .tree import called_with_path, join
 Init = Callable[..., Any]
 """`init(module)` or `init(module, path)`."""
 Arrived = Callable[[nn.Module, str], None]
-"""`arrived(module, name)`: a module's own tensor has its memory and its values."""
+"""`arrived(module, name)`: a module's own tensor now has memory and values."""
 
 
 def materialise(
@@ -33,28 +33,27 @@ def materialise(
     init: Init | None = None,
     arrived: Arrived = lambda module, name: None,
 ) -> list[torch.Tensor]:
-    """Moves a model to a device, giving what is on the meta device memory and seeded initial values.
+    """Moves a model to a device; tensors on the meta device get memory and seeded initial values.
 
-    What was made within `deferred` gets the values that its constructor would have given it after
-    `torch.manual_seed(seed)`, on each rank what that holds. Of a model that was put on the meta device otherwise the
-    rules are followed: `init(module)` where given and it returns true, a Hugging Face model's own `_init_weights`,
-    or `reset_parameters`. There the random stream of each module depends on the seed and its path alone, so that
-    any part of a model is initialised as the whole would be. What is sharded is made whole and cut at once. The
-    global random state is left as it was.
+    A model made within `deferred` gets the values that its constructor would have given it after
+    `torch.manual_seed(seed)`; each rank gets its part. Other models on the meta device are initialised by rules:
+    `init(module)` if given and it returns true, a Hugging Face model's own `_init_weights`, or `reset_parameters`.
+    There the random stream of each module depends only on the seed and its path, so that any part of a model is
+    initialised like the whole. Sharded tensors are made whole and cut at once. The global random state is restored.
 
     Args:
         root: the model.
-        device: where it will be.
-        seed: of its values.
+        device: device of the weights.
+        seed: seed of the values.
         init: see above.
-        arrived: called for each tensor that was on the meta device, in the order in which they get their values. It may
-            put another tensor in its place, whose memory is then given back before the next is made.
+        arrived: called for each tensor that was on the meta device, in the order of initialisation. It may replace the
+            tensor, whose memory is then freed before the next is made.
 
     Returns:
-        The parameters and buffers that were made.
+        The new parameters and buffers.
 
     Raises:
-        ScheduleError: tensors that nothing gives values; names them.
+        ScheduleError: tensors have no initialisation; the message names them.
     """
     recording = recording_of(root)
     missing = [(module, name) for module in root.modules() for name, tensor in held.own(module) if tensor.is_meta]
@@ -68,7 +67,7 @@ def materialise(
 
 
 def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int, arrived: Arrived) -> None:
-    """Puts what was recorded in the place of the model's tensors on the meta device, each as soon as it is made."""
+    """Replaces the model's tensors on the meta device by recorded ones, each as soon as it is made."""
     views: dict[torch.Tensor, View] = {}
     homes: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
     loose: set[torch.Tensor] = set()
@@ -132,19 +131,19 @@ def _kept(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A real tensor on a device."""
-    # What is already there stays the same object: an optimizer or an attribute may hold it.
+    # An existing tensor stays the same object: an optimizer or an attribute may refer to it.
     if tensor.is_meta or tensor.device == full(device):
         return tensor
     return _with(tensor, tensor.detach().to(device))
 
 
 class _Rules:
-    """Notes what a model's own rules do to its tensors, of which nothing else is known."""
+    """Records what a model's own rules do to its tensors."""
 
     def __init__(self, root: nn.Module, recording: Recording, seed: int, init: Init | None) -> None:
         self.root, self.recording, self.seed, self.init = root, recording, seed, init
         self.paths: dict[torch.Tensor, str] = {}
-        """Where what was adopted first stands."""
+        """First path of each adopted tensor."""
         self.visited: set[nn.Module] = set()
         self.seen: set[torch.Tensor] = set()
 
@@ -164,7 +163,7 @@ class _Rules:
         _cut(self.root, self.paths)
 
     def adopted(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        """A recorded tensor in the place of one on the meta device, whole where that is a piece."""
+        """A recorded tensor in place of one on the meta device, whole if that is a piece."""
         if not tensor.is_meta:
             return tensor
         *parents, name = path.split(".")
@@ -175,8 +174,9 @@ class _Rules:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Recorded tensors for those that live on another rank: a module's initialisation may set its children's
-        (T5's does), and draws as much from the random stream as it would there."""
+        """Provides recorded tensors for those of other ranks: a module's initialisation may set its children's (T5's
+        does), and must draw as many random numbers as there.
+        """
         absent = [
             (module, name, value)
             for module in self.root.modules()
@@ -192,7 +192,7 @@ class _Rules:
                 module.__dict__[name] = value
 
     def visit(self, module: nn.Module, path: str, hub: nn.Module | None) -> bool:
-        """Initialises a subtree, children first; whether anything in it was adopted."""
+        """Initialises a subtree, children first; returns True if anything in it was adopted."""
         if module in self.visited:
             return False
         self.visited.add(module)
@@ -209,7 +209,7 @@ class _Rules:
     def initialise(self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
         digest = hashlib.sha256(f"{self.seed}/{path}".encode()).digest()
         self.recording.reseed(int.from_bytes(digest[:8], "big") >> 1)
-        # Tied tensors keep the values that the first module to hold them has given them.
+        # Tied tensors keep the values of the first module that has them.
         values = [(tensor, tensor.clone()) for tensor in own if tensor in self.seen]
         self.apply(module, path, hub, own)
         for tensor, value in values:
@@ -228,7 +228,7 @@ class _Rules:
             reset()
 
     def check_initialised(self) -> None:
-        """Refuses what no rule has given a value."""
+        """Refuses tensors that no rule has initialised."""
         missed = [path for tensor, path in self.paths.items() if tensor.numel() and self.recording.lacks(tensor)]
         if missed:
             shown = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
@@ -239,7 +239,7 @@ class _Rules:
 
 
 def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
-    """Cuts whole tensors where they are to be sharded; ties stay tied."""
+    """Cuts whole tensors that are to be sharded; ties remain."""
     cut: dict[torch.Tensor, torch.Tensor] = {}
     for module in root.modules():
         for name, shard in sharding.shards_of(module).items():
@@ -252,7 +252,7 @@ def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """Lets `_init_weights` of Hugging Face models pass over what has its value already."""
+    """Lets `_init_weights` of Hugging Face models skip initialised tensors."""
     module: Any = sys.modules.get("transformers.initialization")
     with ExitStack() as stack:
         if module is not None:

@@ -1,4 +1,4 @@
-"""An optimizer whose state and arithmetic are on the CPU."""
+"""An optimizer with its state and arithmetic on the CPU."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,10 +14,10 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps copies of the weights in host memory with the optimizer that `make` returns for them.
 
-    Costs the host one copy of the weights and their gradients besides the state; frees the device of the
-    state. Copies of CUDA tensors are pinned: a step moves all gradients out, waits once, steps, and moves all
-    weights in behind what the device has yet to do. Weights are moved out only where they have changed since,
-    as versions and two sums of them tell. `param_groups` and `state` are those of the inner optimizer, so
+    The host needs memory for a copy of the weights and their gradients in addition to the state; the device no longer
+    needs memory for the state. Copies of CUDA tensors are pinned: a step copies all gradients out, waits once, steps,
+    and copies all weights in, asynchronously to the device's work. Weights are copied out only if they have changed
+    since, as detected by versions and two checksums. `param_groups` and `state` are those of the inner optimizer, so
     schedulers work as usual.
 
     Source: Rajbhandari et al., ZeRO-Offload (2021).
@@ -26,11 +26,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[nn.Parameter], make: Make) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
-        """Room in host memory for the gradient of each copy."""
+        """Host memory for the gradient of each copy."""
         for param in params:
             if not param.requires_grad:
                 continue
-            # Of what FSDP cuts each rank steps its own piece, as a plain tensor: a DTensor on the CPU would
+            # Each rank steps its own shard of FSDP, as a plain tensor: a DTensor on the CPU would
             # still belong to the mesh of the devices.
             here = local(param.detach())
             host = nn.Parameter(_room_for(here))
@@ -46,7 +46,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step: gradients to the host, the inner optimizer's step, weights to the device."""
+        """Runs one step: gradients to the host, the inner optimizer's step, weights to the device."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -54,7 +54,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         changed = self._changed()
         for param, host in self.pairs:
             host.grad = None if param.grad is None else self._moved(host, local(param.grad.detach()))
-        # The copies of the step before have left the host's weights by then, too.
+        # By then the copies of the previous step's weights are also complete.
         self._wait()
         late = [pair for pair, other in zip(self.pairs, changed.tolist(), strict=True) if other]
         for param, host in late:
@@ -68,23 +68,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _remember(self) -> None:
-        """Takes note of the device's weights, which the host's are alike."""
+        """Records the device's weights, which now equal the host's."""
         self._versions = [_version(param) for param, _ in self.pairs]
         self._sums = self._summed()
 
     def _changed(self) -> torch.Tensor:
-        """Which weights have been loaded or changed on the device since: booleans in host memory, once the device has been
-        waited for."""
+        """Mask of weights that were loaded or changed on the device since: booleans in host memory, valid after
+        waiting for the device.
+        """
         sums = self._summed()
         versions = [_version(param) != seen for (param, _), seen in zip(self.pairs, self._versions, strict=True)]
-        # Of what FSDP cuts no version tells; a change by `Tensor.data` has none either.
+        # FSDP's shards have no version; changes by `Tensor.data` do not count either.
         changed = (sums != self._sums).any(-1) | torch.tensor(versions, dtype=torch.bool).to(
             sums.device, non_blocking=True
         )
         return _room_for(changed).copy_(changed, non_blocking=True)
 
     def _summed(self) -> torch.Tensor:
-        """For each parameter the sum of its elements and that of the products of neighbours, on the device: (n, 2), float64."""
+        """For each parameter the sum of its elements and that of the products of neighbours, on the device: (n, 2),
+        float64.
+        """
         rows = []
         for param, _ in self.pairs:
             here = local(param.detach())
@@ -96,14 +99,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
 
     def _moved(self, host: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient in host memory, once the device has been waited for."""
+        """A gradient in host memory, valid after waiting for the device."""
         room = self._gradients.get(host)
         if room is None or room.dtype != gradient.dtype:
             room = self._gradients[host] = _room_for(gradient)
         return room.copy_(gradient, non_blocking=True)
 
     def _wait(self) -> None:
-        """Returns when all copies have been made."""
+        """Waits until all copies are complete."""
         for device in {local(param).device for param, _ in self.pairs}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -122,17 +125,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned."""
+        """Loads the result of `state_dict`."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for a tensor, pinned where that is on a GPU."""
+    """Host memory for a tensor, pinned if the tensor is on a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
 def _version(param: nn.Parameter) -> tuple[int, int]:
-    """What changes when an operation changes a plain parameter, or it gets other memory."""
+    """A value that changes when an operation changes a plain parameter, or when it gets other memory."""
     here = local(param.detach())
     return here.data_ptr(), here._version

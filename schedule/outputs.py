@@ -1,4 +1,4 @@
-"""What models are given and return: caches among arguments, losses, logits, tensors of outputs."""
+"""Arguments and outputs of models: caches, losses, logits, tensors."""
 
 import dataclasses
 import sys
@@ -11,7 +11,7 @@ from ..base._torch import tree_flatten
 
 
 def named(output: Any, name: str) -> torch.Tensor | None:
-    """A floating-point tensor of a model's output by its name, as an attribute or a key; None where there is none."""
+    """A floating-point tensor of a model's output by its name, as an attribute or a key; None if there is none."""
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
 
@@ -22,14 +22,15 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def logits_of(output: Any) -> torch.Tensor | None:
-    """The logits among what a model returned: what is called so, or its first floating-point tensor."""
+    """Logits in a model's output: the entry of that name, or its first floating-point tensor."""
     found = named(output, "logits")
     return found if found is not None else next(iter(tensors_of(output)), None)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The floating-point tensors that a model returned, in order, caches left out; logits as they are, perhaps cut over
-    the vocabulary or not formed."""
+    """Floating-point tensors of a model's output, in order, without caches; logits unchanged, possibly cut over the
+    vocabulary or not materialised.
+    """
     if isinstance(output, dict):
         output = [value for value in output.values() if isinstance(value, (torch.Tensor, tuple, list, dict))]
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -39,7 +40,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with None for every cache: run twice, a module would write it twice."""
+    """The arguments with None for every cache: if run twice, a module would write it twice."""
     module = sys.modules.get("transformers.cache_utils")
     if module is None:
         return args, kwargs

@@ -1,4 +1,4 @@
-"""What makes a function a primitive: its call is refused after `build`, recorded as a step, and chains."""
+"""Makes a function a primitive: its call is refused after `build`, recorded as a step, and can be chained."""
 
 import functools
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from .calls import PrimitiveCall
 from .tree import ScheduledModule
 
 Given = ParamSpec("Given")
-"""What a primitive is given beside the schedule."""
+"""Arguments of a primitive in addition to the schedule."""
 Self = TypeVar("Self", bound=ScheduledModule)
 
 
 def primitive(
     function: Callable[Concatenate[Any, Given], Any], name: str | None = None
 ) -> Callable[Concatenate[Self, Given], Self]:
-    """The function as a method of a schedule, with its signature and docstring.
+    """Converts a function to a method of a schedule, with its signature and docstring.
 
-    It checks its arguments before it changes anything, so that a refused call leaves the schedule as it was. What it
-    returns is returned; None stands for the schedule itself, so that calls chain.
+    It checks its arguments before it changes anything, so that a refused call does not change the schedule. Its result
+    is returned; None becomes the schedule itself, so that calls can be chained.
 
     Args:
         function: first parameter is the schedule that it is called on.

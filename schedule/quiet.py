@@ -1,4 +1,4 @@
-"""A model in training or in evaluation without anything that its dropout draws."""
+"""Disables dropout of a model in training or in evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,11 @@ from ..base._torch import DropoutNd
 
 @contextmanager
 def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Within it the model trains or evaluates, and nothing is dropped; then all is as it was.
+    """Sets the model's mode without dropout in the context, and restores everything.
 
-    Rates of dropout are 0: those of dropout modules, and those that modules keep as attributes (`attention_dropout`).
-    Recurrent networks train in evaluation, too, for which cuDNN has no backward pass; they do nothing else with the mode.
+    Rates of dropout are set to 0: those of dropout modules, and those that modules have as attributes
+    (`attention_dropout`). Recurrent networks also train in evaluation, for which cuDNN has no backward pass; they use
+    the mode for nothing else.
     """
     modes = [(each, each.training) for each in model.modules()]
     rates = [(each, name, getattr(each, name)) for each, _ in modes for name in rates_of(each)]
@@ -34,7 +35,7 @@ def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def rates_of(module: nn.Module) -> list[str]:
-    """The attributes of a module that are rates of dropout."""
+    """Attributes of a module that are rates of dropout."""
     return [
         name
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""Random streams: the global generators while draws are noted instead of made, and the seeds of a mesh's ranks."""
+"""Random streams: the global generators while draws are recorded, and the seeds of a mesh's ranks."""
 
 import random
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from .parallel.collectives import axis_of
 
 
 def full(device: torch.device) -> torch.device:
-    """A device with its index, as tensors have it."""
+    """A device with its index, like the device of a tensor."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 class RandomState:
-    """The state of the global generators of the CPU and a device, as seen by code whose draws are noted.
+    """State of the global generators of the CPU and a device, as seen by code whose draws are recorded.
 
-    After every noted draw it is moved by a step, so that it is another one at each point: code that sets it, or goes
-    back to one of earlier, shows.
+    It is advanced after every recorded draw, so that it differs at each point: code that sets it, or restores an
+    earlier one, is detected.
 
     Args:
         device: the device, with its index.
@@ -30,13 +30,13 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
-            torch.cuda.init()  # before it there are no generators
+            torch.cuda.init()  # generators exist only after it
             self.generators.append(torch.cuda.default_generators[device.index])
         self.states: list[torch.Tensor] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts it in the place of the surroundings' state, which is back at the end."""
+        """Installs it in place of the current state, which is restored at the end."""
         outside = [each.get_state() for each in self.generators]
         if not self.states:
             self.nudge()
@@ -47,13 +47,13 @@ class RandomState:
             self._set(outside)
 
     def nudge(self) -> None:
-        """Moves it by a step."""
+        """Advances it."""
         for each in self.generators:
             torch.empty(1, device=each.device).uniform_(generator=each)
         self.states = [each.get_state() for each in self.generators]
 
     def changed(self) -> int | None:
-        """The seed that was set since the last step; None where nothing was, -1 where anything else was."""
+        """Seed that was set since it was last advanced; None if nothing was set, -1 if anything else was."""
         states = [each.get_state() for each in self.generators]
         if all(map(torch.equal, states, self.states)):
             return None
@@ -70,10 +70,11 @@ class RandomState:
 
 
 def seed_ranks(seed: int, mesh: Any = None) -> int:
-    """Seeds torch, NumPy and Python: ranks of the `tp` axis alike, those of `dp` and `pp` each otherwise.
+    """Seeds torch, NumPy and Python: the same for ranks of the `tp` axis, different for those of `dp` and `pp`.
 
-    So replicas drop other elements, and what tensor-parallel ranks all compute stays equal; what each of them computes
-    on its piece differs by the primitive `fork_rng`. Call it behind making the model, whose weights all ranks share.
+    Replicas thus drop different elements, and replicated computations of tensor-parallel ranks stay equal;
+    computations on pieces differ by the primitive `fork_rng`. Call it after making the model, whose weights all ranks
+    share.
 
     Returns:
         The seed of this rank.

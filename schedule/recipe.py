@@ -1,4 +1,4 @@
-"""The replay of a recipe: the steps of a schedule, kept as plain values."""
+"""Replays a recipe: the steps of a schedule as plain values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from .schedule import Schedule, list_primitives
 def apply_recipe(sch: Schedule, recipe: Sequence[Mapping[str, Any]]) -> Schedule:
     """Replays the steps of a recipe on the schedule of a fresh copy of the model.
 
-    A recipe is code: it names functions to be imported and called. Replay only those that you trust.
+    A recipe is code: it names functions to be imported and called. Replay only recipes that you trust.
 
     Raises:
-        ScheduleError: not a recipe; an unknown primitive or path; a step is refused, with its number.
+        ScheduleError: not a recipe; an unknown primitive or path; or a step is refused, with its number.
     """
     if isinstance(recipe, (str, Mapping)) or not isinstance(recipe, Sequence):
         raise ScheduleError(f"a recipe must be a list of steps, but got {type(recipe).__name__}")

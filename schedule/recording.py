@@ -1,11 +1,11 @@
-"""The log of what was done to tensors that have no memory yet, from which their values can be made later.
+"""Log of operations on tensors without memory, from which their values can be made later.
 
-A recorded tensor is on the meta device. Its storage says which memory of which recording it stands for, so that every
-view of it, and every parameter that shares it, is recorded as well. An operation is noted with its arguments; what
-happened to a tensor is what happened to its memory, in order. Views are no operations: a tensor is a piece of memory.
+A recorded tensor is on the meta device. Its storage identifies memory of a recording, so that every view of it, and
+every parameter that shares it, is recorded as well. An operation is recorded with its arguments; the history of a
+tensor is the history of its memory, in order. Views are not operations: a tensor is a piece of memory.
 
-What is made of values that are at hand (`torch.tensor`, `torch.from_numpy`, `torch.arange`) is real, and so is what
-is computed from real tensors alone. The two meet in one direction only: recorded tensors may take in real ones.
+Tensors made of existing values (`torch.tensor`, `torch.from_numpy`, `torch.arange`) are real, and so are those
+computed only from real tensors. The two meet in one direction only: recorded tensors may use real ones.
 """
 
 import functools
@@ -32,7 +32,7 @@ _UNDEFINED = {
     _ATEN.new_empty,
     _ATEN.new_empty_strided,
 }
-"""Operators that give memory as it is."""
+"""Operators that return uninitialised memory."""
 _DEFERRED = _UNDEFINED | {
     _ATEN.full,
     _ATEN.full_like,
@@ -44,7 +44,7 @@ _DEFERRED = _UNDEFINED | {
     _ATEN.zeros,
     _ATEN.zeros_like,
 }
-"""Operators without recorded inputs that are noted all the same: what weights begin as."""
+"""Operators without recorded inputs that are recorded anyway: initial values of weights."""
 _OVERWRITING = {
     _ATEN.bernoulli_,
     _ATEN.cauchy_,
@@ -58,13 +58,13 @@ _OVERWRITING = {
     _ATEN.uniform_,
     _ATEN.zero_,
 }
-"""Operators that set their first argument without a look at what it held."""
+"""Operators that set their first argument without reading it."""
 _RESIZING = {_ATEN.resize_, _ATEN.resize_as_}
-"""Operators that change how much memory there is."""
+"""Operators that change the size of memory."""
 
 
 class Unrecordable(ScheduleError):
-    """A model cannot be made without memory: its constructor asks for what is not there yet."""
+    """A model cannot be made without memory: its constructor reads something that does not exist yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,39 +76,37 @@ class View:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements, as is the offset of the first."""
+    """In elements, like the offset of the first."""
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was allocated."""
+    """Allocated memory."""
 
     nbytes: int
     dtype: torch.dtype
-    """What for."""
     device: torch.device
-    """Where."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """An operation as it was called."""
+    """A recorded operation."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    """Its arguments, with a `View` for each recorded tensor and a copy of each real one."""
+    """Arguments, with a `View` for each recorded tensor and a copy of each real one."""
     kwargs: dict[str, Any]
     reads: frozenset[int]
-    """Memory whose contents it depends on."""
+    """Memory that it reads."""
     writes: frozenset[int]
-    """Memory whose contents it sets, in whole or in part."""
+    """Memory that it writes, wholly or partly."""
     whole: frozenset[int]
-    """What of it is set whole, so that nothing from before is left."""
+    """Memory that it overwrites completely."""
     made: tuple[View | None, ...]
-    """Of its outputs, in order, those that are in new memory."""
+    """Outputs in new memory, in order."""
     draws: bool
-    """Whether it takes random numbers from the global generators."""
+    """True if it draws from the global generators."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,34 +117,34 @@ class Reseed:
 
 
 class Recording:
-    """What was done to tensors, in order.
+    """Operations on tensors, in order.
 
     Args:
-        device: where the tensors will be.
+        device: future device of the tensors.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = full(torch.device(device))
-        """Where the tensors will be."""
+        """Future device of the tensors."""
         self.log: list[Operation | Reseed] = []
-        """What was done."""
+        """Recorded operations."""
         self.memories: list[Memory] = []
-        """What was allocated, by number."""
+        """Allocated memory, by number."""
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        """What stands for it, as long as a tensor has it."""
+        """Storages of the memory, as long as a tensor uses them."""
         self.unknown: set[int] = set()
-        """Memory of adopted tensors, as far as no operation has set it."""
+        """Memory of adopted tensors that no operation has set."""
         self.broken = ""
-        """Why it cannot be gone on with."""
+        """Reason why it cannot be continued."""
         self.random = RandomState(self.device)
         self.active = False
-        """Whether operations are being noted."""
+        """True while operations are recorded."""
         self.plain = 0
-        """Above 0 recorded tensors are shown as they are, on the meta device."""
+        """Above 0, recorded tensors appear on the meta device."""
 
     @contextmanager
     def shown_as_they_are(self) -> Iterator[None]:
-        """For redline's own looks at tensors while operations are being noted."""
+        """For redline's own access to tensors while operations are recorded."""
         self.plain += 1
         try:
             yield
@@ -154,22 +152,22 @@ class Recording:
             self.plain -= 1
 
     def refuse(self, why: str) -> NoReturn:
-        """Ends the recording; a constructor cannot go on by catching this."""
+        """Ends the recording; a constructor cannot continue by catching this."""
         self.broken = self.broken or why
         raise Unrecordable(why)
 
     def view(self, tensor: torch.Tensor) -> View | None:
-        """A tensor as it is recorded here; None for any other."""
+        """View of a recorded tensor; None for any other."""
         found = recorded(tensor)
         if found is None or found[0] is not self:
             return None
         if tensor.is_conj() or tensor.is_neg():
-            self.refuse("it holds a tensor that is conjugated or negated when it is read")
+            self.refuse("it contains a tensor with a lazy conjugate or negative")
         return View(found[1], tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def _known(self, tensor: torch.Tensor) -> View:
         found = self.view(tensor)
-        assert found is not None, "only what is recorded here is asked for"
+        assert found is not None, "only tensors of this recording are used"
         return found
 
     def adopt(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
@@ -180,21 +178,21 @@ class Recording:
         return tensor
 
     def lacks(self, tensor: torch.Tensor) -> bool:
-        """Whether something of an adopted tensor is still unknown."""
+        """True if a part of an adopted tensor is still unknown."""
         with self.shown_as_they_are():
             return self._known(tensor).memory in self.unknown
 
     def reseed(self, seed: int) -> None:
-        """Notes that what follows draws as after `torch.manual_seed(seed)`."""
+        """Records that later draws follow `torch.manual_seed(seed)`."""
         self.log.append(Reseed(seed))
 
     def draw(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> None:
-        """Notes a function that sets a tensor by drawing, as many numbers as it may turn out to need."""
+        """Records a function that sets a tensor by drawing any number of random numbers."""
         self.follow_random_state()
         self._note(function, (tensor, *args), {}, [tensor], overwrites=True, made=(), draws=True)
 
     def follow_random_state(self) -> None:
-        """Notes a `torch.manual_seed` since the last draw."""
+        """Records a `torch.manual_seed` since the last draw."""
         seed = self.random.changed()
         if seed is None:
             return
@@ -204,14 +202,14 @@ class Recording:
         self.random.nudge()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator of real tensors, or notes one of recorded tensors and returns the form of its result."""
+        """Runs an operator of real tensors, or records one of recorded tensors and returns a result without values."""
         tensors = tensors_in((args, kwargs))
         mine = [each for each in tensors if recorded(each) is not None]
         kind = func.overloadpacket
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         device = _destination(kwargs, mine or tensors)
         if not mine and device == _META and kind is _ATEN.scalar_tensor:
-            device = self.device  # a number that is assigned to a part of a recorded tensor
+            device = self.device  # a number assigned to a part of a recorded tensor
         elif not mine and (device == _META or not (draws or kind in _DEFERRED)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -222,7 +220,7 @@ class Recording:
         made = tuple(self._allocated(each, device) if recorded(each) is None else None for each in tensors_in(out))
         if kind is _ATEN.set_ and any(made):
             self.refuse("it gives a tensor memory that has no values")
-        # From now on a tensor that was set is a piece of other memory, with no need for a note.
+        # From now on a set tensor is a piece of other memory, which needs no record.
         if kind is not _ATEN.set_ and kind not in _UNDEFINED and (written or any(made)):
             kwargs = {**kwargs, "device": device} if kwargs.get("device") == _META else kwargs
             self._note(func, args, kwargs, written, overwrites=kind in _OVERWRITING, made=made, draws=draws)
@@ -231,7 +229,7 @@ class Recording:
     def _check(
         self, func: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], written: list[torch.Tensor]
     ) -> None:
-        """Refuses what is not an operation on known tensors with known effects."""
+        """Refuses operations on unknown tensors or with unknown effects."""
         kind = func.overloadpacket
         found = [recorded(each) for each in tensors]
         if any(each is not None and each[0] is not self for each in found):
@@ -241,7 +239,7 @@ class Recording:
         if kind in _RESIZING:
             self.refuse(f"{func} changes the size of a tensor")
         if kwargs.get("generator") is not None:
-            self.refuse("it sets a tensor by a generator of its own")
+            self.refuse("it sets a tensor by its own generator")
         if any(each.layout is not torch.strided for each in tensors):
             self.refuse("it has a tensor that is not dense")
         strange = any(each.is_meta and place is None for each, place in zip(tensors, found, strict=True))
@@ -253,7 +251,7 @@ class Recording:
             self.refuse("it may copy a tensor, or not")
 
     def _form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator returns, without values."""
+        """Result of an operator, without values."""
         if func.overloadpacket in _OVERWRITING and func.overloadpacket is not _ATEN.copy_:
             return args[0]
         args, kwargs = map_leaves(_on_meta, (args, kwargs))
@@ -293,18 +291,18 @@ class Recording:
     def _noted(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        # A copy, since what is real may change.
+        # A copy, since real tensors may change.
         return self.view(value) if value.is_meta else value.detach().clone()
 
     def _covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is all of its memory."""
+        """True if a tensor covers all of its memory."""
         return tensor.is_contiguous() and tensor.numel() * tensor.itemsize == self._memory(tensor).nbytes
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
         return self.memories[self._known(tensor).memory]
 
     def _allocated(self, tensor: torch.Tensor, device: torch.device) -> View:
-        """Makes a tensor on the meta device stand for new memory."""
+        """Assigns new memory to a tensor on the meta device."""
         storage = tensor.untyped_storage()
         storage._recorded = (self, len(self.memories))
         self.storages.append(weakref.ref(storage))
@@ -313,12 +311,12 @@ class Recording:
 
 
 def recorded(tensor: torch.Tensor) -> tuple[Recording, int] | None:
-    """The recording that a tensor is of, and the number of its memory there; None where it is of none."""
+    """Recording of a tensor, and the number of its memory there; None if it is not recorded."""
     return getattr(tensor.untyped_storage(), "_recorded", None) if tensor.is_meta else None
 
 
 def recording_of(module: nn.Module) -> Recording | None:
-    """The recording that a module's tensors are of; None where they are of none."""
+    """Recording of a module's tensors; None if they are not recorded."""
     for tensor in (*module.parameters(), *module.buffers()):
         found = recorded(tensor)
         if found is not None:
@@ -327,7 +325,7 @@ def recording_of(module: nn.Module) -> Recording | None:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """An operator's arguments or outputs, which nest in plain containers, with a function applied to each."""
+    """Applies a function to each of an operator's arguments or outputs, which nest in plain containers."""
     if isinstance(value, (list, tuple)):
         return type(value)([map_leaves(function, each) for each in value])
     if isinstance(value, dict):
@@ -336,7 +334,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or outputs, in order."""
+    """Tensors among an operator's arguments or outputs, in order."""
     return _found(torch.Tensor, value)
 
 
@@ -349,7 +347,7 @@ def _found(kind: type, value: Any) -> list[Any]:
 
 
 def _destination(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.device:
-    """Where an operator's outputs would be."""
+    """Device of an operator's outputs."""
     device, own = kwargs.get("device"), torch.device("cpu")
     place = recorded(tensors[0]) if tensors else None
     if place is not None:
@@ -360,7 +358,7 @@ def _destination(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.d
 
 
 def _may_be_itself(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy to where a tensor says it is would be the tensor itself, were it there: `to` cannot tell."""
+    """True if a copy to the tensor's reported device would be the tensor itself there: `to` cannot tell."""
     asked = kwargs.get("device", _META)
     return (
         asked != _META
@@ -371,14 +369,14 @@ def _may_be_itself(tensor: torch.Tensor, device: torch.device, kwargs: dict[str,
 
 
 def _on_meta(value: Any) -> Any:
-    """An argument as the meta device takes it."""
+    """Converts an argument for the meta device."""
     if isinstance(value, torch.Tensor) and not value.is_meta:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     return _META if isinstance(value, torch.device) else value
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator sets."""
+    """Tensors that an operator sets."""
     return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)])
 
 

@@ -1,8 +1,8 @@
-"""The values of recorded tensors, made as the code that was recorded would have made them, and no others.
+"""Makes the values of recorded tensors as the recorded code would have made them, and no others.
 
-An operation's *time* is its number in the log if it draws or needs nothing, else the latest time of what it needs. In
-that order the draws fall as they would have, and everything else is done as soon as it can be, so that what is whole
-only until it is cut is soon given back.
+An operation's *time* is its number in the log if it draws or has no inputs, otherwise the latest time of its inputs.
+In that order draws happen as they would have, and everything else as soon as possible, so that tensors that are whole
+only until they are cut are freed soon.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,20 +22,20 @@ def replay(
     seed: int,
     made: Callable[[int, torch.UntypedStorage], None],
 ) -> None:
-    """Makes memory of a recording, with the values it has at the end of the log.
+    """Makes memory of a recording, with its values at the end of the log.
 
-    Random numbers are those after `torch.manual_seed(seed)`. What is drawn for others than the wanted is drawn, too,
-    and dropped at once. Sets the global random state.
+    Random numbers are those after `torch.manual_seed(seed)`. Draws for other memory also happen and are dropped at
+    once. Sets the global random state.
 
     Args:
-        recording: what was noted.
+        recording: the recording.
         wanted: numbers of its memory.
-        device: takes the place of the recording's device.
-        seed: of what is drawn before a seed is set in the recording.
-        made: called with a number and its memory as soon as that has its last values; nothing else keeps it then.
+        device: replaces the recording's device.
+        seed: seed of draws before a seed is set in the recording.
+        made: called with a number and its memory as soon as it has its final values; nothing else keeps it then.
 
     Raises:
-        Unrecordable: an operation gives tensors of another form than was noted.
+        Unrecordable: an operation gives tensors of another form than recorded.
     """
     kept = set(wanted)
     operations = _ordered(_needed(recording.log, kept))
@@ -56,7 +56,9 @@ def replay(
 
 
 def _needed(log: list[Operation | Reseed], wanted: set[int]) -> Numbered:
-    """What the wanted memory depends on, numbered: what made its contents, and all draws before the last of it."""
+    """Numbered operations that the wanted memory depends on: those that made its contents, and all draws before the
+    last of them.
+    """
     live, drawing = set(wanted), False
     kept: Numbered = []
     for number in range(len(log) - 1, -1, -1):
@@ -91,7 +93,9 @@ def _ordered(numbered: Numbered) -> list[Operation | Reseed]:
 
 
 def _done_with(operations: list[Operation | Reseed], wanted: set[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
-    """For each operation the memory whose contents nothing needs after it, and the wanted memory that nothing uses after it."""
+    """For each operation, the memory whose contents nothing needs after it, and the wanted memory that nothing uses
+    after it.
+    """
     live, later = set(wanted), set[int]()
     out: list[tuple[frozenset[int], frozenset[int]]] = []
     for each in reversed(operations):
@@ -111,10 +115,10 @@ class _Player:
     def __init__(self, recording: Recording, device: torch.device) -> None:
         self.recording, self.device = recording, device
         self.storages: dict[int, torch.UntypedStorage] = {}
-        """What there is, by number."""
+        """Existing memory, by number."""
 
     def play(self, operation: Operation) -> None:
-        """Runs an operation, and keeps the new memory that it gives."""
+        """Runs an operation, and keeps its new memory."""
         args, kwargs = map_leaves(self.real, (operation.args, operation.kwargs))
         outputs = tensors_in(operation.call(*args, **kwargs))
         for view, tensor in zip(operation.made, outputs, strict=False):
@@ -126,7 +130,7 @@ class _Player:
             self.storages[view.memory] = tensor.untyped_storage()
 
     def real(self, value: Any) -> Any:
-        """An argument as it is on the device."""
+        """Converts an argument for the device."""
         if isinstance(value, View):
             return tensor_of(value, self.storage(value.memory))
         if isinstance(value, torch.Tensor):
@@ -134,7 +138,7 @@ class _Player:
         return self.place(value) if isinstance(value, torch.device) else value
 
     def storage(self, number: int) -> torch.UntypedStorage:
-        """Memory by its number, allocated where nothing has been done to it."""
+        """Memory by its number, allocated if it does not exist."""
         if number not in self.storages:
             memory = self.recording.memories[number]
             count = memory.nbytes // memory.dtype.itemsize
@@ -143,13 +147,13 @@ class _Player:
         return self.storages[number]
 
     def take(self, number: int) -> torch.UntypedStorage:
-        """The same, which is not kept."""
+        """Removes and returns memory."""
         storage = self.storage(number)
         del self.storages[number]
         return storage
 
     def place(self, device: torch.device) -> torch.device:
-        """Where a device of the recording is now."""
+        """Device that replaces one of the recording."""
         own = self.recording.device
         return self.device if device.type == own.type and device.index in (None, own.index) else device
 

@@ -1,25 +1,25 @@
-"""How far rounding alone may bring two runs of the same computation apart, and how far apart two are.
+"""Limits on the departure of two runs of the same computation by rounding, and measures of departure.
 
-Every numeric comparison takes its tolerance from here: that of `verify`, of the numerics table, of a dry run's `wrong`
-and of the tests.
+Every numeric comparison takes its tolerance from here: that of `verify`, of the numerics table, of a dry run's status
+`wrong` and of the tests.
 
 Notation:
     u   unit roundoff of a number format, the relative error of one rounding: 2**-24 in float32, 2**-11 in
         float16, 2**-8 in bfloat16
-    n   terms of a sum: what a product contracts, or the rows that the gradient of a weight is summed over
-    d   operations one after another, forth and back
+    n   terms of a sum: the contracted dimension of a product, or the rows that the gradient of a weight is summed over
+    d   consecutive operations, forward and backward
 
-Two orders of a sum of n terms depart by about sqrt(n) u of the magnitude of the terms (one standard
-deviation: roundings go up as often as down; Higham and Mary, "A New Approach to Probabilistic Rounding Error
-Analysis", 2019). d operations in a row add theirs as independent errors add: sqrt(n d) u. Formats narrower
-than float32 are summed in float32 and rounded once, so that n is 1 for them.
+Two orders of a sum of n terms depart by about sqrt(n) u of the magnitude of the terms (one standard deviation:
+roundings go up as often as down; Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019).
+The errors of d consecutive operations add like independent errors: sqrt(n d) u. Formats narrower than float32 are
+summed in float32 and rounded once, so that n is 1 for them.
 
-A `Tolerance` has two ways to be made. Of whole tensors the largest difference of an element counts, within `allowance`,
-which knows every layer: nothing in it was fitted to what some machine gave. Of summaries (projections of outputs, norms of
-gradients) only u is kept and the number d of layers with weights. Logits depart by some u sqrt(d) of their size. Elements of
-a gradient depart by more, having come back as well, but its norm by a part of that, since errors hardly point along the
-gradient. How many u sqrt(d) it is for each kind is some three times the largest that was seen over families, combinations and
-formats on a CPU.
+A `Tolerance` is made in one of two ways. For whole tensors the largest difference of an element counts, within
+`allowance`, which uses every layer: nothing in it was fitted to measurements. For summaries (projections of outputs,
+norms of gradients) only u and the number d of layers with weights are known. Logits depart by some u sqrt(d) of their
+size. Elements of a gradient depart by more, because of the backward pass, but its norm by a part of that, since errors
+are hardly parallel to the gradient. The factor of u sqrt(d) for each kind is about three times the largest that was
+seen over families, combinations and formats on a CPU.
 """
 
 import math
@@ -31,34 +31,38 @@ import torch
 from torch import nn
 
 DEVIATIONS = 5.0
-"""Standard deviations that are granted: of N elements the worst is sqrt(2 ln N) out, 5 of 300,000."""
+"""Number of standard deviations that are allowed: of N elements the worst is sqrt(2 ln N) out, 5 of 300,000."""
 OPERATIONS = 4
-"""Roundings that a module without children stands for: its own and those of what a model computes between
-modules (products of attention, residual sums), each forth and back."""
+"""Number of roundings per module without children: its own and those of the model between modules (products of
+attention, residual sums), each forward and backward.
+"""
 SMALL = 0.01
-"""A tensor is held to its own largest magnitude, or to this share of the largest in any where that is more:
-some gradients are nothing but rounding (that of a key's bias), which is relative to terms that cancel."""
+"""A tensor is compared relative to its own largest magnitude, or to this share of the largest in any tensor if that
+is more: some gradients are only rounding errors (that of a key's bias), which are relative to terms that cancel.
+"""
 
 FEW = 64
-"""Elements of a tensor below which a factor between two of them is not told from rounding."""
+"""Number of elements of a tensor below which a factor between two tensors cannot be told from rounding."""
 FLOOR = 2.0**-16
-"""Of one side's summary, relative: sums of up to some million terms of float32, in another order or by another algorithm. A
-norm is held to its own size, or to this share of the whole gradient's where that is more."""
+"""Relative tolerance of one side's summary: sums of up to some million terms of float32, in another order or by
+another algorithm. A norm is compared relative to its own size, or to this share of the whole gradient's if that is
+more.
+"""
 LOGITS = 5.0
-"""Of u sqrt(d), as the next three."""
+"""Factor of u sqrt(d), like the next three."""
 GRADIENT = 2.0
 VECTORS = 6.0
 """Biases and norms: their gradients are sums over all tokens, in which much cancels."""
 LOSS = 0.2
-"""Of the size of the logits."""
+"""Relative to the size of the logits."""
 LOSS_ITSELF = 4.0
-"""Of the unit roundoff of what the loss is computed in, without the depth."""
+"""Factor of the unit roundoff of the loss's format, without the depth."""
 NOISE = 0.1, 8.0
-"""Of the logarithm of the noise of dropout: whatever the number of numbers it is made of, and over the root of that."""
+"""Tolerance of the logarithm of dropout's noise: a constant, and one over the root of the number of values."""
 NOISY_LOSS = 0.3
-"""What dropout changes of a step's loss: a multiple of the noise over the root of its samples."""
+"""Effect of dropout on a step's loss: a multiple of the noise over the root of its samples."""
 NOISY_GRADIENT = 2.0
-"""Of the logarithm of its gradients' norms, a multiple of the noise: few tokens can make up much of them."""
+"""Effect on the logarithm of gradient norms, a multiple of the noise: few tokens can dominate them."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -72,15 +76,15 @@ def allowance(
     formats: Mapping[str, torch.dtype] | None = None,
     dtype: torch.dtype | None = None,
 ) -> float:
-    """How far an output or a gradient may depart by rounding, relative as in `departure`.
+    """Largest departure of an output or a gradient by rounding, relative as in `departure`.
 
-    DEVIATIONS * sqrt(sum of OPERATIONS n u**2 over the modules without children + rows u**2): what comes
-    through the layers, forth and back, and the sum over rows that the gradient of a weight is.
+    DEVIATIONS * sqrt(sum of OPERATIONS n u**2 over the modules without children + rows u**2): errors through the
+    layers, forward and backward, and the sum over rows in the gradient of a weight.
 
     Args:
         module: the model, which may be on the meta device.
         rows: samples times tokens (or pixels) of the batch.
-        formats: formats that parts are going to be cast to, by the path of the part.
+        formats: formats that parts will be cast to, by the path of the part.
         dtype: the format of all operations; by default that of a module's weights, float32 without any.
     """
     variance = _sum(rows, dtype or torch.float32)
@@ -95,36 +99,36 @@ def allowance(
 
 
 def loss_allowance(outputs: float, rows: int, dtype: torch.dtype = torch.float32) -> float:
-    """How far a mean loss may depart, relative to itself, where what it is made of may depart by `outputs`.
+    """Largest departure of a mean loss, relative to itself, if the outputs may depart by `outputs`.
 
-    It is the mean of `rows` terms that round independently; the sum that makes it rounds once more.
+    It is the mean of `rows` terms that round independently; the sum rounds once more.
     """
     return outputs / math.sqrt(rows) + DEVIATIONS * unit_roundoff(dtype)
 
 
 def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: float, steps: int) -> float:
-    """How far a weight may depart after some steps of AdamW, absolutely.
+    """Largest departure of a weight after some steps of AdamW, absolute.
 
-    A step is lr m / (s + eps), where m is a mean of gradients and s the root of a mean of their squares, |m|
-    <= s. Where gradients depart by g, so do m and s, and the step by lr g (1 / (s + eps) + s / (s +
-    eps)**2), at most lr g / eps, where s is zero: with the usual eps of 1e-8 the rounding of a gradient that
-    is almost zero turns a whole step around, and nothing can be told. So eps must be of the gradients' own
-    size. What weights depart by changes the following gradients; it is granted as much again with every
-    step. Each step rounds the weight twice (decay and update), in either run.
+    A step is lr m / (s + eps), where m is a mean of gradients and s the root of a mean of their squares, |m| <= s. If
+    gradients depart by g, so do m and s, and the step by lr g (1 / (s + eps) + s / (s + eps)**2), at most lr g / eps,
+    where s is zero: with the usual eps of 1e-8 the rounding of a gradient that is almost zero reverses a whole step,
+    and nothing can be concluded. So eps must be of the gradients' own size. The departure of weights changes the
+    following gradients; every step adds as much again. Each step rounds the weight twice (decay and update), in either
+    run.
 
     Args:
-        gradient: how far the gradient may depart, absolutely.
+        gradient: largest departure of the gradient, absolute.
         weight: the weight.
         lr: learning rate.
-        eps: AdamW's.
-        steps: steps taken.
+        eps: AdamW's epsilon.
+        steps: number of steps.
     """
     rounded = 4 * steps * unit_roundoff(weight.dtype) * scale(weight)
     return lr / eps * gradient * (2**steps - 1) + rounded
 
 
 class Arithmetic(Protocol):
-    """What the rounding of one model follows from, as far as is kept with a summary."""
+    """Properties of a model that determine its rounding, as kept in a summary."""
 
     @property
     def roundoff(self) -> float:
@@ -132,40 +136,41 @@ class Arithmetic(Protocol):
 
     @property
     def loss_roundoff(self) -> float:
-        """u of what the loss is computed in."""
+        """u of the loss's format."""
 
     @property
     def depth(self) -> int:
-        """d, layers with weights of at least two dimensions."""
+        """d, number of layers with weights of at least two dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """How far what two models compute may depart, each kind relative to its `scale`; both sides' rounding counted."""
+    """Largest departures between two models, each kind relative to its `scale`; includes the rounding of both."""
 
     outputs: float
-    """Of outputs, or projections of them."""
+    """For outputs, or projections of them."""
     loss: float
-    """Of the loss, relative to itself."""
+    """For the loss, relative to itself."""
     loss_of_outputs: float = 0.0
-    """Of the loss besides, relative to `size`."""
+    """Additional tolerance of the loss, relative to `size`."""
     gradients: float
-    """Of gradients, or norms of them."""
+    """For gradients, or norms of them."""
     vectors: float
-    """Of norms of the gradients of biases and norms alone."""
+    """For norms of the gradients of biases and norms only."""
     weights: Callable[[float, torch.Tensor], float] | None = None
-    """How far a weight may depart after optimizer steps, absolutely, given how far its gradient may; without it as far as
-    gradients."""
+    """Largest departure of a weight after optimizer steps, absolute, as a function of its gradient's; without it the
+    same as for gradients.
+    """
     least: float = SMALL
-    """The share of the largest of its kind that a tensor is at least held to."""
+    """Smallest reference magnitude of a tensor, as a share of the largest of its kind."""
     size: float = 0.0
-    """What projections are held to: the size of the outputs, a root mean square; 0 where it is not known."""
+    """Reference size of projections: the root mean square of the outputs; 0 if unknown."""
     ratio: float = 1.0
-    """By what factor norms of gradients may differ besides, since dropout draws other masks."""
+    """Additional factor of the norms of gradients, because dropout draws other masks."""
     noise: float = 1.0
-    """By what factor the noise of dropout may differ."""
+    """Factor by which the noise of dropout may differ."""
     factor: float = 0.0
-    """By how much the factor between two whole tensors may differ from 1; 0 compares none."""
+    """Largest difference from 1 of the factor between two whole tensors; 0 disables the comparison."""
 
     @classmethod
     def of_tensors(
@@ -175,12 +180,12 @@ class Tolerance:
         terms: int | None = None,
         weights: Callable[[float, torch.Tensor], float] | None = None,
     ) -> "Tolerance":
-        """Of whole tensors.
+        """Tolerance of whole tensors.
 
         Args:
-            allowed: the `allowance` of the model that rounds more, which is that of two orders, so of both sides.
-            terms: what the loss is a mean of: tokens, or samples; None where that is not known.
-            weights: what the optimizer makes of it, such as `adamw_allowance`.
+            allowed: the larger `allowance` of the two models, which covers two orders, so both sides.
+            terms: number of terms of the mean loss: tokens, or samples; None if unknown.
+            weights: effect of the optimizer, such as `adamw_allowance`.
         """
         loss = allowed if terms is None else loss_allowance(allowed, terms)
         return cls(
@@ -191,18 +196,18 @@ class Tolerance:
     def of_summaries(
         cls, *sides: Arithmetic, size: float, noise: float = 0.0, samples: int = 1, noise_numbers: int = 1
     ) -> "Tolerance":
-        """Of summaries, whose errors add: both models depart from exact arithmetic, each by its own format.
+        """Tolerance of summaries, whose errors add: both models depart from exact arithmetic, each by its own format.
 
-        The noise of dropout is drawn anew in every configuration. Its logarithm, as the root mean square of n numbers,
-        has a standard deviation of about 1 / sqrt(n). In a training step it leaves the loss, a mean over samples, to
-        chance by a part of noise over the root of their number, and gradients by a part of the noise.
+        The noise of dropout is drawn again in every configuration. Its logarithm, as the root mean square of n
+        numbers, has a standard deviation of about 1 / sqrt(n). In a training step it randomises the loss, a mean over
+        samples, by a multiple of the noise over the root of their number, and gradients by a multiple of the noise.
 
         Args:
             sides: both models.
             size: root mean square of the logits.
-            noise: what dropout changes of the logits, where it is on.
-            samples: what the loss is a mean of.
-            noise_numbers: of how many numbers the noise is the root mean square, where they are fewer.
+            noise: relative change of the logits by dropout, if it is on.
+            samples: number of samples of the mean loss.
+            noise_numbers: number of values in the noise's root mean square, if there are fewer.
         """
         error = sum(each.roundoff * math.sqrt(each.depth) for each in sides)
         floor = FLOOR * len(sides)
@@ -221,12 +226,12 @@ class Tolerance:
 
 
 def noise_ratio(numbers: int) -> float:
-    """By what factor the noise of dropout of two runs may differ, a root mean square of so many numbers each."""
+    """Factor by which the noise of dropout of two runs may differ, each a root mean square of this number of values."""
     return math.exp(NOISE[0] + NOISE[1] / math.sqrt(max(1, numbers)))
 
 
 def scale(tensor: torch.Tensor | None, largest: float = 0.0, least: float = SMALL) -> float:
-    """What a departure is relative to; `largest` is the largest magnitude in any tensor of its kind."""
+    """Reference magnitude of a departure; `largest` is the largest magnitude in any tensor of its kind."""
     own = float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
     return max(own, least * largest, 1e-30)
 
@@ -239,8 +244,9 @@ def departure(
     over: float = 0.0,
     ratio: float = 1.0,
 ) -> float:
-    """The largest difference of two tensors of one shape over the `scale` of the first, or over `over`, beyond a factor `ratio`
-    if there is one; infinite where one holds what is no number."""
+    """Largest difference of two tensors of one shape over the `scale` of the first, or over `over`, beyond a factor
+    `ratio` if there is one; infinite if one contains NaN.
+    """
     if not expected.numel():
         return 0.0
     over = over or scale(expected, largest)
@@ -254,10 +260,10 @@ def departure(
 
 
 def factor_between(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """By how much the factor between two tensors differs from 1.
+    """Difference from 1 of the factor between two tensors.
 
     The factor is the projection of the one on the other, <found, expected> / <expected, expected>: the errors of N
-    elements average out in it, so that it may differ by one standard deviation of an element, not by DEVIATIONS.
+    elements average out in it, so it may differ by one standard deviation of an element, not by DEVIATIONS.
     """
     e, f = expected.detach().double().flatten(), found.detach().double().flatten()
     norm = float(e @ e)
@@ -265,7 +271,7 @@ def factor_between(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def largest(tensors: Mapping[str, torch.Tensor | None]) -> float:
-    """The largest magnitude in any of some tensors."""
+    """Largest magnitude in any of some tensors."""
     return max((scale(each) for each in tensors.values() if each is not None), default=0.0)
 
 

@@ -18,7 +18,7 @@ ELSEWHERE = {
     "gm": "trace() makes the graph, which is sch.graph; the module is sch.module",
     "mod": "the module is sch.module",
     "partition": "shard(name, axis) cuts a parameter, cut_pipeline_stage() ends a stage, shard_data(...) cuts replicas",
-    "partition_model": "cut_pipeline_stage() ends a stage behind a module",
+    "partition_model": "cut_pipeline_stage() ends a stage after a module",
     "get_module": "sch['path'] is the schedule of a module below, sch['path'].module the module",
     "find_node": "find(where=lambda node: ...) looks at nodes",
     "find_nodes": "find(where=lambda node: ...) looks at nodes",
@@ -27,14 +27,14 @@ ELSEWHERE = {
     "cudagraphify": "compile(mode='reduce-overhead') uses CUDA graphs",
     "bind": "schedule(sch, config) of a workload is called with each configuration",
 }
-"""Names that users of other schedule languages try, and what stands for them here."""
+"""Names in other schedule languages, and their equivalents here."""
 
 
 class Schedule(ScheduledModule):
     """One module of a scheduled model; primitives are its methods.
 
-    Made by `create_schedule`. `sch["encoder.layer.0"]` is the schedule of a module below, `sch.module` the
-    module itself, `sch.path` its path from the root. `register_primitive` adds a primitive of one's own.
+    Made by `create_schedule`. `sch["encoder.layer.0"]` is the schedule of a module below, `sch.module` the module
+    itself, `sch.path` its path from the root. `register_primitive` adds the user's own primitives.
     """
 
     annotate = primitives.annotate
@@ -74,7 +74,7 @@ class Schedule(ScheduledModule):
             return layer.graph
         raise ScheduleError(f"graph of '{self.name}': trace it first")
 
-    if not TYPE_CHECKING:  # a type checker knows by itself that there is no such primitive
+    if not TYPE_CHECKING:  # a type checker detects unknown primitives itself
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__") or name in {"tree", "path"}:
@@ -85,15 +85,14 @@ class Schedule(ScheduledModule):
 
 
 def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
-    """The schedule of a model.
+    """Returns the schedule of a model.
 
     Args:
-        module: the model; it is rewritten in place. Made within `deferred` it costs no memory.
-        mesh: a `torch.distributed.DeviceMesh` with axes out of `pp`, `dp` and `tp`, where several devices
-            share the work.
+        module: the model; it is rewritten in place. Made within `deferred` it takes no memory.
+        mesh: a `torch.distributed.DeviceMesh` with axes out of `pp`, `dp` and `tp`, if several devices share the work.
 
     Raises:
-        ScheduleError: not a module, or a mesh whose axes are not named so.
+        ScheduleError: not a module, or a mesh with other axes.
     """
     if not isinstance(module, nn.Module):
         raise ScheduleError(f"create_schedule needs a torch.nn.Module, but got {type(module).__name__}")
@@ -122,14 +121,14 @@ def register_primitive(
 ) -> Any:
     """Makes `function(sch, ...)` a primitive, callable as `sch.<name>(...)`.
 
-    The function checks its arguments before it changes anything, so that a refused call leaves the schedule
-    as it was. What it returns is returned; None stands for the schedule itself, so that calls chain.
+    The function checks its arguments before it changes anything, so that a refused call does not change the schedule.
+    Its result is returned; None becomes the schedule itself, so that calls can be chained.
 
     Args:
-        function: first parameter is the `Schedule` it is called on. Its signature and docstring are those of
-            the method.
+        function: first parameter is the `Schedule` it is called on. Its signature and docstring are those of the
+            method.
         name: the primitive's name; the function's name by default.
-        query: it only looks, so that it is not recorded and may be called after `build`.
+        query: it only reads, so it is not recorded and may be called after `build`.
 
     Raises:
         ScheduleError: the name is taken.
@@ -148,7 +147,7 @@ def register_primitive(
 
 
 class Primitives(dict[str, Callable[..., Any]]):
-    """Primitives by their names; prints as a table of names and what each does."""
+    """Primitives by name; prints as a table of names and summaries."""
 
     def __repr__(self) -> str:
         width = max(map(len, self), default=0)
@@ -158,7 +157,7 @@ class Primitives(dict[str, Callable[..., Any]]):
 
 
 def list_primitives(name_only: bool = False) -> list[str] | Primitives:
-    """The primitives in alphabetical order: name -> method, printed with their summaries, or only the names."""
+    """Primitives in alphabetical order: name -> method, printed with their summaries, or only the names."""
     methods = [(name, each) for name, each in sorted(vars(Schedule).items()) if callable(each)]
     found = Primitives({name: each for name, each in methods if not name.startswith("_")})
     return list(found) if name_only else found

@@ -20,11 +20,11 @@ from .graph.operations import Call, SubgraphCall, SyncCall
 from .graph.trace import ITSELF, Traced
 
 PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
-"""Order in which `build` applies what primitives have deferred to it."""
+"""Order in which `build` applies deferred work."""
 
 
 class Slice(list[Any]):
-    """Schedules of several modules, in order. It has no primitives, which are called on each."""
+    """Schedules of several modules, in order. It has no primitives; call them on each."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -34,10 +34,10 @@ class Slice(list[Any]):
 
 @dataclass(slots=True)
 class Deferred:
-    """Work that a primitive leaves to `build`, where the weights exist."""
+    """Work that a primitive leaves to `build`, when the weights exist."""
 
     path: str
-    """Path of the module it concerns."""
+    """Path of its module."""
     phase: str
     """One of PHASES."""
     apply: Callable[..., Any]
@@ -47,7 +47,7 @@ class Deferred:
 
 
 class Tree:
-    """What all schedules of one model share: the root module, the mesh, and what was applied."""
+    """State shared by all schedules of one model: the root module, the mesh, and the applied steps."""
 
     def __init__(self, module: nn.Module, mesh: Any = None) -> None:
         self.module = module
@@ -59,11 +59,11 @@ class Tree:
         self.late: list[str] = []
         self.pipeline: tuple[str, int | None] | None = None
         self.examples: dict[str, Any] = {}
-        """Example inputs, as (args, kwargs), of modules by path: tracing takes those of others from them."""
+        """Example inputs, as (args, kwargs), of modules by path: tracing derives those of other modules from them."""
         self.built = False
 
     def below(self, path: str) -> "Tree":
-        """What there is of a module by itself: the same module, and what was applied at and below it.
+        """Tree of a module alone: the same module, and everything applied at and below it.
 
         Raises:
             ScheduleError: a pipeline is cut there.
@@ -97,7 +97,7 @@ class Tree:
 
 
 class ScheduledModule:
-    """One module of a scheduled model: where it stands, and what is below it. `Schedule` adds the primitives."""
+    """One module of a scheduled model: its position, and the modules below it. `Schedule` adds the primitives."""
 
     def __init__(self, tree: Tree, path: str = "") -> None:
         self.tree = tree
@@ -105,7 +105,7 @@ class ScheduledModule:
 
     @property
     def module(self) -> nn.Module:
-        """The module as it is now."""
+        """The current module."""
         return find_module(self.tree.module, self.path)
 
     @property
@@ -115,7 +115,7 @@ class ScheduledModule:
 
     @property
     def name(self) -> str:
-        """The path as people read it: the root is its class name."""
+        """The path for messages; for the root its class name."""
         return self.path or type(self.tree.module).__name__
 
     @overload
@@ -126,7 +126,7 @@ class ScheduledModule:
         """A module below this one, by dotted path, or the direct child at a position; a slice gives a list of them.
 
         Raises:
-            ScheduleError: there is no such module; names the nearest one.
+            ScheduleError: there is no such module; the message names the nearest one.
         """
         if isinstance(path, int | slice):
             names = [name for name, child in children_of(self.module).items() if child is not None]
@@ -152,13 +152,13 @@ class ScheduledModule:
         return True
 
     def select(self, pattern: str) -> list[Self]:
-        """The modules below whose path matches, in the model's order.
+        """Modules below whose path matches, in the model's order.
 
-        `*`, `?` and `[...]` stay within one component of the path, `**` spans any number of them:
+        `*`, `?` and `[...]` match within one component of the path, `**` any number of components:
         `sch.select("encoder.layer.*.attention")`, `sch.select("**.mlp")`.
 
         Raises:
-            ScheduleError: nothing matches; names the nearest path.
+            ScheduleError: nothing matches; the message names the nearest path.
         """
         paths = [name for name, _ in self.module.named_modules(remove_duplicate=False) if name]
         found = [name for name in paths if _matches(pattern.split("."), name.split("."))]
@@ -174,7 +174,7 @@ class ScheduledModule:
         self.tree.deferred.append(Deferred(self.path, phase, apply, arguments))
 
     def deferred(self, apply: Callable[..., Any]) -> list[Deferred]:
-        """What was deferred to `build` for this module by `apply`."""
+        """Work deferred to `build` for this module by `apply`."""
         return [each for each in self.tree.deferred if each.path == self.path and each.apply is apply]
 
     def recipe(self) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
     """The module at a dotted path.
 
     Raises:
-        ScheduleError: there is none; names the nearest child of the deepest module on the way.
+        ScheduleError: there is none; the message names the nearest child of the deepest module found.
     """
     module, walked = root, ""
     for part in path.split(".") if path else ():
@@ -211,7 +211,7 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
 
 
 def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Every (parent, child name, path) at which a module stands in the tree; several when it is shared."""
+    """Every (parent, child name, path) of a module in the tree; several if it is shared."""
     out = []
     for path, parent in root.named_modules():
         for name, child in children_of(parent).items():
@@ -221,10 +221,10 @@ def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str
 
 
 def called_with_path(function: Callable[..., Any], module: nn.Module, path: str) -> Any:
-    """What a function makes of a module, and of its path where it takes one beside it."""
+    """Calls a function with a module, and with its path if the function takes two arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         return function(module)
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     second = len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "path")
@@ -245,14 +245,15 @@ def _matches(pattern: list[str], path: list[str]) -> bool:
 
 
 def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
-    """The tree below a module, a line a module, each with what was applied to it, and what was put into its graph.
+    """Draws the tree below a module, one line per module, each with its applied primitives and the operations in its
+    graph.
 
-    Neighbours that are the same and carry the same primitives share a line: `1-11: GPT2Block  x11`.
+    Equal neighbours with the same primitives share a line: `1-11: GPT2Block  x11`.
 
     Args:
-        module: where the tree begins.
-        path: of that module from the model's root.
-        steps: what was applied to the model.
+        module: root of the drawing.
+        path: path of that module from the model's root.
+        steps: steps applied to the model.
     """
     applied: dict[str, list[str]] = {}
     for step in steps:
@@ -263,7 +264,7 @@ def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
 
 
 def _operations(module: nn.Module) -> list[str]:
-    """What the schedule put into the graph of a module, as calls; modules are drawn as children."""
+    """Operations that the schedule put into the graph of a module, as calls; modules are drawn as children."""
     return [
         f"{node.target.__name__}({', '.join(each.name for each in node.args if _shown(each))})"
         for layer in layers_of(module, Traced)

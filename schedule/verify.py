@@ -1,4 +1,4 @@
-"""verify: a scheduled model against an untouched copy of it, forward, backward and one optimizer step."""
+"""verify: compares a scheduled model with an untouched copy of it: forward, backward and one optimizer step."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from .tree import find_module, join
 
 Loss = Callable[..., torch.Tensor]
 DRAWS = 4
-"""Forward passes with dropout of which the noise is taken."""
+"""Number of forward passes with dropout that estimate its noise."""
 
 
 @contextmanager
@@ -42,35 +42,34 @@ def verify(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Iterator[Schedule]:
-    """Checks what the body of the `with` schedules: the same outputs, loss, gradients and optimizer step.
+    """Checks the schedule made in the body of the `with`: the same outputs, loss, gradients and optimizer step.
 
-    When the body ends, copies of the model before and after it are given the same weights and run on the
-    same inputs, in training and in evaluation mode; then one step of SGD. Gradients of floating-point inputs are
-    compared, too: a part whose own gradients are right may hand wrong ones on. Outputs and gradients that are cut
-    over ranks are gathered; over a `dp` axis the ranks share the batch. Dropout is switched off in both
-    copies, since a schedule may change which random numbers fall where; then it is on, for the noise that it makes of
-    the outputs, which tells other rates. Nothing of this touches the model, the schedule or the random state; nothing
-    runs when the body raised.
+    When the body ends, copies of the model before and after it get the same weights and run on the same inputs, in
+    training and in evaluation mode; then one step of SGD. Gradients of floating-point inputs are also compared: a part
+    with correct parameter gradients may pass on wrong input gradients. Outputs and gradients that are cut over ranks
+    are gathered; over a `dp` axis the ranks share the batch. Dropout is first switched off in both copies, since a
+    schedule may change the assignment of random numbers; then it is on, to compare its noise in the outputs, which
+    detects other rates. The model, the schedule and the random state are not changed; nothing runs if the body raised.
 
     Args:
-        sch: a schedule before `build`. Of a module below the root that module alone is copied and run, and what the
-            body schedules outside of it is not looked at.
+        sch: a schedule before `build`. For a module below the root, only that module is copied and run, and changes
+            outside it are ignored.
         example_inputs: a tensor, a tuple of positional or a mapping of keyword arguments.
-        loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum
-            of the outputs weighted by fixed random numbers.
-        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default
-            what rounding alone may do, by the model's depth and widths and its number formats
-            (`schedule/rounding.py`): 2e-5 for two blocks of a tiny GPT-2 in float32.
-        device: where to run; by default where the weights are, or the CPU.
-        seed: of the weights that are on the meta device.
+        loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum of the
+            outputs weighted by fixed random numbers.
+        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default the limit of
+            rounding, by the model's depth and widths and its number formats (`schedule/rounding.py`): 2e-5 for two
+            blocks of a tiny GPT-2 in float32.
+        device: device to run on; by default that of the weights, or the CPU.
+        seed: seed of weights that are on the meta device.
 
     Raises:
-        ScheduleError: something departs; names the first module whose output does, and by how much.
+        ScheduleError: something departs; the message names the first module whose output does, and by how much.
     """
     if sch.tree.built:
         raise ScheduleError("verify: it takes a schedule before build")
     before = itself(sch).copy()
-    # What is traced within it finds here how modules are called.
+    # Tracing in the body finds the calls of modules here.
     sch.tree.examples.setdefault(sch.path, as_call(example_inputs))
     yield sch
     target = torch.device(device) if device is not None else home(before.module)
@@ -140,7 +139,7 @@ def _first_module(
     axis: Axis | None,
     limit: float,
 ) -> str:
-    """The first module, in the order of execution, whose output departs, and by how much; or nothing."""
+    """The first module, in the order of execution, whose output departs, and by how much; empty if there is none."""
     for path, value in expected.items():
         mine = found.get(path)
         if mine is None or any(layer.alters for layer in layers_of(find_module(model, path))):
@@ -152,7 +151,7 @@ def _first_module(
         if axis is not None and mine.shape != value.shape and mine.shape[0] * axis.size == value.shape[0]:
             value = value.chunk(axis.size)[axis.rank]
         if mine.shape != value.shape:
-            # Cut over ranks on purpose: what it is joined to is compared further on.
+            # Cut over ranks on purpose: the gathered value is compared later.
             continue
         if (by := departure(value, mine)) > limit:
             kind = type(find_module(model, path)).__name__
@@ -162,7 +161,7 @@ def _first_module(
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """The first output of every module that runs within it, by path."""
+    """Records the first output of every module that runs in the context, by path."""
     record: dict[str, torch.Tensor] = {}
 
     def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -180,7 +179,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
-    """Copies every tensor of the reference that the scheduled model has too, cut where it is cut."""
+    """Copies every tensor of the reference that the scheduled model also has, cut where it is cut."""
     known = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     with torch.no_grad():
         for name, tensor in [*scheduled.named_parameters(), *scheduled.named_buffers()]:
@@ -197,16 +196,16 @@ def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
 
 
 def _rounding(before: Schedule, after: Schedule, inputs: Any) -> float:
-    """What rounding may do to either model."""
+    """Limit of rounding for either model."""
     rows = max((each.numel() for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), default=1)
     casts = [each for each in after.tree.deferred if "dtype" in each.arguments]
     formats = {each.path: each.arguments["dtype"] for each in casts}
-    # The model before has its whole widths, the model after its formats and whatever it was given instead.
+    # The model before has the whole widths, the model after its formats and replaced modules.
     return max(allowance(before.module, rows, formats), allowance(after.module, rows, formats))
 
 
 def _anywhere(flag: bool, mesh: Any, device: torch.device) -> bool:
-    """Whether any rank of the mesh raises the flag: all of them must act alike."""
+    """True if any rank of the mesh raises the flag: all of them must act in the same way."""
     if mesh is None or not dist.is_initialized():
         return flag
     total = torch.tensor(int(flag), device=device)
@@ -225,13 +224,14 @@ def _run(
     device: torch.device,
     axis: Axis | None,
 ) -> Numbers:
-    """One step of a model, whose weights are as before after it; in evaluation, its passes. With a data-parallel axis this
-    rank computes its part of the batch."""
+    """Runs one step of a model and restores its weights; in evaluation, its passes. With a data-parallel axis this
+    rank computes its part of the batch.
+    """
     batch = as_call(
         tree_map(lambda each: each.detach().to(device, copy=True) if isinstance(each, torch.Tensor) else each, inputs)
     )
     args, kwargs = batch if axis is None else tree_map(lambda value: _share(value, axis), batch)
-    # What draws random numbers in spite of all draws the same ones in either model.
+    # Any remaining random draws are the same in either model.
     torch.manual_seed(0)
     pipeline = model.__dict__.get("pipeline")
     entering = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -249,11 +249,11 @@ def _run(
             value = _scalar(output, loss, (args, kwargs), axis)
             value.backward()
             found = _wholes(output)
-    # A weighting of the outputs says nothing that they do not say themselves, and nearly cancels by chance.
-    says = pipeline is not None or loss is not None or loss_of(output) is not None
+    # A weighted sum of the outputs adds no information to them, and may nearly cancel by chance.
+    has_loss = pipeline is not None or loss is not None or loss_of(output) is not None
     return Numbers(
         outputs={f"output {number}": _joined(each, axis) for number, each in enumerate(found)},
-        loss=float(_mean(value.detach(), axis)) if says else None,
+        loss=float(_mean(value.detach(), axis)) if has_loss else None,
         gradients=gradients_of(model),
         inputs={f"input {number}": _input_gradient(each, axis) for number, each in enumerate(entering)},
         noise=_noise(model, args, kwargs, found) if training and pipeline is None else None,
@@ -266,7 +266,7 @@ def _copied(value: Any, device: torch.device) -> Any:
 
 
 def _input_gradient(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """The gradient of an input, zeros where none came, that of the whole batch where ranks share it."""
+    """Gradient of an input, zeros if there is none; that of the whole batch if ranks share it."""
     gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
     return gradient if axis is None else _joined(gradient / axis.size, axis)
 
@@ -275,7 +275,7 @@ def _same_rates(before: nn.Module, after: nn.Module) -> None:
     """Refuses another rate of dropout in a module that is in both models.
 
     Raises:
-        ScheduleError: one has.
+        ScheduleError: a rate differs.
     """
     modules = dict(after.named_modules())
     for path, module in before.named_modules():
@@ -286,7 +286,7 @@ def _same_rates(before: nn.Module, after: nn.Module) -> None:
 
 
 def _noise(model: nn.Module, args: Any, kwargs: Any, expected: list[torch.Tensor]) -> float | None:
-    """What dropout changes of the outputs in training, relative to their size; None where nothing is dropped."""
+    """Change of the outputs by dropout in training, relative to their size; None without dropout."""
     if not any(getattr(each, name) for each in model.modules() for name in rates_of(each)):
         return 0.0
     modes = [(each, each.training) for each in model.modules()]
@@ -306,17 +306,17 @@ def _noise(model: nn.Module, args: Any, kwargs: Any, expected: list[torch.Tensor
 
 
 def _numbers_of(side: Numbers) -> int:
-    """How many numbers the noise of dropout is taken over."""
+    """Number of values in the noise of dropout."""
     return DRAWS * sum(each.numel() for each in side.outputs.values() if each is not None)
 
 
 def _wholes(output: Any) -> list[torch.Tensor]:
-    """The floating-point tensors of an output, in order, whole where they are cut over the vocabulary."""
+    """Floating-point tensors of an output, in order, gathered if they are cut over the vocabulary."""
     return [whole_logits(formed(each)).detach() for each in tensors_of(output)]
 
 
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights after a step that is taken back."""
+    """Weights after a step that is undone."""
     before = [(param, param.detach().clone()) for param in model.parameters()]
     optimizer.step()
     found = weights_of(model)

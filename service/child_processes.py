@@ -18,62 +18,65 @@ from ..base.errors import RedlineError, RunnerError, UsageError
 from ..runners.memory import HostMemoryMeter
 
 MEMORY_MIB = 8192.0
-"""Memory of the process, MiB: it traces models that somebody else describes."""
+"""Memory limit of a helper, MiB. It traces models that users describe."""
 MOST_WAITING = 8
-"""Calls that wait for their turn unless another number is given; more are refused, so that who asks for something else is
-answered."""
+"""Default number of calls that may wait. More are refused, so that threads remain free for other requests."""
 _log = logging.getLogger(__name__)
 
 
 class Helper:
-    """Calls functions in a process of its own, one at a time; one that takes too long, or dies, is started anew.
+    """Calls functions in a separate process, one at a time. The process is restarted if it dies or a call takes too
+    long.
 
     Args:
-        seconds: what a call may take.
-        most_waiting: calls that wait for their turn; more are refused.
+        seconds: time limit of a call.
+        most_waiting: number of calls that may wait; more are refused.
     """
 
     def __init__(self, seconds: float, most_waiting: int = MOST_WAITING) -> None:
         self._seconds, self._most_waiting = seconds, most_waiting
-        self._places = threading.BoundedSemaphore(1 + most_waiting)
+        self._slots = threading.BoundedSemaphore(1 + most_waiting)
         self._lock = threading.Lock()
         self._process: Any = None
-        self._ours: Connection | None = None
+        self._pipe: Connection | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `function(*args)` returns there; both must be importable, and what they take and return plain data.
+        """Returns `function(*args)`, computed in the process. The function must be importable, its arguments and
+        result plain data.
 
         Raises:
-            RedlineError: as the function raised it.
-            UsageError: it took longer than it may.
-            RunnerError: the process ended with it, it failed otherwise, or too many calls wait.
+            RedlineError: raised by the function.
+            UsageError: the call took too long.
+            RunnerError: the process died during the call, the call failed in another way, or too many calls wait.
         """
-        if not self._places.acquire(blocking=False):
-            raise RunnerError(f"{self._most_waiting} others wait for what computes this; ask again in a moment")
+        if not self._slots.acquire(blocking=False):
+            raise RunnerError(f"{self._most_waiting} other requests wait for this computation; try again in a moment")
         try:
             return self._call(function, args)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with self._lock:
-            pipe = self._begun()
+            pipe = self._started()
             try:
                 pipe.send((function, args))
                 if not pipe.poll(self._seconds):
                     self._end()
                     raise UsageError(
-                        f"this takes longer than the {self._seconds:g} s that it may; ask for something smaller"
+                        f"this takes longer than the limit of {self._seconds:g} s; request something smaller"
                     )
                 kind, found = pipe.recv()
             except (EOFError, OSError):
                 self._end()
-                raise RunnerError("the process that computes this ended with it; its memory may have run out") from None
+                raise RunnerError(
+                    "the process that computes this died during it; it may have run out of memory"
+                ) from None
         if kind == "done":
             return found
         if kind == "failed":
             _log.error("a helper failed: %s", found)
-            raise RunnerError("what computes this failed; the server's log says at what")
+            raise RunnerError("the computation failed; the server's log has the traceback")
         raise getattr(errors, kind, UsageError)(found)
 
     def close(self) -> None:
@@ -81,23 +84,23 @@ class Helper:
         with self._lock:
             self._end()
 
-    def _begun(self) -> Connection:
-        if self._process is None or self._ours is None or not self._process.is_alive():
+    def _started(self) -> Connection:
+        if self._process is None or self._pipe is None or not self._process.is_alive():
             self._end()
             context = multiprocessing.get_context("spawn")
-            self._ours, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs,), daemon=True, name="redline-helper")
+            self._pipe, child_pipe = context.Pipe()
+            self._process = context.Process(target=_serve, args=(child_pipe,), daemon=True, name="redline-helper")
             self._process.start()
-            theirs.close()
-        return self._ours
+            child_pipe.close()
+        return self._pipe
 
     def _end(self) -> None:
-        if self._ours is not None:
-            self._ours.close()
+        if self._pipe is not None:
+            self._pipe.close()
         if self._process is not None:
             self._process.kill()
             self._process.join()
-        self._process = self._ours = None
+        self._process = self._pipe = None
 
 
 def _serve(pipe: Connection) -> None:
@@ -128,25 +131,25 @@ def _end_with_parent() -> None:
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-"""How long it is waited before it is started again, s: at first, and after many deaths."""
+"""Pause before a restart of the worker, s: the first, and the longest after repeated deaths."""
 LIVED_S = 30.0
-"""One that lived so long before it died counts as one that works."""
+"""A worker that ran this long before it died is restarted after the first pause, s."""
 END_S = 12.0
-"""How long it may take to give back what it has."""
+"""Time that the worker has to give back its leases, s."""
 FROM_STDIN = "-"
-"""In the place of a token: it is the first line of standard input, and the worker ends when that closes."""
+"""Value of the worker's --token: the token is the first line of standard input, and the worker ends when that closes."""
 
 
 class EmbeddedWorker:
-    """A worker process of this host.
+    """A worker process on this host, restarted when it dies.
 
     Args:
         server: the server's address.
         token: with which it joins.
-        devices: how many; None for all.
-        ray_address: of a Ray cluster whose devices they are.
-        certificate: that the server shows.
-        code_user: Unix user as whom code runs.
+        devices: number of devices; None for all.
+        ray_address: Ray cluster whose devices it offers, instead of this host's.
+        certificate: the server's certificate.
+        code_user: Unix user that runs submitted code.
     """
 
     def __init__(
@@ -174,11 +177,10 @@ class EmbeddedWorker:
         self._thread = threading.Thread(target=self._run, name="embedded worker", daemon=True)
 
     def start(self) -> None:
-        """Has it run from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; what it has goes back."""
+        """Ends the worker, which gives back its leases."""
         self._closing.set()
         self._thread.join()
         process = self._process
@@ -201,7 +203,7 @@ class EmbeddedWorker:
                 if self._closing.wait(0.2):
                     return
             pause = FIRST_PAUSE_S if time.monotonic() - began > LIVED_S else min(LONGEST_PAUSE_S, 2 * pause)
-            _log.warning("the server's own worker ended with %s; it is started again", self._process.returncode)
+            _log.warning("the server's own worker ended with %s; restarting it", self._process.returncode)
             self._closing.wait(pause)
 
     def _begin(self) -> None:
@@ -210,5 +212,5 @@ class EmbeddedWorker:
         try:
             self._process.stdin.write(f"{self._token}\n".encode())
             self._process.stdin.flush()
-        except BrokenPipeError:  # it died at once, which is seen in a moment
+        except BrokenPipeError:  # it died at once, which `_run` detects
             return

@@ -1,4 +1,4 @@
-"""`rl.Client`: searches on a server, from Python."""
+"""`rl.Client`: submits and follows searches on a server, from Python."""
 
 import json
 import time
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     )
 
 PATIENCE_S = 15.0
-"""How long a server that is away is tried again."""
+"""How long requests to an unreachable server are retried, s."""
 FOLLOWING_S = 900.0
-"""The same, by who was already hearing of a search: as long as it takes to start a machine anew, or to move the server."""
+"""The same for an event stream that has received events, s: long enough to restart a machine or move the server."""
 ENDED = ("done", "failed", "cancelled")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
@@ -39,17 +39,17 @@ T = TypeVar("T")
 
 
 class Client:
-    """A server's searches. A server that is away for a moment, as it is started anew, is tried again.
+    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart.
 
     Args:
         server: its address, such as `http://127.0.0.1:8700`.
-        token: of `redline token new`.
+        token: made by `redline token new`.
         trust: file with the certificates to trust, in PEM; None for the system's.
-        patience_s: how long a server that is away is tried again, s. Who follows a search, and did hear of it, tries for
-            a quarter of an hour.
+        patience_s: how long requests to an unreachable server are retried, s. An event stream that has received events
+            is retried for at least 15 minutes.
 
     Raises:
-        UsageError: that is no address, or no token.
+        UsageError: the address or token is invalid.
         MissingDependency: a package is not installed.
     """
 
@@ -73,19 +73,20 @@ class Client:
         """Submits a search.
 
         Args:
-            target: as for `redline.tune`; a file travels as what it holds, objects do not travel.
+            target: as for `redline.tune`. Files are sent as their contents; objects cannot be sent.
             space: as for `redline.tune`.
-            name: what people call it; by default the model's name.
-            priority: higher goes first, -100 to 100, or `low` (-10), `normal` (0), `high` (10), `urgent` (50).
-            device: kind of device, by type or a part of its name; any where empty.
-            reuse: whether what was measured before may be answered from the server's store.
-            visibility: who sees it beside its owner and admins: `own` (nobody), `team` (the owner's), `all`.
-            key: the same key is the same search; by default a new one, so that a call that is tried again submits once.
-            asked: the other arguments of `redline.tune`, as far as they travel.
+            name: shown in lists; by default the model's name.
+            priority: the higher goes first, -100 to 100, or `low` (-10), `normal` (0), `high` (10), `urgent` (50).
+            device: kind of device, by type or a part of its name; empty for any.
+            reuse: whether stored measurements of other searches may answer dry runs.
+            visibility: who sees it besides its owner and admins: `own` (nobody), `team` (the owner's), `all`.
+            key: idempotency key: a second call with the same key returns the same search. By default a new key per
+                call, so that retries of one call submit once.
+            asked: the other arguments of `redline.tune` that can be sent to a server.
 
         Raises:
-            UsageError: something of it is unknown or impossible, or does not travel.
-            Refused: the token's user may not do that.
+            UsageError: an argument is unknown, invalid, or cannot be sent.
+            Refused: the token's user is not allowed to submit this.
         """
         if device and len(device) > 100:
             raise UsageError(f"device has at most 100 characters, but got {len(device)}")
@@ -101,7 +102,7 @@ class Client:
         return SearchRun(self, self._json("POST", "/v1/searches", json=body, headers=headers)["id"])
 
     def search(self, search: str) -> "SearchRun":
-        """The search of that id.
+        """Returns the search of that id.
 
         Raises:
             NotFound: there is none.
@@ -113,7 +114,7 @@ class Client:
     def searches(
         self, *, state: str | None = None, mine: bool = False, after: str | None = None, limit: int = 100
     ) -> "list[SearchAnswer]":
-        """Searches, the latest first."""
+        """Returns searches, the newest first."""
         from .api.models import SearchesAnswer
 
         given: dict[str, Any] = {"state": state, "mine": mine, "after": after, "limit": limit}
@@ -121,30 +122,30 @@ class Client:
         return SearchesAnswer.model_validate(self._json("GET", "/v1/searches", params=params)).searches
 
     def queue(self) -> "QueueAnswer":
-        """What runs and what waits, and why."""
+        """Returns the running and queued searches, with the reasons why they wait."""
         from .api.models import QueueAnswer
 
         return QueueAnswer.model_validate(self._json("GET", "/v1/queue"))
 
     def workers(self) -> "list[WorkerAnswer]":
-        """The pool."""
+        """Returns the workers of the pool."""
         from .api.models import WorkersAnswer
 
         return WorkersAnswer.model_validate(self._json("GET", "/v1/workers")).workers
 
     def me(self) -> "MeAnswer":
-        """Whose the token is."""
+        """Returns the user that the token belongs to."""
         from .api.models import MeAnswer
 
         return MeAnswer.model_validate(self._json("GET", "/v1/me"))
 
     def estimate(self, target: Any, space: Any = None, **asked: Any) -> dict[str, Any]:
-        """What `redline estimate --json` says, predicted by the server without a device.
+        """Returns the document of `redline estimate --json`, predicted by the server without a device.
 
         Args:
             target: as for `submit`.
             space: as for `submit`.
-            asked: `hardware`, which must be named, `devices`, `seq_len`, `global_batch`, `config`, `top`, ...
+            asked: `hardware` (required), `devices`, `seq_len`, `global_batch`, `config`, `top`, ...
         """
         own: dict[str, Any] = {name: asked.pop(name) for name in ("config", "top") if name in asked}
         body: dict[str, Any] = travelling({"target": target, "space": space, **asked}) | own
@@ -152,19 +153,19 @@ class Client:
         return found
 
     def study(self, space: Space | Mapping[str, Any], *, sampler: str = "bayes", seed: int = 0, name: str = "") -> str:
-        """A new study over a space, for trials that run elsewhere; its id."""
+        """Creates a study over a space, for trials that the caller runs, and returns its id."""
         document = space.to_dict() if isinstance(space, Space) else dict(space)
         body = {"space": document, "sampler": sampler, "seed": seed, "name": name}
         return str(self._json("POST", "/v1/studies", json=body, timeout=150.0)["id"])
 
     def look(self, study: str) -> "StudyAnswer":
-        """A study with its trials."""
+        """Returns a study with its trials."""
         from .api.models import StudyAnswer
 
         return StudyAnswer.model_validate(self._json("GET", f"/v1/studies/{study}", timeout=150.0))
 
     def ask(self, study: str) -> "AskAnswer":
-        """A study's next trial; without a configuration where none is left."""
+        """Returns a study's next trial; without a configuration if none is left."""
         from .api.models import AskAnswer
 
         return AskAnswer.model_validate(self._json("POST", f"/v1/studies/{study}/ask", timeout=150.0))
@@ -179,38 +180,39 @@ class Client:
         status: str | None = None,
         reason: str = "",
     ) -> None:
-        """How a trial of a study ended.
+        """Reports how a trial of a study ended.
 
         Args:
-            study: which.
+            study: id of the study.
             trial: its number.
-            throughput: what it reached; None where it did not run to its end.
+            throughput: None if it did not run to its end.
             memory: peak memory of a device, MiB.
             status: `ok`, `oom`, `timeout`, `crash` or `wrong`; by default `ok` with a throughput, else `crash`.
-            reason: why, where it is not `ok`.
+            reason: why it is not `ok`.
         """
         body = {"trial": trial, "throughput": throughput, "memory": memory, "status": status, "reason": reason}
         self._json("POST", f"/v1/studies/{study}/tell", json=body, timeout=150.0)
 
     def events(self, search: str | None = None, after: int | None = None) -> "Iterator[EventAnswer]":
-        """What happens, as it does; a stream that breaks goes on where it broke.
+        """Yields events as they happen. A broken stream is resumed where it broke.
 
         Args:
-            search: of one search from its beginning on, until it ends; of all and the pool from now on without.
-            after: behind this event.
+            search: yields the events of this search from its beginning until it ends; None for new events of all
+                searches and the pool.
+            after: starts after the event of this id.
         """
         from .api.models import EventAnswer
 
         path = "/v1/events" if search is None else f"/v1/searches/{search}/events"
         pause, patience = _FIRST_PAUSE_S, self._patience_s
-        heard = time.monotonic()
+        contact = time.monotonic()
         while True:
             try:
                 params = {} if after is None else {"after": after}
                 with self._transport.stream(path, params=params) as lines:
                     for line in lines:
                         pause, patience = _FIRST_PAUSE_S, max(self._patience_s, FOLLOWING_S)
-                        heard = time.monotonic()
+                        contact = time.monotonic()
                         if line.startswith("data: "):
                             event = EventAnswer.model_validate(json.loads(line[6:]))
                             after = event.id
@@ -218,13 +220,13 @@ class Client:
                             if search is not None and event.kind == "search" and event.data.get("state") in ENDED:
                                 return
             except (Away, StorageUnavailable):
-                if time.monotonic() - heard > patience:
+                if time.monotonic() - contact > patience:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         self._transport.close()
 
     def __enter__(self) -> "Client":
@@ -237,7 +239,7 @@ class Client:
         return self._send(method, path, **more).json()
 
     def _send(self, method: str, path: str, **more: Any) -> Any:
-        """An answer, asked for until it comes or patience ends: all that is asked twice comes to the same."""
+        """Sends a request, retried until the server answers or `patience_s` is over. All requests are idempotent."""
         until, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
@@ -250,13 +252,13 @@ class Client:
 
 
 class SearchRun:
-    """A search on a server. What it says is what the server knows at that moment."""
+    """A search on a server. Each property is read from the server anew."""
 
     def __init__(self, client: Client, search: str) -> None:
         self._client, self.id = client, search
 
     def look(self) -> "SearchAnswer":
-        """How it stands."""
+        """Returns the search's current state."""
         from .api.models import SearchAnswer
 
         return SearchAnswer.model_validate(self._client._json("GET", f"/v1/searches/{self.id}"))
@@ -267,20 +269,20 @@ class SearchRun:
         return self.look().state
 
     def wait(self, timeout: float | None = None) -> "SearchRun":
-        """Waits until it ends.
+        """Waits until the search ends.
 
         Args:
-            timeout: s; None for as long as it takes.
+            timeout: s; None for no limit.
 
         Raises:
-            TimeoutError: it has not ended within that, or the server was away by then, which is its cause.
+            TimeoutError: it has not ended in time. If the server was unreachable by then, that error is the cause.
         """
         if timeout is None:
             while self.state not in ENDED:
                 for _ in self.events():
                     pass
             return self
-        # Where nothing happens no event tells that the time is over.
+        # An event stream would block past the timeout while nothing happens.
         until = time.monotonic() + timeout
         while True:
             away = None
@@ -294,12 +296,12 @@ class SearchRun:
             time.sleep(min(_LOOK_S, left))
 
     def events(self, after: int | None = None) -> "Iterator[EventAnswer]":
-        """What happens in it, from its beginning or behind an event, until it ends."""
+        """Yields its events, from the beginning or after an event, until it ends."""
         return self._client.events(self.id, after)
 
     @property
     def best(self) -> Candidate | None:
-        """The winner, or the best so far; None where nothing succeeded."""
+        """The winner, or the best trial so far; None if none succeeded."""
         found = self.summary()["best"]
         if found is None:
             return None
@@ -311,10 +313,10 @@ class SearchRun:
 
     @property
     def winner(self) -> Candidate:
-        """`best`, where there must be one.
+        """Like `best`, but never None.
 
         Raises:
-            NothingFound: no trial succeeded; the message says why.
+            NothingFound: no trial succeeded. The message states why.
         """
         if (found := self.best) is None:
             raise NothingFound(f"there is no winner: {self.why}")
@@ -322,16 +324,16 @@ class SearchRun:
 
     @property
     def why(self) -> str:
-        """Why there is no winner; empty where there is one."""
+        """Why there is no winner; empty if there is one."""
         return str(self.summary()["why"] or "")
 
     def summary(self) -> dict[str, Any]:
-        """What came of it so far, as `redline tune --json` says it."""
+        """Returns the results so far, in the form of `redline tune --json`."""
         found: dict[str, Any] = self._client._json("GET", f"/v1/searches/{self.id}/best")
         return found
 
     def history(self) -> "Iterator[EventAnswer]":
-        """What happened in it so far."""
+        """Yields its past events."""
         from .api.models import EventAnswer
 
         after, path = 0, "/v1/history"
@@ -350,12 +352,12 @@ class SearchRun:
         return table_frame(trials_of(columns, Config), knobs)
 
     def table(self) -> bytes:
-        """trials.csv."""
+        """Returns trials.csv."""
         found: bytes = self._client._send("GET", f"/v1/searches/{self.id}/trials.csv").content
         return found
 
     def log(self, trial: int, begin: int = 0) -> bytes:
-        """What a trial printed, from a byte on; empty where it has printed no more."""
+        """Returns a trial's output from a byte offset on; empty if there is no more."""
         out, path = b"", f"/v1/searches/{self.id}/logs/{trial}"
         while True:
             answer = self._client._send("GET", path, params={"begin": begin + len(out)})
@@ -364,25 +366,25 @@ class SearchRun:
                 return out
 
     def export(self, target: str, *, trial: int | None = None, form: str | None = None) -> str:
-        """The winner's configuration, or a trial's, for the framework one trains with; as `redline export`."""
+        """Returns the winner's or a trial's configuration for a framework, as `redline export` does."""
         given: dict[str, Any] = {"trial": trial, "form": form}
         params = {name: value for name, value in given.items() if value is not None}
         return str(self._client._send("GET", f"/v1/searches/{self.id}/export/{target}", params=params).text)
 
     def cancel(self) -> None:
-        """Ends it; what was found so far is kept."""
+        """Ends the search. Its results are kept."""
         self._client._json("POST", f"/v1/searches/{self.id}/cancel")
 
     def hold(self) -> None:
-        """Has nothing of it start until `release`; what workers run ends first."""
+        """Pauses the search until `release`: dry runs in progress end, no others start."""
         self._client._json("POST", f"/v1/searches/{self.id}/hold")
 
     def release(self) -> None:
-        """Has it continue after `hold`."""
+        """Resumes the search after `hold`."""
         self._client._json("POST", f"/v1/searches/{self.id}/release")
 
     def retry(self) -> None:
-        """Has it continue after it failed or was cancelled; what it measured is not measured again."""
+        """Resumes the search after it failed or was cancelled. Finished dry runs are not repeated."""
         self._client._json("POST", f"/v1/searches/{self.id}/retry")
 
     def change(self, *, priority: int | str | None = None, visibility: str | None = None) -> None:
@@ -392,7 +394,7 @@ class SearchRun:
         self._client._json("PATCH", f"/v1/searches/{self.id}", json=body)
 
     def delete(self) -> None:
-        """Deletes it, with its folder; it must have ended."""
+        """Deletes the search and its folder. It must have ended."""
         self._client._send("DELETE", f"/v1/searches/{self.id}")
 
     def __repr__(self) -> str:

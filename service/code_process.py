@@ -1,10 +1,10 @@
-"""A process that runs a search's dry runs as another Unix user: code of whoever submitted it, and all that it starts.
+"""A process that runs a search's dry runs as another Unix user, since they run code that a user submitted.
 
     python -m redline.service.code_process FD FOLDER
 
-Started by `CodeRunners` (see `HelperProcess`), which tells it what to run. It has nothing of the worker's: no token, no
-connection to the server, no files but those it is given. Its answers are JSON and never a pickle, as who runs here is not
-trusted there.
+`CodeRunners` starts it (see `HelperProcess`) and sends it assignments. It has neither the worker's token nor its
+connection to the server, and only the files it is given. It answers in JSON, never in pickles, since the worker does
+not trust it.
 """
 
 import json
@@ -24,12 +24,12 @@ from .worker import tried
 
 
 class CodeProcess:
-    """Runs what it is told to, on devices that it is lent meanwhile.
+    """Runs assignments on devices that are lent to it for each one.
 
     Args:
         connection: to the worker.
-        folder: its own.
-        devices: of the worker.
+        folder: the process's own folder.
+        devices: number of devices of the worker.
     """
 
     def __init__(self, connection: Connection, folder: Path, devices: int) -> None:
@@ -38,28 +38,28 @@ class CodeProcess:
         self._warm = WarmRunners("local", devices, folder / "asked")
         assert self._warm.shared is not None, "the devices of this host are shared"
         self._shared = self._warm.shared
-        self._shared.take(devices)  # it has none of its own
+        self._shared.take(devices)  # it has no devices until some are lent
         self._running: dict[int, tuple[Assignment, Path]] = {}
 
     def serve(self) -> None:
-        """Runs what it is told until the worker hangs up."""
+        """Runs assignments until the worker closes the connection."""
         try:
             while True:
-                said = json.loads(self._connection.recv_bytes())
-                if "stop" in said:
-                    if (found := self._running.get(said["stop"])) is not None:
+                message = json.loads(self._connection.recv_bytes())
+                if "stop" in message:
+                    if (found := self._running.get(message["stop"])) is not None:
                         self._warm.stop(*found)
                 else:
-                    threading.Thread(target=self._do, args=(said,), daemon=True).start()
-        except (EOFError, OSError):  # it hung up
+                    threading.Thread(target=self._do, args=(message,), daemon=True).start()
+        except (EOFError, OSError):  # the worker closed the connection
             return
         finally:
             self._warm.close()
 
-    def _do(self, said: dict[str, Any]) -> None:
-        number, logs = said["number"], Path(said["logs"])
-        assignment = Assignment(**said["assignment"])
-        shared, ids = self._shared, said["ids"]
+    def _do(self, message: dict[str, Any]) -> None:
+        number, logs = message["number"], Path(message["logs"])
+        assignment = Assignment(**message["assignment"])
+        shared, ids = self._shared, message["ids"]
         log = logs / (assignment.payload["requests"][0]["log"] or "")
         self._running[number] = (assignment, log)
         shared.give_back(ids, assignment.devices)
@@ -78,7 +78,7 @@ class CodeProcess:
 
 
 def main() -> None:
-    """Serves until the worker hangs up."""
+    """Serves until the worker closes the connection."""
     connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
     os.set_inheritable(connection.fileno(), False)
     devices = json.loads(connection.recv_bytes())["devices"]

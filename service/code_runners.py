@@ -1,7 +1,8 @@
-"""Dry runs of code as a Unix user of its own: the worker's side of `code_process.py`.
+"""Runs submitted code as a separate Unix user: the worker's side of `code_process.py`.
 
-A process for each search whose request is code runs its dry runs as that user. What it says is believed as much as a dry run
-is: it may be wrong about itself, and cannot reach anything else. What it writes is read without following links.
+Each search whose request is code has one process, which runs its dry runs as that user. Its answers are trusted no
+more than those of a dry run: they can misreport its own search, but reach nothing else. Its files are read without
+following links.
 """
 
 import json
@@ -22,33 +23,33 @@ from ..runners.unix_user import UnixUser
 from .records import Assignment
 
 MOST_KEPT = 1
-"""Processes that are kept while nothing runs in them."""
+"""Idle processes that are kept."""
 LARGEST_ANSWER = 16 << 20
-"""Bytes of an outcome."""
+"""Maximum size of an outcome, bytes."""
 END_S = 15.0
-"""How long a process may take to end, and a dry run that is to end, s."""
+"""Time that a process, or a dry run being stopped, has to end, s."""
 
 
-def send(connection: Connection, what: dict[str, Any]) -> None:
+def send(connection: Connection, message: dict[str, Any]) -> None:
     """Sends a mapping as JSON."""
-    connection.send_bytes(json.dumps(what).encode())
+    connection.send_bytes(json.dumps(message).encode())
 
 
 class _Process:
-    """A search's process."""
+    """The process of one search."""
 
     def __init__(self, user: UnixUser, devices: int) -> None:
         self.users = 0
-        self._companion = HelperProcess("redline.service.code_process", "code", user=user)
+        self._helper = HelperProcess("redline.service.code_process", "code", user=user)
         self._lock = threading.Lock()
         self._answers: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
         self.lost = False
-        self._tell({"devices": devices})
-        threading.Thread(target=self._hear, daemon=True, name="code").start()
+        self._send({"devices": devices})
+        threading.Thread(target=self._receive, daemon=True, name="code").start()
 
     def begin(self, assignment: Assignment, ids: tuple[str, ...], logs: Path) -> tuple[int, "Future[dict[str, Any]]"]:
-        """Has it run something; its number, and the answer to come."""
+        """Starts a run and returns its number and the future of its outcome."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             self._number += 1
@@ -57,42 +58,42 @@ class _Process:
             if self.lost:
                 answer.set_exception(self._gone())
             else:
-                said = {"assignment": asdict(assignment), "ids": ids, "logs": str(logs)}
-                self._tell({"number": number, **said})
+                task = {"assignment": asdict(assignment), "ids": ids, "logs": str(logs)}
+                self._send({"number": number, **task})
         return number, answer
 
     def stop(self, number: int) -> None:
-        """Ends what it runs under a number; a process that does not do so in time is ended."""
+        """Stops the run of that number. A process that does not stop it in time is killed."""
         with self._lock:
             answer = self._answers.get(number)
-            self._tell({"stop": number})
+            self._send({"stop": number})
         if answer is not None:
-            late = threading.Timer(END_S, lambda: answer.done() or self._companion.kill())
+            late = threading.Timer(END_S, lambda: answer.done() or self._helper.kill())
             late.daemon = True
             late.start()
 
     def close(self) -> None:
-        """Ends it with all it started."""
-        self._companion.close(END_S)
+        """Ends the process and everything it started."""
+        self._helper.close(END_S)
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
-            send(self._companion.connection, what)
-        except OSError:  # it is gone, which `_hear` finds
+            send(self._helper.connection, message)
+        except OSError:  # the process has ended, which `_receive` detects
             return
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             while True:
-                said = parse_json(self._companion.connection.recv_bytes(LARGEST_ANSWER))
+                message = parse_json(self._helper.connection.recv_bytes(LARGEST_ANSWER))
                 with self._lock:
-                    answer = self._answers.pop(said["number"])
-                if "outcome" in said:
-                    answer.set_result(dict(said["outcome"]))
+                    answer = self._answers.pop(message["number"])
+                if "outcome" in message:
+                    answer.set_result(dict(message["outcome"]))
                 else:
-                    answer.set_exception(RunnerError(str(said["lost"])[:2000]))
-        except (EOFError, OSError, Malformed, KeyError, TypeError, ValueError):  # it has ended, or talks nonsense
-            self._companion.kill()
+                    answer.set_exception(RunnerError(str(message["lost"])[:2000]))
+        except (EOFError, OSError, Malformed, KeyError, TypeError, ValueError):  # it ended, or sent an invalid message
+            self._helper.kill()
             with self._lock:
                 self.lost = True
                 left, self._answers = list(self._answers.values()), {}
@@ -100,21 +101,21 @@ class _Process:
                 each.set_exception(self._gone())
 
     def _gone(self) -> RunnerError:
-        return RunnerError(self._companion.with_last_words("the process that runs code ended"))
+        return RunnerError(self._helper.with_last_words("the process that runs code ended"))
 
 
 class CodeRunners:
-    """Dry runs of code, each in its search's process. Thread-safe.
+    """Runs dry runs of code, each in the process of its search. Thread-safe.
 
     Args:
-        user: whose processes they are.
-        devices: of the worker.
-        shared: those devices, which other dry runs of the worker use as well.
+        user: Unix user of the processes.
+        devices: number of devices of the worker.
+        shared: those devices, shared with the worker's other dry runs.
     """
 
     def __init__(self, user: UnixUser, devices: int, shared: SharedDevices) -> None:
         self.user = user
-        """Whose processes they are."""
+        """Unix user of the processes."""
         self._devices, self._shared = devices, shared
         self._kept: dict[str, _Process] = {}
         self._stops: dict[int, Callable[[], None]] = {}
@@ -122,15 +123,15 @@ class CodeRunners:
         self._closed = False
 
     def tried(self, assignment: Assignment, logs: Path, over: threading.Event) -> dict[str, Any]:
-        """What comes of a dry run.
+        """Runs a dry run and returns its outcome.
 
         Args:
-            assignment: what is run.
-            logs: folder of its log, which is made the user's with the one that it is in.
-            over: set when nobody waits for it any more; `stop` is called after that.
+            assignment: the dry run.
+            logs: folder of its log. Its owner, and that of its parent folder, becomes the Unix user.
+            over: set when the outcome is no longer needed, before `stop` is called.
 
         Raises:
-            RunnerError: its process was lost.
+            RunnerError: the process was lost.
         """
         for folder in (logs.parent, logs):
             self.user.give(folder)
@@ -149,14 +150,14 @@ class CodeRunners:
                 self._stops.pop(assignment.dry_run, None)
 
     def stop(self, assignment: Assignment) -> None:
-        """Ends a dry run; `tried` then returns what was known of it."""
+        """Stops a dry run; `tried` then returns the outcome so far."""
         with self._lock:
             stop = self._stops.get(assignment.dry_run)
         if stop is not None:
             stop()
 
     def close(self) -> None:
-        """Ends every process."""
+        """Ends all processes."""
         with self._lock:
             self._closed = True
             kept, self._kept = list(self._kept.values()), {}
@@ -173,7 +174,7 @@ class CodeRunners:
                 process.close()
                 process = None
             process = process or _Process(self.user, self._devices)
-            self._kept[search] = process  # the last one used is the last one that goes
+            self._kept[search] = process  # moved to the end: the least recently used is ended first
             process.users += 1
         try:
             yield process

@@ -1,7 +1,7 @@
-"""What runs where: a thread of the server that gives waiting dry runs to the workers that ask for some.
+"""Assigns waiting dry runs to workers that request one, in a thread of the server.
 
-Truth is in the store. Here is only who waits for an answer right now, so that nothing is lost with this process: a lease
-is made in the moment in which its worker takes it.
+The state is in the store. This process only keeps the open requests of workers, and a lease is made at the moment its
+worker takes it, so that nothing is lost if the process dies.
 """
 
 import logging
@@ -18,26 +18,26 @@ from .scheduling import decide, why_waiting
 from .store import Store
 
 LEASE_S = 6.0
-"""How long a lease lasts; workers renew it three times in that."""
+"""Duration of a lease, s. Workers renew it three times in that time."""
 LOOK_S = 0.05
-"""How often it looks whether something changed, s."""
+"""Interval between checks for changes, s."""
 DECIDE_S = 1.0
-"""How often it decides anew where nothing changed, s."""
+"""Interval between decisions while nothing changes, s."""
 SHARES_S = 2.0
-"""How long it takes the users' shares to be what they were, s."""
+"""How long the users' shares are cached, s."""
 HERE_S = 2.0
-"""A worker that has not asked for so long is not counted on, s."""
+"""A worker that has not requested a dry run for this long is left out of decisions, s."""
 
 _log = logging.getLogger(__name__)
 
 
 class Dispatcher(threading.Thread):
-    """Gives dry runs to workers.
+    """Assigns dry runs to workers.
 
     Args:
-        store: what waits and runs.
-        lease_s: how long a lease lasts, s.
-        monotonic: tells time that never goes back.
+        store: contains the dry runs.
+        lease_s: duration of a lease, s.
+        monotonic: clock that never goes back, s.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Dispatcher(threading.Thread):
         self.store = store
         self.lease_s = lease_s
         self.failure = ""
-        """Why nothing can be decided right now; empty where all is well."""
+        """Why no decision is possible at the moment; empty if there is no error."""
         self._monotonic = monotonic
         self._began = monotonic()
         self._since = store.clock()
@@ -60,7 +60,9 @@ class Dispatcher(threading.Thread):
         self._closing = threading.Event()
 
     def ask(self, worker: str) -> "Future[Assignment | None]":
-        """A worker's question for a dry run; its answer comes when there is one. Who waits no more cancels it."""
+        """Registers a worker's request for a dry run and returns its future. The caller cancels the future to
+        withdraw the request.
+        """
         future: Future[Assignment | None] = Future()
         with self._mutex:
             self._asking.setdefault(worker, deque()).append(future)
@@ -69,14 +71,14 @@ class Dispatcher(threading.Thread):
         return future
 
     def take(self, worker: str, timeout_s: float) -> Assignment | None:
-        """A dry run for a worker, leased to it; None where there is none within `timeout_s`."""
+        """Leases a dry run to a worker and returns it; None if there is none within `timeout_s`."""
         future = self.ask(worker)
         try:
             return future.result(timeout_s)
         except FutureTimeout:
             if future.cancel():
                 return None
-            return future.result()  # it came in this moment
+            return future.result()  # it was assigned just before the cancellation
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -84,11 +86,11 @@ class Dispatcher(threading.Thread):
         return self._left()
 
     def wake(self) -> None:
-        """Has it decide now."""
+        """Triggers a decision now."""
         self._changed.set()
 
     def run(self) -> None:
-        """Decides whenever something changed, and each second, until it is closed."""
+        """Decides after every change, and at least each second, until it is closed."""
         seen, decided = -1, float("-inf")
         while not self._closing.is_set():
             woken = self._changed.wait(LOOK_S)
@@ -112,15 +114,15 @@ class Dispatcher(threading.Thread):
                 each.set_result(None)
 
     def close(self) -> None:
-        """Ends it; who still asks gets nothing."""
+        """Ends the thread. Open requests get None."""
         self._closing.set()
         self.wake()
         if self.is_alive():
             self.join()
 
     def step(self) -> list[Assignment]:
-        """One decision, carried out: what was leased."""
-        # While no server ran, no lease could be renewed: the first ones after a start are given that time.
+        """Makes one decision, leases accordingly, and returns the leases."""
+        # While no server ran, no lease could be renewed: after a start leases get time for one renewal.
         if self._monotonic() - self._began > self.lease_s:
             self.store.expire(renewed_after=self._since + self.lease_s, overdue_s=self.lease_s / 2)
             self.store.forget_unseen()
@@ -135,15 +137,15 @@ class Dispatcher(threading.Thread):
         return given
 
     def _give(self, dry_run: int, worker: str) -> Assignment | None:
-        """Leases a dry run to a worker that asks for one; None where it does not, or may not have it any more."""
+        """Leases a dry run to a worker; None if the worker has no open request, or the dry run is no longer available."""
         future = self._question(worker)
         if future is None:
             return None
         try:
             assignment = self.store.lease(dry_run, worker, self.lease_s)
-        except (LeaseOver, NotFound, Refused) as error:  # it was cancelled, or the worker left, in this moment
+        except (LeaseOver, NotFound, Refused) as error:  # it was cancelled, or the worker left, just now
             _log.info("not leased: %s", error)
-            future.set_result(None)  # its worker asks again
+            future.set_result(None)  # the worker requests again
             return None
         except BaseException:
             future.set_result(None)
@@ -152,7 +154,7 @@ class Dispatcher(threading.Thread):
         return assignment
 
     def _question(self, worker: str) -> "Future[Assignment | None] | None":
-        """A worker's oldest question that is still asked; nobody can cancel it from now on."""
+        """Takes a worker's oldest open request, which can no longer be cancelled afterwards; None if there is none."""
         with self._mutex:
             futures = self._asking.get(worker, deque())
             while futures:
@@ -162,7 +164,7 @@ class Dispatcher(threading.Thread):
         return None
 
     def _here(self, workers: list[Worker]) -> list[Worker]:
-        """The workers that can be counted on: they ask, or did just now."""
+        """Returns the workers that have an open request or had one recently."""
         now = self._monotonic()
         with self._mutex:
             for worker, futures in list(self._asking.items()):

@@ -1,6 +1,7 @@
-"""Estimates for whoever asks: what was asked once is answered from memory.
+"""Estimates for API requests, cached in memory.
 
-`predicted` runs in a helper (`helper.py`), which imports torch and traces models; `Estimates` in the server.
+`predicted` runs in a helper process (`child_processes.py`), which imports torch and traces models; `Estimates` in the
+server.
 """
 
 import json
@@ -15,13 +16,13 @@ from .child_processes import Helper
 from .request import TARGETS, arguments
 
 SECONDS = 120.0
-"""What an estimate may take."""
+"""Time limit of an estimate, s."""
 REMEMBERED = 2000
 _OWN = ("hardware", "memory_limit", "config", "top", "layerwise")
 
 
 class Estimates:
-    """Estimates, remembered. May be used from several threads."""
+    """A cache of estimates. Thread-safe."""
 
     def __init__(self) -> None:
         self._helper = Helper(SECONDS)
@@ -29,10 +30,10 @@ class Estimates:
         self._lock = threading.Lock()
 
     def of(self, form: Mapping[str, Any]) -> dict[str, Any]:
-        """What `redline estimate --json` says of a request that travelled.
+        """Returns the document of `redline estimate --json` for a submitted request.
 
         Raises:
-            UsageError: something of it is unknown or impossible, or takes too long.
+            UsageError: a field is unknown or invalid, or the estimate takes too long.
         """
         key = json.dumps(form, sort_keys=True)
         with self._lock:
@@ -47,12 +48,12 @@ class Estimates:
         return found
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stops the helper process."""
         self._helper.close()
 
 
 def predicted(form: dict[str, Any]) -> dict[str, Any]:
-    """The estimate of a request that travelled; see `Estimates.of`."""
+    """Returns the estimate of a submitted request; see `Estimates.of`."""
     from ..estimator.document import estimate_document
     from ..estimator.hardware import named_hardware
     from ..estimator.request import estimate_request

@@ -1,4 +1,4 @@
-"""What a search knows of others: what was measured before, and which earlier searches it is to learn from."""
+"""A search's access to earlier results: stored measurements to reuse, and earlier searches to learn from."""
 
 import hashlib
 import json
@@ -21,29 +21,29 @@ from .records import Search, SearchState
 from .store import Store
 
 MOST_EARLIER = 4
-"""Earlier searches that one learns from: those most like it."""
+"""Maximum number of earlier searches that a search learns from; the most similar ones are used."""
 MOST_LOOKED_AT = 100
-"""Of the latest ones, how many are looked at for that."""
+"""Number of latest searches that are considered for that."""
 _DECIDES = ("workload", "seq_len", "global_batch", "seed")
-"""What of a request decides what a configuration measures, beside devices and software."""
+"""Fields of a request that affect measurements, besides devices and software."""
 _OF_DEVICES = ("type", "name", "capability", "used")
 
 
 class Known:
-    """What the store knows that a search can use.
+    """Earlier results in the store that a search can use.
 
     Args:
-        store: of all searches.
-        search: which one.
-        folder: its run's.
-        placed: on what it runs; None where it is simulated.
+        store: contains all searches.
+        search: the search that uses them.
+        folder: folder of its run.
+        placed: the devices it runs on; None if it is simulated.
     """
 
     def __init__(self, store: Store, search: Search, folder: Path, placed: Placed | None) -> None:
         self._store, self._search, self._folder, self._placed = store, search, folder, placed
 
     def note(self, trial: Trial) -> None:
-        """Keeps what a trial measured, for others."""
+        """Stores a trial's measurement for other searches."""
         measured = trial.measurement
         if (
             self._placed is None
@@ -53,12 +53,15 @@ class Known:
             or not self._comparable
         ):
             return
-        told = replace(measured, ranks=(), log="").to_dict()
-        self._store.note_measured(self._fingerprint, trial.config.id, trial.config.to_dict(), told, self._search.id)
+        stored = replace(measured, ranks=(), log="").to_dict()
+        self._store.note_measured(self._fingerprint, trial.config.id, trial.config.to_dict(), stored, self._search.id)
 
     def measurement(self, config: Config) -> Measurement | None:
-        """What a configuration measured on the same hardware and software with the same seed, where the search may be
-        answered by that: in a search of the same user, or one that is shown to all."""
+        """Returns an earlier measurement of a configuration on the same hardware and software with the same seed;
+        None if there is none.
+
+        Only for searches with `reuse`. Uses searches of the same user and those with visibility `all`.
+        """
         if not self._search.reuse or self._placed is None or not self._comparable:
             return None
         limit = self._placed.memory_limit_mib or float(self._placed.device.memory_mib)
@@ -67,20 +70,26 @@ class Known:
                 continue
             found = Measurement.from_dict(each.measurement)
             if _holds(found, limit):
-                said = f"measured in {f'search {each.search}' if each.search else 'a search that was deleted'}"
-                # It took this search no time, and no devices.
+                source = f"measured in {f'search {each.search}' if each.search else 'a search that was deleted'}"
+                # This search spent neither time nor devices on it.
                 return replace(
-                    found, reason=f"{found.reason}; {said}" if found.reason else said, started=None, seconds_total=0.0
+                    found,
+                    reason=f"{found.reason}; {source}" if found.reason else source,
+                    started=None,
+                    seconds_total=0.0,
                 )
         return None
 
     @property
     def _comparable(self) -> bool:
-        """Whether it is known what software measures: one on all workers that can have the search, and no command,
-        whose program may be another one tomorrow."""
+        """True if measurements depend only on what `fingerprint` covers.
+
+        All suitable workers must have the same software, and the target must not be a command, whose program may
+        change.
+        """
         assert self._placed is not None
-        there = [each.software for each in self._store.workers() if suits(self._search, each)]
-        return "command" not in self._search.request and all(each == self._placed.software for each in there)
+        software = [each.software for each in self._store.workers() if suits(self._search, each)]
+        return "command" not in self._search.request and all(each == self._placed.software for each in software)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -89,8 +98,11 @@ class Known:
         return fingerprint(document["asked"], self._search.request, self._placed.software)
 
     def earlier(self, asked: Request) -> list[Path]:
-        """The folders of the searches that this one is to learn from: of those that ended before it began, and are of the same
-        user or shown to all, those that are most like it and have something that counts here."""
+        """Returns the folders of the earlier searches that this one learns from, the most similar first.
+
+        Considers searches that ended before this one began, are of the same user or visible to all, and have trials
+        that apply to this space.
+        """
         began = self._search.started or self._search.created
         device = self._placed.device if self._placed is not None else None
         task = None
@@ -104,19 +116,19 @@ class Known:
                 task = task or resolve_task(asked, device=device, simulated=_simulated(asked))
                 [run] = read_runs([folder])
                 taken = take(run, task.space, asked_of(asked, task), task.own.unit if task.own else "")
-            except UsageError:  # another space, or another kind of thing
+            except UsageError:  # another space, or another kind of target
                 continue
             found.append((taken.weight, each.ended, folder))
         return [folder for _, _, folder in sorted(found, reverse=True)[:MOST_EARLIER]]
 
 
 def fingerprint(asked: Mapping[str, Any], request: Mapping[str, Any], software: Mapping[str, Any]) -> str:
-    """Digest of all that decides what a configuration measures.
+    """Returns a digest of everything that affects the measurement of a configuration.
 
     Args:
-        asked: as run.yaml keeps it.
-        request: as it travelled.
-        software: versions of the workers.
+        asked: the request as stored in run.yaml.
+        request: the request as submitted.
+        software: versions that the workers run.
     """
     devices = asked["devices"]
     parts = {name: asked.get(name) for name in _DECIDES}
@@ -132,7 +144,7 @@ def _simulated(asked: Request) -> Any:
 
 
 def _holds(measured: Measurement, limit_mib: float) -> bool:
-    """Whether a measurement says the same where a rank may take so much memory."""
+    """True if a measurement is also valid under another memory limit of a rank."""
     if measured.status is Status.OOM:
         return (measured.memory_limit_mib or 0.0) >= limit_mib
     return (measured.peak_memory_mib or 0.0) <= limit_mib

@@ -1,4 +1,4 @@
-"""On what a search runs: a kind of device of the pool, chosen once, so that all its dry runs compare."""
+"""Chooses the kind of device that a search runs on. It is chosen once, so that all dry runs of a search are comparable."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """On what a search runs."""
+    """The devices that a search runs on."""
 
     device: Device
-    """The kind of device, and how many one host has."""
+    """The kind of device, with the number that one host has."""
     hardware: dict[str, Any] | None
-    """What its workers know of it, as the fields of `redline.Hardware`, of one device; None where they know nothing."""
+    """The hardware as described by its workers, one device, as the fields of `redline.Hardware`; None if unknown."""
     memory_limit_mib: float | None
-    """What a rank may take, MiB; None for what the device has."""
+    """Memory limit of a rank, MiB; None for the device's memory."""
     software: dict[str, Any]
-    """The versions that its workers run."""
+    """Versions that its workers run."""
     workers_devices: int
     """Devices of that kind in the pool."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
+        """Returns a JSON-ready mapping."""
         return {**{each.name: getattr(self, each.name) for each in fields(self)}, "device": self.device.to_dict()}
 
     @classmethod
@@ -40,30 +40,34 @@ class Placed:
         return cls(**{**data, "device": Device.from_dict(data["device"])})
 
     def machine(self) -> "Hardware | None":
-        """The hardware for the estimate."""
+        """Returns the hardware for the estimate."""
         return None if self.hardware is None else hardware_of(self.hardware, self.device.name)
 
 
 def hardware_of(described: dict[str, Any], name: str) -> "Hardware":
-    """The hardware that a worker describes, which may not be based on another: that could be a file of this host.
+    """Returns the hardware that a worker describes. `base` is rejected, as it could name a file of this host.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the description is invalid.
     """
     from ..estimator import Hardware
 
     if "base" in described:
-        raise UsageError("a worker's hardware must be described by all its fields, and not by base")
+        raise UsageError("a worker's hardware must give all its fields and must not have base")
     try:
         return Hardware.from_mapping(described, name=name, where="the worker's hardware")
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"the worker's hardware is none: {type(error).__name__}: {error}"[:500]) from None
+        raise UsageError(
+            f"the worker's description of its hardware is invalid: {type(error).__name__}: {error}"[:500]
+        ) from None
 
 
 def fault(worker: Worker) -> str:
-    """What is wrong with a worker's description of its devices, so that no search is placed by it; empty where nothing is."""
+    """Returns the error in a worker's description of its devices, which excludes the worker from placement; empty if
+    valid.
+    """
     try:
         Device.from_dict(worker.device)
         if (known := worker.device.get("hardware")) is not None:
@@ -74,21 +78,21 @@ def fault(worker: Worker) -> str:
 
 
 def suits(search: Search, worker: Worker) -> bool:
-    """Whether a worker can run a search's dry runs."""
+    """True if a worker can run a search's dry runs."""
     of_its_kind = worker.kind == search.kind if search.kind else matches(search.device, worker.device)
     return worker.left is None and worker.devices >= search.devices and of_its_kind
 
 
 def obstacle(search: Search, workers: Sequence[Worker]) -> str:
-    """Why a search cannot begin, in words; empty where it can."""
+    """Returns the reason why a search cannot start; empty if it can."""
     if search.simulated or any(suits(search, each) for each in workers):
         return ""
-    there = [each for each in workers if each.left is None]
-    return scheduling.obstacle(search.device, search.devices, there, kind=search.kind)
+    present = [each for each in workers if each.left is None]
+    return scheduling.obstacle(search.device, search.devices, present, kind=search.kind)
 
 
 def place(search: Search, workers: Sequence[Worker]) -> Placed | None:
-    """On what of the pool a search is to run: the kind with the most devices; None where there is none that suits."""
+    """Chooses the suitable kind of device with the most devices in the pool; None if there is none."""
     kinds: dict[str, list[Worker]] = {}
     for worker in workers:
         if suits(search, worker) and not fault(worker):
@@ -96,7 +100,7 @@ def place(search: Search, workers: Sequence[Worker]) -> Placed | None:
     if not kinds:
         return None
     chosen = max(sorted(kinds.items()), key=lambda kind: sum(each.devices for each in kind[1]))[1]
-    # What fits where there is least fits on all of them.
+    # A dry run that fits on the worker with the least memory fits on all of them.
     least = min(chosen, key=lambda worker: (worker.memory_mib, worker.id))
     device = Device.from_dict(least.device)
     return Placed(
@@ -109,7 +113,7 @@ def place(search: Search, workers: Sequence[Worker]) -> Placed | None:
 
 
 def described(devices: int) -> tuple[dict[str, Any], int]:
-    """This host's device as a worker with so many of them describes it, and the memory that a rank may take, MiB."""
+    """Returns this host's device as described by a worker with `devices` of them, and the memory limit of a rank, MiB."""
     from ..estimator.measuring import this_machine
 
     device = detect()
@@ -117,7 +121,7 @@ def described(devices: int) -> tuple[dict[str, Any], int]:
     known = device.to_dict()
     try:
         hardware = this_machine()
-    except RunnerError:  # a search without an estimate is still one
+    except RunnerError:  # a search also works without an estimate
         return known, memory
     if device.type == "cpu":
         hardware = hardware.shared(devices)

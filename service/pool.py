@@ -1,4 +1,4 @@
-"""The pool as a worker uses it: the same calls on the store itself or over HTTP."""
+"""The pool as a worker uses it, with one interface to the store itself and to a server over HTTP."""
 
 import time
 from abc import ABC, abstractmethod
@@ -14,55 +14,56 @@ from .store import Store
 from .transport import Transport
 
 LARGEST_OUTCOME = 960 * 1024
-"""Bytes of an outcome, so that a server takes the request that holds it. Logs travel apart."""
+"""Largest outcome, bytes, so that its request stays within the server's limit. Logs are sent separately."""
 LOOK_S = 0.2
-"""How often a worker without a server looks for something to run, s."""
+"""How often a worker without a server looks for a dry run, s."""
 
 
 class Pool(ABC):
-    """Where a worker gets dry runs from, and brings what came of them.
+    """Gives a worker dry runs and takes their outcomes.
 
-    What fails on the way there, a server that is away or a database that is locked, is an `OSError` or a
-    `StorageUnavailable`: the worker tries it again.
+    Failures to reach it, such as an unreachable server or a locked database, raise `OSError` or `StorageUnavailable`,
+    which the worker retries.
     """
 
     @abstractmethod
     def join(
         self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]
     ) -> str:
-        """Joins so many devices to the pool, and returns the worker's id."""
+        """Adds devices to the pool and returns the worker's id."""
 
     @abstractmethod
     def lease(self, worker: str, wait_s: float) -> Assignment | None:
-        """A dry run for this worker, waited for at most so long; None where there is none. Says that the worker lives.
+        """Leases a dry run to this worker, waiting at most `wait_s`; None if there is none. Also counts as a sign of
+        life.
 
         Raises:
-            NotFound: the pool does not know the worker any more; it has to join again.
+            NotFound: the pool does not know the worker any more. It must join again.
         """
 
     @abstractmethod
     def renew(self, dry_run: int, lease: int) -> None:
-        """Says that it is still run.
+        """Renews the lease of a dry run that still runs.
 
         Raises:
-            LeaseOver: nobody waits for it any more, or another worker has it.
+            LeaseOver: its outcome is not needed any more, or another worker has it.
         """
 
     @abstractmethod
     def answer(self, dry_run: int, lease: int, outcome: dict[str, Any]) -> None:
-        """What came of it.
+        """Submits the outcome of a dry run.
 
         Raises:
-            LeaseOver: as for `renew`; the outcome is not taken.
+            LeaseOver: as for `renew`; the outcome is discarded.
         """
 
     @abstractmethod
     def give_back(self, dry_run: int, lease: int) -> None:
-        """Has another worker run it, for no fault of its own. One whose lease is over is nobody's."""
+        """Returns a dry run so that another worker runs it, without counting as lost. An expired lease is ignored."""
 
     @abstractmethod
     def log(self, assignment: Assignment, name: str, offset: int, text: bytes) -> None:
-        """A part of what a dry run prints.
+        """Appends a part of a dry run's output.
 
         Raises:
             LeaseOver: as for `renew`.
@@ -70,17 +71,18 @@ class Pool(ABC):
 
     @abstractmethod
     def leave(self, worker: str) -> None:
-        """Takes the worker's devices out of the pool."""
+        """Removes the worker's devices from the pool."""
 
 
 class StorePool(Pool):
-    """The pool of a store that this process has open: nobody dispatches, each worker takes what is its turn.
+    """A pool on a store opened by this process. Without a dispatcher, each worker decides for itself and takes its
+    own dry runs.
 
     Args:
         store: of the pool.
-        user: who joins workers, by number.
-        data: the server's data, for logs.
-        lease_s: how long a lease lasts without being renewed, s.
+        user: id of the user who joins workers.
+        data: the server's data folder, for logs.
+        lease_s: duration of a lease, s.
     """
 
     def __init__(self, store: Store, *, user: int, data: Path, lease_s: float) -> None:
@@ -101,7 +103,7 @@ class StorePool(Pool):
                     continue
                 try:
                     return self._store.lease(dry_run, worker, self._lease_s)
-                except LeaseOver:  # another was faster
+                except LeaseOver:  # another worker was faster
                     continue
             if time.monotonic() >= until:
                 return None
@@ -129,15 +131,15 @@ class StorePool(Pool):
 
 
 SLACK_S = 10.0
-"""Beyond what a question may wait, before the connection counts as lost."""
+"""Time beyond the requested wait after which the connection counts as lost, s."""
 
 
 class ServerPool(Pool):
-    """The pool of a server.
+    """The pool of a server, over HTTP.
 
     Args:
         server: its address.
-        token: of who joins the worker.
+        token: of the user who joins the worker.
         verify: file with the certificates to trust; None for the system's.
         pinned: as for `Transport`.
     """
@@ -168,7 +170,7 @@ class ServerPool(Pool):
     def give_back(self, dry_run: int, lease: int) -> None:
         try:
             self._transport.json("POST", f"/v1/leases/{dry_run}/return", json={"lease": lease})
-        except LeaseOver:  # it is nobody's
+        except LeaseOver:  # the dry run is unassigned already
             return
 
     def log(self, assignment: Assignment, name: str, offset: int, text: bytes) -> None:
@@ -182,5 +184,5 @@ class ServerPool(Pool):
         self._transport.json("POST", f"/v1/workers/{worker}/leave")
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         self._transport.close()

@@ -1,7 +1,7 @@
-"""The runner of a search of the service: each dry run is asked for in the store, and a worker of the pool runs it.
+"""A runner that has its dry runs run by workers of the pool, through the store.
 
-A dry run is asked for under a key that follows from the search alone, so that a search that is taken up again asks for
-the same dry runs, and is answered what was found before: nothing whose outcome is known is run twice.
+The key of a dry run follows from the search alone. A resumed search therefore requests the same dry runs and gets the
+stored outcomes: no dry run with a known outcome is run twice.
 """
 
 import re
@@ -18,25 +18,25 @@ from .placing import Placed
 from .store import Store
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 0.5
-"""How often it is looked for an outcome, s: at first, and after a while."""
+"""Interval between checks for an outcome, s: at first, and later."""
 CANCELLED_S = 10.0
-"""How long a search whose dry runs are withdrawn may take to hear that it is over, s."""
+"""Time that a search with withdrawn dry runs has to notice its end, s."""
 _OF_A_TRIAL = re.compile(r"\d+\.log")
 
 
 class PoolRunner(Runner):
-    """Asks for dry runs and waits for what comes of them.
+    """Requests dry runs and waits for their outcomes.
 
     Args:
-        store: where dry runs are asked for.
-        search: whose they are.
-        attempt: of that search.
-        placed: on what it runs.
-        devices: of a dry run.
+        store: where dry runs are requested.
+        search: id of the search.
+        attempt: its attempt.
+        placed: the devices it runs on.
+        devices: devices of a dry run.
         slots: dry runs at once.
-        in_turns: whether candidates can be in memory together, and take turns.
-        finished: how many of the search's trials are finished.
-        known: what a configuration measured before, where that is to be taken; None where it was not.
+        in_turns: whether several candidates can be in memory at once, for interleaved timing.
+        finished: returns the number of finished trials of the search.
+        known: returns an earlier measurement of a configuration to reuse; None if there is none.
     """
 
     name = "pool"
@@ -77,7 +77,7 @@ class PoolRunner(Runner):
 
     @property
     def takes_turns(self) -> bool:
-        """Where a host's runner can: on CPUs; one that cannot says so by its outcome."""
+        """True on CPUs. A worker whose runner cannot do it returns no turns."""
         return self._in_turns and self.device is not None and self.device.type == "cpu"
 
     def take_turns(
@@ -89,30 +89,31 @@ class PoolRunner(Runner):
         return found and [[Measurement.from_dict(each) for each in turns] for turns in found]
 
     def close(self) -> None:
-        """Waits for nothing any more. What was asked for stays so: a search that is taken up again asks for it again."""
+        """Stops waiting. Requested dry runs remain in the store: a resumed search requests them again."""
         self.closed = True
         self._closing.set()
 
     def _over(self) -> None:
-        """The search was cancelled, or another attempt has it: it is about to hear, and ends with what was found."""
+        """Waits for the search to end after it was cancelled or taken over by another attempt, then closes."""
         self._closing.wait(CANCELLED_S)
         self.close()
 
-    def _again(self, what: str) -> str:
-        """The key of something that is done again, after so many finished trials: whoever takes the search up finds the
-        same trials finished, and counts from there."""
-        stage = f"{what}@{self._finished()}"
+    def _again(self, base: str) -> str:
+        """Returns the key of a repeated run. It contains the number of finished trials, so that a resumed search,
+        which starts from the same number, gets the same keys.
+        """
+        stage = f"{base}@{self._finished()}"
         self._asked[stage] += 1
         return f"{stage}-{self._asked[stage]}"
 
     def _outcome(
         self, key: str, kind: str, requests: Sequence[TrialRequest], more: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What comes of a dry run that is asked for, however long it takes.
+        """Requests a dry run and returns its outcome, without a time limit.
 
         Raises:
-            RunnerError: this was closed meanwhile, or the attempt is over.
-            UsageError: the worker refused what is asked.
+            RunnerError: this runner was closed meanwhile, or the attempt is over.
+            UsageError: the worker refused the request.
         """
         payload = {
             "requests": [each.to_dict() for each in requests],
@@ -120,17 +121,17 @@ class PoolRunner(Runner):
             **(more or {}),
         }
         try:
-            asked = self._store.ask_dry_run(self._search, self._attempt, key, kind, payload, self._devices)
+            dry_run = self._store.ask_dry_run(self._search, self._attempt, key, kind, payload, self._devices)
         except AttemptOver as error:
             self._over()
             raise RunnerError(str(error)) from error
-        outcome, pause_s = asked.outcome, FIRST_LOOK_S
+        outcome, pause_s = dry_run.outcome, FIRST_LOOK_S
         while outcome is None:
             if self._closing.wait(pause_s):
-                raise RunnerError("the search ended while a dry run of it was waited for")
+                raise RunnerError("the search ended while it waited for a dry run")
             pause_s = min(LAST_LOOK_S, 1.2 * pause_s)
             try:
-                outcome = self._store.outcome(asked.id)
+                outcome = self._store.outcome(dry_run.id)
             except LeaseOver:
                 self._over()
         if "refused" in outcome:

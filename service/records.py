@@ -1,4 +1,4 @@
-"""What the service keeps, as it is read: frozen records, times in seconds since 1970 (UTC)."""
+"""Records that the service stores, as frozen dataclasses. Times are seconds since 1970 (UTC)."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,29 +8,29 @@ from ..base.errors import UsageError
 
 
 class Role(StrEnum):
-    """What a user may do; each but the worker may do what those before it may."""
+    """A user's permissions. Each role except `worker` includes the roles before it."""
 
     READER = "reader"
-    """Looks at searches and results."""
+    """Views searches and results."""
     SUBMITTER = "submitter"
     """Submits searches and cancels their own."""
     ADMIN = "admin"
-    """Adds users and tokens, cancels anybody's searches, and joins workers."""
+    """Adds users and tokens, cancels any search, and joins workers."""
     WORKER = "worker"
-    """Joins workers to the pool, and does nothing else: what it runs and what it measures is everybody's."""
+    """Joins workers to the pool and does nothing else. Its workers run and measure the searches of all users."""
 
 
 PRIORITIES = {"low": -10, "normal": 0, "high": 10, "urgent": 50}
-"""Names of priorities, which are whole numbers; `priority_of` reads both."""
+"""Named priorities. `priority_of` accepts a name or a whole number."""
 MOST_PRIORITY = 100
 """Priorities are from -100 to 100."""
 
 
 def priority_of(value: int | str) -> int:
-    """A priority by its name or its number.
+    """Returns a priority as a number, given its name or number.
 
     Raises:
-        UsageError: it is neither, or beyond the limits.
+        UsageError: it is neither, or is out of range.
     """
     if isinstance(value, str) and value in PRIORITIES:
         return PRIORITIES[value]
@@ -47,374 +47,346 @@ def priority_of(value: int | str) -> int:
 
 
 class SearchState(StrEnum):
-    """Where a search is."""
-
     QUEUED = "queued"
-    """Submitted; no searcher has it yet."""
+    """Submitted; no searcher has taken it yet."""
     RUNNING = "running"
-    """A searcher has it, or will take it up again."""
+    """A searcher has taken it, or will take it again after a restart."""
     DONE = "done"
-    """Ended by itself."""
     FAILED = "failed"
-    """Ended by an error; `reason` says which."""
+    """Ended by an error, which `reason` describes."""
     CANCELLED = "cancelled"
-    """Ended by somebody."""
+    """Ended by a user."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """True if the state is final."""
         return self not in (SearchState.QUEUED, SearchState.RUNNING)
 
 
 class DryRunState(StrEnum):
-    """Where a dry run is."""
-
     WAITING = "waiting"
-    """For devices."""
+    """Waits for devices."""
     LEASED = "leased"
-    """A worker has it."""
+    """A worker runs it."""
     DONE = "done"
-    """Its outcome is known."""
+    """Its outcome is stored."""
     WITHDRAWN = "withdrawn"
-    """Nobody needs it any more."""
+    """No search needs it any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class User:
-    """Somebody who uses the service."""
+    """A user of the service."""
 
     id: int
-    """Number."""
     name: str
-    """Name; no two have the same."""
+    """Unique name."""
     role: Role
-    """What they may do."""
     device_hours: float | None
-    """Device-hours they may use in 30 days; None for any."""
+    """Limit of device-hours in 30 days; None for no limit."""
     running: int | None
-    """Dry runs they may have running at once; None for any."""
+    """Limit of dry runs that run at once; None for no limit."""
     weight: float
-    """Their share of the devices beside others': who has 2 gets twice what who has 1 gets."""
+    """Relative share of the devices: a user with weight 2 gets twice as much as one with weight 1."""
     allow_code: bool
-    """Whether they may submit workloads that are code."""
+    """True if they may submit workloads that are code."""
     priority: int
-    """The highest priority that they may give a search; an admin may give any."""
+    """The highest priority they may give a search. Admins may give any."""
     created: float
-    """When they were added."""
     team: str
-    """Who sees the searches that they show to their team; empty for none."""
+    """The team that sees searches with visibility `team`; empty for none."""
     disabled: float | None
-    """Since when none of their tokens is taken; None where they are."""
+    """Since when their tokens are rejected; None if the user is enabled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
-    """What is known of a token; its text is shown once and never kept."""
+    """A token without its secret, which is shown once and stored only as a digest."""
 
     id: str
-    """What it begins with, after `redline_`."""
+    """The token's first characters after `redline_`."""
     user: int
-    """Whose it is."""
+    """Id of the owner."""
     name: str
-    """What it is for, in its owner's words."""
+    """The owner's description of its purpose."""
     created: float
-    """When it was made."""
     expires: float | None
-    """From when it is not taken any more."""
+    """When it stops being accepted."""
     revoked: float | None
-    """Since when it is not taken any more."""
+    """When it was revoked."""
     used: float | None
-    """When it was last taken, to a minute; None where it never was."""
+    """When it was last used, to a minute; None if never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """A search that somebody submitted."""
+    """A submitted search."""
 
     id: str
     """12 hexadecimal digits."""
     user: int
-    """Whose it is."""
+    """Id of the owner."""
     owner: str
-    """Their name."""
+    """Name of the owner."""
     key: str
-    """Idempotency key: the same key of the same user is the same search. The id where none was given."""
+    """Idempotency key, unique per user; the id if none was given."""
     name: str
-    """What its owner calls it."""
+    """Name given by the owner."""
     request: dict[str, Any]
-    """What is searched: `Request` as a mapping."""
+    """The fields of `Request`, as a mapping."""
     state: SearchState
-    """Where it is."""
     reason: str
-    """Why it is that; empty where nothing is to be said."""
+    """The reason for the state; empty if there is none."""
     priority: int
-    """The higher goes first, between dry runs."""
+    """Dry runs of the higher priority start first."""
     devices: int
     """Devices of one dry run."""
     device: str
-    """Kind of device that was asked for, by type or part of its name (`cuda`, `H100`); empty for any."""
+    """The requested kind of device, by type or part of its name (`cuda`, `H100`); empty for any."""
     kind: str
-    """Name of the kind of device that it was placed on, which is the only one that runs it; empty until then."""
+    """Name of the kind of device that the search was placed on and stays on; empty until then."""
     created: float
     """When it was submitted."""
     started: float | None
     """When a searcher first took it."""
     ended: float | None
-    """When it ended."""
     attempt: int
-    """How often a searcher took it; the latest alone may write."""
+    """Number of times that a searcher took it. Only the latest attempt may write."""
     heartbeat: float | None
-    """When that searcher was last heard of."""
+    """When its searcher last reported."""
     best: dict[str, Any] | None
-    """The winner, as its searcher told it."""
+    """The winner as reported by its searcher."""
     reuse: bool
-    """Whether configurations that were measured before may be answered from the store."""
+    """True if stored measurements of other searches may answer its dry runs."""
     trials: int
     """Trials that have ended."""
     simulated: bool
-    """Whether its trials are predictions, which need no devices."""
+    """True if its trials are predictions, which need no devices."""
     held: bool
-    """Whether nothing of it starts until it is released."""
+    """True if nothing of it starts until it is released."""
     visibility: str
-    """Who sees it beside its owner and admins: `own` (nobody), `team` (the owner's), `all`."""
+    """Users who can view it besides its owner and admins: `own` (nobody), `team` (the owner's team), `all`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A search that runs or wants to, as the sharing of places among searches sees it."""
+    """A running or queued search, as input to the assignment of searcher slots."""
 
     search: str
-    """Its id."""
+    """Id of the search."""
     user: int
-    """Whose it is."""
+    """Id of the owner."""
     priority: int
-    """The higher goes first."""
+    """The higher starts first."""
     device: str
-    """`Search.device`."""
+    """See `Search.device`."""
     kind: str
-    """`Search.kind`."""
+    """See `Search.kind`."""
     devices: int
     """Devices of one dry run."""
     simulated: bool
-    """Whether it needs no devices."""
+    """True if it needs no devices."""
     held: bool
-    """Whether it is to wait."""
+    """True if it must not start."""
     submitted: float
-    """When it was submitted."""
     runs: bool
-    """Whether it has a place."""
+    """True if it has a slot."""
     leased: int
-    """Dry runs of it that workers have."""
+    """Number of its dry runs that workers run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """A dry run, or several candidates in turns, that a search asked for."""
+    """A dry run, or an interleaved timing of several candidates, that a search requested."""
 
     id: int
-    """Number."""
     search: str
-    """The search."""
+    """Id of the search."""
     key: str
-    """What it is within the search: the same key is the same dry run."""
+    """Idempotency key, unique within the search."""
     kind: str
     """`run` or `turns`."""
     payload: dict[str, Any]
-    """What is to be run."""
+    """The arguments of the run."""
     devices: int
     """Devices it takes, all at once, of one worker."""
     state: DryRunState
-    """Where it is."""
     lease: int
-    """Number of the latest lease; every lease has a higher one."""
+    """Number of the latest lease. Each lease has a higher number than the one before."""
     worker: str | None
-    """Who had that lease."""
+    """The worker that had the latest lease."""
     until: float | None
-    """When that lease ends."""
+    """When the latest lease expires."""
     outcome: dict[str, Any] | None
-    """What came of it; once there, it never changes."""
+    """The measurements. Written once."""
     created: float
-    """When it was asked for."""
     started: float | None
     """When the latest lease began."""
     ended: float | None
-    """When its outcome came, or it was withdrawn."""
+    """When it got its outcome or was withdrawn."""
     attempts: int
-    """Leases that were not given back."""
+    """Number of leases that were not given back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worker:
-    """A process with devices that runs dry runs."""
+    """A process that runs dry runs on its devices."""
 
     id: str
     """12 hexadecimal digits."""
     user: int
-    """Who joined it to the pool."""
+    """Id of the user who joined it to the pool."""
     name: str
-    """What it calls itself."""
     host: str
-    """Where it runs."""
     device: dict[str, Any]
-    """Its kind of device, as `Device.to_dict` has it."""
+    """Its kind of device, in the form of `Device.to_dict`."""
     devices: int
-    """How many it has."""
+    """Number of devices."""
     memory_mib: int
     """Memory of one device, MiB."""
     software: dict[str, Any]
-    """Versions that decide what is measured."""
+    """Versions of the software that affects measurements."""
     seen: float
-    """When it was last heard of."""
+    """When it last reported."""
     left: float | None
-    """When it left; None where it is there."""
+    """When it left the pool; None while it is in the pool."""
 
     @property
     def kind(self) -> str:
-        """Its kind of device, by name."""
+        """Name of its kind of device."""
         return str(self.device.get("name", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that happened."""
+    """A change in the store or a report of a search."""
 
     id: int
-    """Number; whoever has read up to one misses nothing after it."""
+    """Increasing number. A reader that has read up to one misses nothing after it."""
     search: str | None
-    """The search it is of; None for the pool's."""
+    """Id of the search; None for an event of the pool."""
     time: float
-    """When."""
     kind: str
-    """`search`, `dry_run` and `worker` are the store's own; a search tells others."""
+    """`search`, `dry_run` or `worker` for the store's own events; searches report others."""
     data: dict[str, Any]
-    """What."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """A dry run that was leased to a worker, with all that the worker needs."""
+    """A dry run leased to a worker, with everything the worker needs to run it."""
 
     dry_run: int
-    """The dry run."""
+    """Id of the dry run."""
     lease: int
-    """Number of the lease, which every answer names."""
+    """Number of the lease, which every answer must contain."""
     worker: str
-    """Whose it is."""
+    """Id of the worker."""
     until: float
-    """When it ends unless it is renewed."""
+    """When the lease expires unless it is renewed."""
     search: str
-    """The search."""
+    """Id of the search."""
     attempt: int
     """The search's attempt."""
     user: int
-    """Whose search it is."""
+    """Id of the search's owner."""
     request: dict[str, Any]
-    """What the search searches."""
+    """The search's request."""
     kind: str
     """`run` or `turns`."""
     payload: dict[str, Any]
-    """What is to be run."""
+    """The arguments of the run."""
     devices: int
-    """On how many devices."""
+    """Number of devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A dry run that waits, as scheduling sees it."""
+    """A waiting dry run, as input to scheduling."""
 
     dry_run: int
-    """The dry run."""
+    """Id of the dry run."""
     search: str
-    """Its search."""
+    """Id of the search."""
     user: int
-    """Whose that is."""
+    """Id of the search's owner."""
     priority: int
-    """The search's."""
+    """Priority of the search."""
     device: str
-    """The kind of device that the search asked for; empty for any."""
+    """The kind of device that the search requested; empty for any."""
     devices: int
     """Devices it takes at once."""
     submitted: float
     """When the search was submitted."""
     seconds: float | None
-    """What the search's dry runs have taken on average, s; None before the first."""
+    """Mean duration of the search's dry runs, s; None before the first has ended."""
     kind: str = ""
-    """The kind of device that the search was placed on, by its whole name; empty until then."""
+    """Full name of the kind of device that the search was placed on; empty until then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A dry run that runs, as scheduling sees it."""
+    """A leased dry run, as input to scheduling."""
 
     dry_run: int
-    """The dry run."""
+    """Id of the dry run."""
     search: str
-    """Its search."""
+    """Id of the search."""
     user: int
-    """Whose that is."""
+    """Id of the search's owner."""
     worker: str
-    """Where it runs."""
+    """Id of the worker."""
     devices: int
-    """Devices it has."""
+    """Number of devices."""
     started: float
-    """Since when."""
     seconds: float | None
-    """As for `Waiting`."""
+    """See `Waiting.seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a user has had of the devices, and may have."""
+    """A user's use of the devices and their limits."""
 
     user: int
-    """The user."""
+    """Id of the user."""
     weight: float = 1.0
-    """`User.weight`."""
+    """See `User.weight`."""
     recent: float = 0.0
-    """Device-seconds lately, the older the less they count."""
+    """Recent device-seconds, discounted by age."""
     week: float = 0.0
-    """The same over a week, by which searches get places: one lasts longer than what `recent` remembers."""
+    """Device-seconds discounted over a week, used to assign slots: a search lasts longer than the memory of `recent`."""
     used_hours: float = 0.0
-    """Device-hours in the time that the quota is for."""
+    """Device-hours in the period of the quota."""
     device_hours: float | None = None
-    """`User.device_hours`."""
+    """See `User.device_hours`."""
     running: int | None = None
-    """`User.running`."""
+    """See `User.running`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A configuration that was measured."""
+    """A stored measurement of a configuration."""
 
     id: int
-    """Number; the higher is the later."""
+    """Increasing number."""
     fingerprint: str
-    """Digest of all else that decides what is measured: workload, devices, hardware, software, seed."""
+    """Digest of everything else that affects the measurement: workload, devices, hardware, software, seed."""
     config_id: str
-    """The configuration's id."""
     config: dict[str, Any]
-    """The configuration."""
     measurement: dict[str, Any]
-    """What came of it."""
     search: str | None
-    """The search that measured it."""
+    """Id of the search that measured it."""
     time: float
-    """When."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audited:
-    """Something that somebody did."""
+    """An action of a user, for the audit log."""
 
     id: int
-    """Number."""
     time: float
-    """When."""
     user: str
-    """Who, by name; empty for nobody known."""
+    """Name of the user; empty if unknown."""
     action: str
-    """What."""
     subject: str
-    """To what."""
+    """The object of the action."""
     detail: dict[str, Any]
-    """How."""

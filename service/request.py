@@ -1,12 +1,12 @@
-"""What is asked of a search, as it travels: JSON, and the arguments of `redline.tune` that it comes to where it runs.
+"""A search request as JSON, and its conversion to the arguments of `redline.tune` where it runs.
 
     {"target": "gpt2-tiny", "devices": 2, "trials": 16, "fix": {"precision": "fp32"}}
 
-The names are those of `tuner/request.py`. A file of somebody's machine travels as what it holds: in the place of `target`
-`model` is a Hugging Face config.json, `workload` a Python file as text with its digest and a name in it, `command` the
-fields of a `redline.Command`; `space` is a document of `Space.to_dict`. No text of a request ever becomes a path or an import:
-what is resolved are a `ServerModel`, a `ServerCommand`, a `Hardware` of the table and a `Space`, of which none can be a file's,
-and names of files are made here.
+The names are those of `tuner/request.py`. A file of the client is sent as its contents. Instead of `target`, a request
+may have `model` (a Hugging Face config.json), `workload` (a Python file as text, its digest, and a name in it) or
+`command` (the fields of a `redline.Command`). `space` is a document of `Space.to_dict`. No text of a request becomes a
+path or an import: it is converted to a `ServerModel`, a `ServerCommand`, a `Hardware` of the table or a `Space`, none
+of which can name a file, and the names of files are made here.
 """
 
 import hashlib
@@ -40,28 +40,28 @@ TRAVELLING = (
     + ("patience", "sampler", "headroom", "layerwise", "soak", "seed", "runner", "hardware", "memory_limit")
     + ("trial_timeout", "measure_time", "concurrency")
 )
-"""Fields of a request that travel as they are."""
+"""Fields of a request that are sent unchanged."""
 TARGETS = ("target", "model", "workload", "command")
-"""What is tuned: one of these."""
+"""Fields of which a request has exactly one: the target of the search."""
 LARGEST_FILE = 512 * 1024
-"""Bytes of a file that travels."""
+"""Largest file that is sent, bytes."""
 LONGEST_SHOWN = 200
-"""Characters of a text that lists show."""
+"""Longest text of a request that lists show, characters."""
 NO_WORKLOADS = (
-    "this server runs no workload's file: its searchers would run it as the server's own user; submit a --command, a model's "
+    "this server does not run workload files: its searchers would run them as the server's user; submit a --command, a model's "
     "name or a config.json instead"
 )
 _MODEL, _CODE = "model/config.json", "workload.py"
 
 
 def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `redline.tune` as a request that travels; files of this machine are read.
+    """Returns arguments of `redline.tune` as a request to send. Local files are read.
 
     Args:
-        given: by name, `target` among them; None and what is empty is left out.
+        given: arguments by name, including `target`; None and empty values are left out.
 
     Raises:
-        UsageError: a file cannot be read, or something belongs to this machine alone.
+        UsageError: a file cannot be read, or an argument only applies to the local machine.
     """
     asked = {name: each for name, each in given.items() if each is not None and each not in ((), {}, "", [])}
     out = _target(asked.pop("target", None))
@@ -70,7 +70,7 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in asked.items():
         if name not in TRAVELLING:
             raise UsageError(
-                f"{name} belongs to the machine that a search runs on, and does not travel to a server; leave it out"
+                f"{name} only applies to the machine that a search runs on and cannot be sent to a server; leave it out"
             )
         out[name] = list(value) if isinstance(value, tuple) else value
     return out
@@ -79,12 +79,14 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
 def _target(target: Any) -> dict[str, Any]:
     if isinstance(target, Command):
         if target.render:
-            raise UsageError("a command's --render reads files of this machine, which do not travel to a server")
+            raise UsageError(
+                "a command's --render reads files of this machine and cannot be sent to a server; leave it out"
+            )
         return {"command": target.to_dict()}
     if not isinstance(target, (str, Path)):
         raise UsageError(
-            f"a search on a server is of a model, a FILE:NAME or a Command, but got {type(target).__name__}: objects do "
-            "not travel"
+            f"the target of a search on a server must be a model, a FILE:NAME or a Command, but got "
+            f"{type(target).__name__}: objects cannot be sent"
         )
     text = str(target)
     path, _, name = text.rpartition(":")
@@ -109,22 +111,22 @@ def _configuration(path: Path) -> dict[str, Any]:
     except Malformed as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path} is not a Hugging Face model's configuration: it holds no mapping")
+        raise UsageError(f"{path} is not a Hugging Face model's configuration: it must be a mapping")
     return found
 
 
 def digest(text: str) -> str:
-    """SHA-256 of a text, hex."""
+    """Returns the SHA-256 of a text, hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_code(request: Mapping[str, Any]) -> bool:
-    """Whether running it runs somebody's own code."""
+    """True if the request runs code that the user submitted."""
     return "workload" in request or "command" in request
 
 
 def without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request as it may be shown: what a command's environment holds is for its dry runs alone."""
+    """Returns the request with the values of a command's environment hidden."""
     out = dict(request)
     if "command" in out:
         out["command"] = {**out["command"], **({"env": hidden(env)} if (env := out["command"].get("env")) else {})}
@@ -132,7 +134,7 @@ def without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a request is short: numbers, truth values and short texts."""
+    """Returns the numbers, booleans and short texts of a request."""
     return {
         name: value
         for name, value in request.items()
@@ -141,15 +143,17 @@ def brief(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments(request: Mapping[str, Any], folder: Path, *, code: bool = True) -> dict[str, Any]:
-    """What `redline.tune` is called with for a request that travelled; for workers those of `tuner/request.py`'s Request.
+    """Returns the arguments of `redline.tune` for a received request; workers pass them to `tuner/request.py`'s
+    `Request`.
 
     Args:
-        request: as it was kept when it was accepted.
-        folder: of this search on this machine; files that it holds are written there, under names made here.
-        code: whether a workload's file may be run by this process. A command's program is not started here in any case.
+        request: as stored when it was accepted.
+        folder: of this search on this machine. Files that the request contains are written there, under names made
+            here.
+        code: whether this process may run a workload file. A command's program is never started here.
 
     Raises:
-        UsageError: it is damaged, names something else than it may, or is code that is not run here.
+        UsageError: the request is damaged, has an invalid name, or contains code that may not run here.
     """
     if "workload" in request and not code:
         raise UsageError(NO_WORKLOADS)
@@ -175,13 +179,13 @@ def _found(request: Mapping[str, Any], folder: Path) -> Any:
     if "workload" in request:
         code = request["workload"]
         if digest(code["text"]) != code["sha256"]:
-            raise UsageError("the workload's text is not that of its digest: it was damaged on its way; send it again")
+            raise UsageError("the workload's text does not match its sha256: it was damaged in transit; send it again")
         return f"{_put(folder / _CODE, code['text'])}:{code['name']}"
     return ServerModel.named(request["target"])
 
 
 def _put(path: Path, text: str) -> Path:
-    """Writes a file unless it is there as it should be, all of it or nothing."""
+    """Writes a file atomically unless it already has that content."""
     if not (path.is_file() and path.read_text(encoding="utf-8") == text):
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -18,14 +18,14 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
     """Deletes a search that has ended, with its folder and its ledger.
 
     Args:
-        store: of the searches.
-        runs: their folders.
-        search: which.
+        store: contains the search.
+        runs: contains its folder.
+        search: its id.
         forget: deletes the ledger of a name.
 
     Raises:
         NotFound: there is no such search.
-        UsageError: it has not ended, or its searcher is about to.
+        UsageError: it has not ended, or its searcher is still ending.
     """
     folder = runs.folder(search)
     lock = None
@@ -37,7 +37,7 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
     try:
         store.delete_search(search)
         if (folder / RUN).is_file():
-            with suppress(StudyError):  # a run.yaml that cannot be read names no ledger
+            with suppress(StudyError):  # without a readable run.yaml the ledger's name is unknown
                 forget(request.read(folder)[0]["study"])
         if lock is not None:
             shutil.rmtree(folder)
@@ -47,16 +47,16 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
 
 
 ROUND_S = 3600.0
-"""How often it is looked for events that are old enough, s."""
+"""Interval between deletions, s."""
 DAY_S = 86400.0
 _log = logging.getLogger("redline.server")
 
 
 class Forgetting(threading.Thread):
-    """Deletes old events, and old searches, at the start and then every hour.
+    """Deletes old events and old searches, at the start and then every hour.
 
     Args:
-        store: whose.
+        store: contains them.
         days: how long after their search's end events are kept.
         search_days: how long after its end a search is kept; None for ever.
         delete: deletes a search.
@@ -78,23 +78,23 @@ class Forgetting(threading.Thread):
         while True:
             try:
                 if found := self._store.forget_events(self._store.clock() - self._days * DAY_S):
-                    _log.info("%d events forgotten, of searches that ended over %g days ago", found, self._days)
+                    _log.info("deleted %d events of searches that ended over %g days ago", found, self._days)
                 if self._search_days is not None:
                     self._delete_searches(self._store.clock() - self._search_days * DAY_S)
             except (StorageUnavailable, UsageError, RunnerError) as error:
-                _log.warning("what is old is kept for another hour: %s", error)
+                _log.warning("old events and searches are not deleted, next try in an hour: %s", error)
             if self._over.wait(ROUND_S):
                 return
 
     def _delete_searches(self, before: float) -> None:
         """Deletes the searches that ended before a time."""
-        assert self._delete_search is not None, "who has searches deleted says how"
+        assert self._delete_search is not None, "search_days needs delete"
         while found := self._store.ended_before(before):
             for each in found:
                 self._delete_search(each)
                 self._store.audit("", "delete", each, {"kept_days": self._search_days})
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the thread."""
         self._over.set()
         self.join()

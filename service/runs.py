@@ -1,4 +1,4 @@
-"""What searches leave on disk, read for whoever asks: a folder a search, as `redline tune --out` leaves one."""
+"""Reads the folders of searches. Each has the form of a `redline tune --out` folder."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .logs import SEARCHES, folder_of
 
 
 class Runs:
-    """The folders of searches under a server's data. May be used from several threads.
+    """The folders of searches in a server's data. Thread-safe.
 
     Args:
         data: the server's folder.
@@ -27,15 +27,14 @@ class Runs:
 
     def __init__(self, data: Path) -> None:
         self.data = data
-        """The server's folder."""
         self.searches = data / SEARCHES
-        """Folders of searches."""
+        """Folder that contains the searches' folders."""
 
     def folder(self, search: str) -> Path:
-        """The folder of a search, whether it is there or not.
+        """Returns the folder of a search, which need not exist.
 
         Raises:
-            NotFound: that is no search's id.
+            NotFound: the id is malformed.
         """
         try:
             return folder_of(self.data, search)
@@ -43,7 +42,7 @@ class Runs:
             raise NotFound(str(error)) from None
 
     def table(self, search: str) -> bytes:
-        """trials.csv as it is now; empty where no trial has ended yet."""
+        """Returns the current trials.csv; empty if no trial has ended yet."""
         try:
             return safe_lines(read_inside(self.folder(search), TABLE, at_most=LARGEST_TABLE))
         except FileNotFoundError:
@@ -52,7 +51,7 @@ class Runs:
             raise StudyError(f"{TABLE} of search {search} cannot be read: {error.strerror or error}") from None
 
     def rows(self, search: str) -> list[dict[str, Any]]:
-        """The trials that have ended, by the columns of trials.csv; what is empty is left out."""
+        """Returns the trials that have ended, by the columns of trials.csv, without empty values."""
         if not (data := self.table(search)):
             return []
         columns, _ = parse(data, TABLE)
@@ -60,35 +59,35 @@ class Runs:
         return [as_json({name: each for name, each in zip(columns, row) if each is not None}) for row in rows]
 
     def trials(self, search: str) -> tuple[list[Trial], View | None]:
-        """The trials that have ended, and what else the folder says."""
+        """Returns the trials that have ended, and the view of the folder; None if it does not exist yet."""
         if not (self.folder(search) / TABLE).exists():
             return [], None
         view = View(self.folder(search), make_config=Config)
         return view.trials(), view
 
     def summary(self, search: str) -> dict[str, Any]:
-        """What came of it so far, as `redline tune --json` says it."""
+        """Returns the results so far, in the form of `redline tune --json`."""
         trials, view = self.trials(search)
         found = make_result(trials, (), folder=None, ended="", interrupted=False).to_dict()
         out = {
             name: found[name]
             for name in ("best", "best_exact", "default", "gain", "gain_interval", "why", "trials", "failures")
         }
-        return as_json({**out, "problems": _told(view.problems if view else (), self.searches)})
+        return as_json({**out, "problems": _public_problems(view.problems if view else (), self.searches)})
 
     def export(self, search: str, target: str, trial: int | None, form: str | None) -> Export:
-        """A trial's configuration, the winner's where none is named, as a file of a target.
+        """Returns a trial's configuration, by default the winner's, as a file of an export target.
 
         Raises:
-            UsageError: there is no such target, form, trial or winner.
+            UsageError: the target, form, trial or winner does not exist.
         """
         trials, view = self.trials(search)
         return render(target, chosen_trial(trials, trial), view.document if view else None, form=form)
 
 
 class SearchLibrary(Library):
-    """The runs of searches as the dashboard's pages show them, one by one: the list is the database's, and no folder but that
-    of the search in question is looked into, however many there are.
+    """Gives the dashboard's pages access to the runs of searches, one at a time. It lists none, since the service
+    lists searches from the database; only the folder of the requested search is read.
 
     Args:
         runs: the folders.
@@ -99,7 +98,7 @@ class SearchLibrary(Library):
         self._runs = runs
 
     def ids(self) -> list[str]:
-        """None: searches are listed by the service."""
+        """Returns an empty list: the service lists searches."""
         return []
 
     def folder(self, run: str) -> Path:
@@ -112,6 +111,6 @@ class SearchLibrary(Library):
         return folder
 
 
-def _told(problems: Any, root: Path) -> list[str]:
-    """Problems without this machine's paths; that trials are in the database is none."""
+def _public_problems(problems: Any, root: Path) -> list[str]:
+    """Returns the problems without this machine's paths, and without that of a run whose trials are in the database."""
     return [each.replace(f"{root}/", "") for each in problems if "in the storage" not in each]

@@ -1,13 +1,14 @@
-"""Which dry run goes where: pure functions of what waits, what runs, the workers and the users' shares.
+"""Scheduling as pure functions of the waiting and running dry runs, the workers and the users' shares.
 
-Of what waits, a higher priority goes first; between equal ones the user who has had least of the devices for their
-weight; of one user's the search that was submitted first. A dry run gets all its devices at once, on one worker: the one
-on which the fewest are left over. A gang that finds no worker with so many free ones reserves the worker that will have
-them first, and dry runs behind it are placed there only where they do not delay it (backfilling as EASY does: Lifka 1995,
-"The ANL/IBM SP scheduling system"). What runs is never interrupted.
+Waiting dry runs are ordered by priority, then by the user with the least use of devices relative to their weight,
+then, within a user, by the search's time of submission. A dry run gets all its devices at once on one worker, the one
+with the fewest devices left over. If no worker has enough free devices for a multi-device dry run, it reserves the
+worker that will have them first, and later dry runs are placed there only if they do not delay it (EASY backfilling:
+Lifka 1995, "The ANL/IBM SP scheduling system"). A running dry run is never interrupted.
 
-Which searches run (`share_slots`) follows the same order, over a longer time: priority, then the user who has had least of
-the devices in a week for their weight, then the one with the fewest slots. A search that cannot run gives up its slot.
+Slots of searches (`share_slots`) follow the same order over a longer time: priority, then the user with the least use
+of devices in a week relative to their weight, then the one with the fewest slots. A search that cannot run gives up
+its slot.
 """
 
 import heapq
@@ -20,14 +21,14 @@ from typing import Any
 from .records import Contender, Running, Share, Waiting, Worker
 
 NOMINAL_S = 60.0
-"""What a dry run counts for in its user's share as soon as it starts, and is taken to last where nothing is known, s."""
+"""Assumed duration of a dry run if unknown, s. Also charged to its user's share as soon as it starts."""
 NOMINAL_SEARCH_S = 600.0
-"""What a search counts for in its user's share as soon as it gets a slot, for each of its devices, s."""
+"""Time charged to a user's share for each device as soon as a search of theirs gets a slot, s."""
 RESERVED = 8
-"""One worker of so many may be reserved for gangs, and one at least."""
+"""One worker in this many, and at least one, may be reserved for multi-device dry runs."""
 
 Placement = tuple[int, str]
-"""A dry run, and the worker that gets it."""
+"""A dry run and the worker that gets it."""
 
 
 def decide(
@@ -37,14 +38,14 @@ def decide(
     shares: Iterable[Share],
     now: float,
 ) -> list[Placement]:
-    """What is to start now, and where, in the order in which it was chosen.
+    """Returns the dry runs to start now with their workers, in the order of choice.
 
     Args:
-        waiting: what waits.
-        running: what runs.
-        workers: who is there.
-        shares: of the users; who is not among them has had nothing and has no quota.
-        now: the time, s since 1970.
+        waiting: waiting dry runs.
+        running: running dry runs.
+        workers: workers in the pool.
+        shares: of the users. A user without one has used nothing and has no quota.
+        now: s since 1970.
     """
     pool = _Pool(workers, running, now)
     return list(_placements(waiting, pool, _Users(shares, running)))
@@ -57,7 +58,7 @@ def why_waiting(
     shares: Iterable[Share],
     now: float,
 ) -> dict[str, str]:
-    """Why each search that waits does, by its id; arguments as for `decide`."""
+    """Returns the reason why each waiting search waits, by its id. Arguments as for `decide`."""
     pool, users = _Pool(workers, running, now), _Users(shares, running)
     out: dict[str, str] = {}
     for each in waiting:
@@ -73,18 +74,18 @@ def share_slots(
     shares: Iterable[Share],
     most: int,
 ) -> tuple[list[str], dict[str, str]]:
-    """Which searches begin now, in order, and which are to give up their slot and why.
+    """Returns the searches that get a slot now, in order, and those that must give up theirs with the reason.
 
     Args:
-        contenders: the searches that run or want to.
-        running: the dry runs that run.
-        workers: who is there.
+        contenders: running and queued searches.
+        running: running dry runs.
+        workers: workers in the pool.
         shares: of the users, as for `decide`.
-        most: how many searches run at once.
+        most: number of slots.
     """
     slots = _Slots(contenders, running, workers, shares)
     room = most - sum(each.runs for each in contenders)
-    # What is given up now is free for the next decision.
+    # A slot given up now is free at the next decision.
     return list(itertools.islice(slots.order(), max(0, room))), slots.given_up()
 
 
@@ -95,13 +96,13 @@ def why_no_slot(
     shares: Iterable[Share],
     most: int,
 ) -> dict[str, str]:
-    """Why each search without a slot has none, by its id; arguments as for `share_slots`."""
+    """Returns the reason why each search without a slot has none, by its id. Arguments as for `share_slots`."""
     slots = _Slots(contenders, running, workers, shares)
     out = {each.search: why for each in contenders if not each.runs and (why := slots.obstacle(each))}
     for before, search in enumerate(slots.order()):
         others = f"{before} {'search' if before == 1 else 'searches'} before it" if before else "it is the next"
         out[search] = f"{most} searches run at once, and it waits for a slot: {others}"
-    # A user's limit of searches can end the order before all of theirs.
+    # A user's limit of searches can leave searches of theirs out of the order.
     for each in contenders:
         if not each.runs and each.search not in out:
             out[each.search] = slots.limit(each.user)
@@ -109,7 +110,7 @@ def why_no_slot(
 
 
 class _Slots:
-    """Slots of the searches that run at once."""
+    """The slots of running searches."""
 
     def __init__(
         self,
@@ -130,9 +131,9 @@ class _Slots:
             self._have[one.user] += one.runs
 
     def obstacle(self, each: Contender) -> str:
-        """Why a search cannot run, whoever else does; empty where it can."""
+        """Returns the reason why a search cannot run even with a free slot; empty if it can."""
         if each.held:
-            return "it is held until somebody releases it"
+            return "it is held until a user releases it"
         if each.simulated:
             return ""
         wanted = each.device, each.kind, each.devices
@@ -141,32 +142,34 @@ class _Slots:
         return self._never[wanted] or self._users.used_up(each.user)
 
     def limit(self, user: int) -> str:
-        """What keeps a user from having one more slot; empty where nothing does."""
+        """Returns the quota that keeps a user from having one more slot; empty if none does."""
         share, have = self._users.shares.get(user), self._have[user]
         if share is None or share.running is None or have < share.running:
             return ""
         return f"its user may have {share.running} dry runs at once, and has {have} of their searches running"
 
     def given_up(self) -> dict[str, str]:
-        """The searches that have a slot, cannot run, and have no dry run that would be interrupted."""
+        """Returns the searches that must give up their slot, with the reason: they cannot run and have no leased dry
+        run.
+        """
         ready = (each for each in self._contenders if each.runs and not each.leased)
         return {each.search: why for each in ready if (why := self.obstacle(each))}
 
     def order(self) -> Iterator[str]:
-        """The searches that can run and have no slot, in the order in which they get one."""
+        """Yields the searches that can run and have no slot, in the order in which they get one."""
         queues: dict[int, list[Contender]] = defaultdict(list)
         have, charges = self._have.copy(), self._charges.copy()
         for each in sorted(self._contenders, key=lambda one: (one.priority, -one.submitted, one.search)):
             if not each.runs and not self.obstacle(each):
                 queues[each.user].append(each)
 
-        def place_of(user: int) -> tuple[float, float, float, float, int]:
+        def rank_of(user: int) -> tuple[float, float, float, float, int]:
             head = queues[user][-1]
             share = self._users.shares.get(user)
             weight = share.weight if share else 1.0
             return -head.priority, charges[user] / weight, have[user] / weight, head.submitted, user
 
-        heap = [place_of(user) for user in queues]
+        heap = [rank_of(user) for user in queues]
         heapq.heapify(heap)
         while heap:
             user = heapq.heappop(heap)[-1]
@@ -178,25 +181,23 @@ class _Slots:
             have[user] += 1
             charges[user] += each.devices * NOMINAL_SEARCH_S
             if queues[user]:
-                heapq.heappush(heap, place_of(user))
+                heapq.heappush(heap, rank_of(user))
 
 
-def matches(wanted: str, device: Mapping[str, Any]) -> bool:
-    """Whether a device is of the kind that a search wants: any, its type, or a part of its name."""
-    named = wanted.casefold()
-    return (
-        not named or named == str(device.get("type", "")).casefold() or named in str(device.get("name", "")).casefold()
-    )
+def matches(requested: str, device: Mapping[str, Any]) -> bool:
+    """True if a device is of the requested kind: empty for any, its type, or a part of its name."""
+    name = requested.casefold()
+    return not name or name == str(device.get("type", "")).casefold() or name in str(device.get("name", "")).casefold()
 
 
 def obstacle(device: str, devices: int, workers: Sequence[Worker], *, kind: str = "") -> str:
-    """Why none of these workers can ever run a dry run; empty where one can.
+    """Returns the reason why none of these workers can ever run a dry run; empty if one can.
 
     Args:
-        device: kind of device that was asked for; empty for any.
-        devices: how many of them it takes.
-        workers: who is there.
-        kind: the kind of device that its search was placed on; empty where it was not.
+        device: requested kind of device; empty for any.
+        devices: number of devices it takes.
+        workers: workers in the pool.
+        kind: kind of device that the search was placed on; empty if not placed.
     """
     if not workers:
         return "no worker is in the pool"
@@ -211,16 +212,16 @@ def obstacle(device: str, devices: int, workers: Sequence[Worker], *, kind: str 
 
 
 def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> Iterable[Placement]:
-    # The users' heads are in a heap; what a user has taken changes only that user's place in it.
+    # The heap contains the first dry run of each user; a placement changes only the rank of its own user.
     queues: dict[int, list[Waiting]] = defaultdict(list)
     for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, -one.dry_run)):
         queues[each.user].append(each)
 
-    def place_of(user: int) -> tuple[float, float, float, int]:
+    def rank_of(user: int) -> tuple[float, float, float, int]:
         head = queues[user][-1]
         return -head.priority, users.charge(user), head.submitted, user
 
-    heap = [place_of(user) for user in queues]
+    heap = [rank_of(user) for user in queues]
     heapq.heapify(heap)
     while heap and pool.any_free:
         user = heapq.heappop(heap)[-1]
@@ -232,11 +233,11 @@ def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> I
             users.count(user, each)
             yield each.dry_run, worker
         if queues[user]:
-            heapq.heappush(heap, place_of(user))
+            heapq.heappush(heap, rank_of(user))
 
 
 class _Users:
-    """What users have, and may have."""
+    """The users' current use of devices, and their quotas."""
 
     def __init__(self, shares: Iterable[Share], running: Iterable[Running]) -> None:
         self.shares = {each.user: each for each in shares}
@@ -246,17 +247,17 @@ class _Users:
             self.count(each.user, each)
 
     def count(self, user: int, each: Waiting | Running) -> None:
-        """Counts a dry run that runs, or will now."""
+        """Counts a dry run that runs or is about to."""
         self.running[user] += 1
         self.charges[user] = self.charges.get(user, 0.0) + each.devices * (each.seconds or NOMINAL_S)
 
     def charge(self, user: int) -> float:
-        """Device-seconds for a weight of 1."""
+        """Device-seconds divided by the user's weight."""
         share = self.shares.get(user)
         return self.charges.get(user, 0.0) / (share.weight if share else 1.0)
 
     def obstacle(self, user: int) -> str:
-        """Which quota keeps a user from starting more; empty where none does."""
+        """Returns the quota that keeps a user from starting more; empty if none does."""
         share = self.shares.get(user)
         if share is None:
             return ""
@@ -265,7 +266,7 @@ class _Users:
         return self.used_up(user)
 
     def used_up(self, user: int) -> str:
-        """That a user has no device-hours left; empty where they have some."""
+        """Returns an error text if a user has no device-hours left; empty otherwise."""
         share = self.shares.get(user)
         if share is not None and share.device_hours is not None and share.used_hours >= share.device_hours:
             return f"its user has used {share.used_hours:.2f} of {share.device_hours:g} device-hours in 30 days"
@@ -274,12 +275,12 @@ class _Users:
 
 @dataclass
 class _Reservation:
-    """What a gang waits for on a worker."""
+    """A worker reserved for a multi-device dry run."""
 
     ready: float
-    """When the worker has its devices."""
+    """When the worker will have enough free devices."""
     spare: int
-    """Devices that are free then beside them."""
+    """Free devices at that time beyond those needed."""
 
 
 @dataclass
@@ -290,12 +291,12 @@ class _Kind:
     name: str
     workers: list[Worker] = field(default_factory=list)
     free: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Workers that are not reserved, by how many devices they have free."""
+    """Workers without a reservation, by number of free devices."""
     reserved: dict[str, _Reservation] = field(default_factory=dict)
 
 
 class _Pool:
-    """The workers, what they have free, and what is reserved of it."""
+    """The workers, their free devices and their reservations."""
 
     def __init__(self, workers: Sequence[Worker], running: Sequence[Running], now: float) -> None:
         self.now, self.workers = now, workers
@@ -320,11 +321,11 @@ class _Pool:
 
     @property
     def any_free(self) -> bool:
-        """Whether any device is free."""
+        """True if any device is free."""
         return self.unused > 0
 
     def place(self, each: Waiting) -> str | None:
-        """The worker that a dry run gets, whose devices are taken from now on; None where it has to wait."""
+        """Takes devices for a dry run and returns their worker; None if it has to wait."""
         kinds = self.suitable(each)
         best: tuple[int, _Kind] | None = None
         for kind in kinds:
@@ -337,7 +338,7 @@ class _Pool:
             if level > each.devices:
                 kind.free[level - each.devices].append(worker)
         else:
-            found = self._beside_a_gang(each, kinds)
+            found = self._backfilled(each, kinds)
             if found is None:
                 if each.devices > 1:
                     self._reserve(each, kinds)
@@ -351,7 +352,9 @@ class _Pool:
         return worker
 
     def suitable(self, each: Waiting) -> list[_Kind]:
-        """The kinds of device that a dry run may have: the one that its search was placed on, or that the first of it got."""
+        """Returns the kinds of device that a dry run may use: the one that its search was placed on, or the one that
+        its search's first dry run got.
+        """
         if each.search in self._bound:
             return [self._bound[each.search]]
         wanted = each.device, each.kind
@@ -363,8 +366,10 @@ class _Pool:
             ]
         return self._wanted[wanted]
 
-    def _beside_a_gang(self, each: Waiting, kinds: list[_Kind]) -> tuple[str, _Kind] | None:
-        """A reserved worker on which a dry run delays nobody: it ends before, or the gang leaves so much."""
+    def _backfilled(self, each: Waiting, kinds: list[_Kind]) -> tuple[str, _Kind] | None:
+        """Returns a reserved worker on which a dry run delays no reservation, since it ends before or uses only spare
+        devices; None if there is none.
+        """
         for kind in kinds:
             for worker, held in kind.reserved.items():
                 if self.free[worker] < each.devices:
@@ -377,7 +382,7 @@ class _Pool:
         return None
 
     def _reserve(self, each: Waiting, kinds: list[_Kind]) -> None:
-        """Reserves the worker that will first have what a gang needs, where that many are not reserved already."""
+        """Reserves the worker that will first have enough free devices, unless too many workers are reserved already."""
         found: tuple[float, int, str, int, _Kind] | None = None
         for kind in kinds:
             if len(kind.reserved) >= max(1, len(kind.workers) // RESERVED):
@@ -397,7 +402,7 @@ class _Pool:
         kind.reserved[name] = _Reservation(ready=ready, spare=spare)
 
     def _ready(self, worker: str, devices: int) -> tuple[float, int]:
-        """When a worker has so many devices free, by what is known of what it runs, and how many are free then."""
+        """Returns when a worker is expected to have so many devices free, and how many are free then."""
         free, ready = self.free[worker], self.now
         for end, freed in sorted(self.ends[worker]):
             if free >= devices:
@@ -406,7 +411,7 @@ class _Pool:
         return ready, free
 
     def why(self, each: Waiting, users: "_Users") -> str:
-        """What a dry run waits for."""
+        """Returns the reason why a dry run waits."""
         key = each.device, each.kind, each.devices
         if key not in self._words:
             never = obstacle(each.device, each.devices, self.workers, kind=each.kind)
@@ -415,9 +420,9 @@ class _Pool:
         return never or users.obstacle(each.user) or not_now
 
     def _state(self, each: Waiting) -> str:
-        """What a dry run that could run waits for."""
+        """Returns the reason why a dry run that could run waits."""
         workers = [worker for kind in self.suitable(each) for worker in kind.workers]
         free = sum(max(0, self.free[worker.id]) for worker in workers)
         devices = sum(worker.devices for worker in workers)
         wants = "a device" if each.devices == 1 else f"{each.devices} devices of one worker"
-        return f"waits for {wants}: {free} of {devices} are free, and others go before"
+        return f"waits for {wants}: {free} of {devices} are free, and others are ahead in the queue"

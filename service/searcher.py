@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 
 class Telling(SearchListener):
-    """Tells events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
+    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
 
     Args:
-        store: where they are kept.
-        search: whose they are.
+        store: where they are stored.
+        search: id of the search.
     """
 
     def __init__(self, store: Store, search: str) -> None:
         self._store, self._search = store, search
         self.done = 0
-        """Trials that are finished."""
+        """Number of finished trials."""
         self.finished_one: Callable[[Trial], None] = lambda trial: None
-        """Called with each trial that was finished."""
+        """Called with each finished trial."""
         self.trying = threading.Event()
-        """Set with the first trial."""
+        """Set when the first trial starts."""
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self.done = plan.done
         self._tell(
             "plan",
@@ -67,10 +67,10 @@ class Telling(SearchListener):
             sampler=plan.sampler,
         )
 
-    def waiting(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self._tell("waiting", what=what)
 
-    def started(self, trial: Trial) -> None:
+    def on_trial_start(self, trial: Trial) -> None:
         self.trying.set()
         self._tell(
             "started",
@@ -81,10 +81,10 @@ class Telling(SearchListener):
             predicted_memory_mib=_finite(trial.predicted_memory_mib),
         )
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         self.done += 1
         measured = trial.measured
-        told = {
+        event = {
             "trial": trial.number,
             "config": trial.config.to_dict(),
             "status": str(measured.status),
@@ -93,16 +93,16 @@ class Telling(SearchListener):
             "unit": measured.unit,
             "peak_memory_mib": _finite(measured.peak_memory_mib),
         }
-        self._store.tell_trial(self._search, self.done, told)
+        self._store.tell_trial(self._search, self.done, event)
         self.finished_one(trial)
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         self._tell("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._tell("said", message=message)
 
-    def ended(self, result: "Result") -> None:
+    def on_end(self, result: "Result") -> None:
         best = result.best
         self._tell("ended", why=result.ended, best=None if best is None else best.trial.number)
 
@@ -111,33 +111,32 @@ class Telling(SearchListener):
 
 
 def _finite(value: float | None) -> float | None:
-    """A number that JSON has a word for."""
+    """Returns the value, or None for infinity and NaN, which JSON lacks."""
     return value if value is None or abs(value) < float("inf") else None
 
 
 BEAT_S = 2.0
-"""How often it says that it lives, and hears whether it is to end, s."""
+"""Interval of heartbeats, which also check whether the search must end, s."""
 LOOK_S = 0.5
-"""How often it is looked for devices where there are none, s."""
+"""Interval between checks for suitable devices or a free lock, s."""
 LOCKED_S = 10.0
-"""How long the one before may hold the search's folder, s."""
+"""How long the previous attempt may keep the search's folder locked, s."""
 MOST_AT_ONCE = 4
-"""Dry runs of a search at the same time, unless it asks for another number: a sampler that knows less of what runs
-beside proposes worse."""
+"""Default limit of concurrent dry runs of a search. With more, the sampler proposes with less information."""
 FENCED, LIMITED = 3, 4
-"""Exit codes of one whose search another has, and of one that took more than it may."""
+"""Exit codes of a process whose search another attempt has taken, and of one that exceeded a limit."""
 
 
 class Searcher:
     """One attempt at a search.
 
     Args:
-        store: of the search.
+        store: contains the search.
         url: of the same database, for the ledger.
-        data: the server's data.
-        search: which.
-        code: whether a workload's file may be run here.
-        limits: what this process may take; its memory is limited by whoever starts it.
+        data: the server's data folder.
+        search: id of the search.
+        code: whether a workload file may be run here.
+        limits: limits of this process. Its parent has applied the memory limit.
     """
 
     def __init__(
@@ -161,13 +160,13 @@ class Searcher:
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Searches to the end, and says in the store what came of it."""
+        """Runs the search to its end and stores the result."""
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
         try:
             result = self._tuned()
         except StudyError as error:
-            # A database or a disk that fails may be better in a moment: the search is started again.
-            raise SystemExit(f"the search cannot go on at the moment: {error}") from error
+            # A failure of the database or disk may be temporary: the search is restarted.
+            raise SystemExit(f"the search cannot continue at the moment: {error}") from error
         except RedlineError as error:
             self._finish(SearchState.FAILED, str(error))
             return
@@ -217,11 +216,11 @@ class Searcher:
             time.sleep(LOOK_S)
 
     def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: Telling) -> dict[str, Any]:
-        """What a search on the pool is called with beside what is asked."""
+        """Returns the arguments of `tune` for a search on the pool, besides those of the request."""
         devices = self._search.devices
         at_once = asked.concurrency
         if at_once is None:
-            # On a CPU dry runs beside each other are in each other's way.
+            # Concurrent dry runs slow each other down on a CPU.
             at_once = 1 if placed.device.type == "cpu" else max(1, min(MOST_AT_ONCE, placed.workers_devices // devices))
         runner = PoolRunner(
             self._store,
@@ -243,13 +242,13 @@ class Searcher:
         }
 
     def _machine(self, asked: Request, placed: Placed) -> "Hardware | None":
-        """The hardware for the estimate; None where there is nothing to estimate, as of a command that says no model."""
+        """Returns the hardware for the estimate; None if nothing is estimated, as for a command without a model."""
         if "command" in self._search.request and resolve_task(asked, device=placed.device).workload is None:
             return None
         return placed.machine()
 
     def _placed(self) -> Placed:
-        """On what this search runs; once it has begun it stays there."""
+        """Returns the devices that this search runs on, chosen once and kept by later attempts."""
         for event in self._store.events(search=self._id):
             if event.kind == "placed":
                 return Placed.from_dict(event.data)
@@ -257,20 +256,22 @@ class Searcher:
             time.sleep(LOOK_S)
         kind = self._store.place_search(self._id, self._attempt, found.device.name, found.to_dict())
         if kind != found.device.name:
-            # A worker had a dry run of it before it was placed, as those of earlier versions: there it stays.
+            # A worker leased a dry run before the search was placed, as earlier versions did: it stays on that kind.
             self._search = self._store.search(self._id)
             return self._placed()
         return found
 
     def _broken(self) -> str:
-        """Which of its limits this process has exceeded."""
+        """Returns an error text for the limit that this process has exceeded; empty if none."""
         since = 0.0
         if self._placed_at is not None and not self._trying.is_set():
             since = time.monotonic() - self._placed_at
         return self._limits.broken(time.process_time(), since)
 
     def _beat(self) -> None:
-        """Says that this lives until the search is over; ends it where it is cancelled or another has it."""
+        """Sends heartbeats until the search is over. Ends it if it is cancelled, over a limit, or taken by another
+        attempt.
+        """
         while not self._over.wait(BEAT_S if not self._cancelled else 10 * BEAT_S):
             try:
                 if broken := self._broken():

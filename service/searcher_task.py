@@ -1,4 +1,4 @@
-"""A search as the server's host agent is asked to do it: in a fork that has all imports done, and ends with the server."""
+"""A search as a task of the server's host agent: it runs in a fork that has all imports done and ends with the server."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ IMPORTS = (
     "optuna.storages",
     "scipy.stats",
 )
-"""What every searcher would import by itself, which takes seconds; in the agent it is done once."""
+"""Modules that every searcher needs. Importing them takes seconds, so the agent does it once."""
 OF_MODELS = (
     *PLAIN_IMPORTS,
     "redline.estimator.facts.disk_cache",
@@ -34,11 +34,11 @@ OF_MODELS = (
     "redline.estimator.measuring",
     "redline.estimator.survey",
 )
-"""The same of those that search for a model, and not for a command of which none is named."""
+"""Modules that searchers need in addition if the search has a model."""
 
 
 def driver_of(url: str) -> tuple[str, ...]:
-    """Modules by which a database is spoken to."""
+    """Returns the modules of the database's driver."""
     if url.startswith("sqlite"):
         return ("sqlalchemy.dialects.sqlite",)
     return ("psycopg", "sqlalchemy.dialects.postgresql.psycopg")
@@ -46,27 +46,26 @@ def driver_of(url: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTask(AgentTask):
-    """One attempt at a search. It says by which process (`Begun`), and when it ends by itself with which code."""
+    """One attempt at a search. Sends its process id (`Begun`), and its exit code when it ends on its own."""
 
     url: str
-    """Of the service's database. It may hold a password, and so is on no command line."""
+    """URL of the service's database. It may contain a password, so it never appears on a command line."""
     data: Path
-    """The server's data."""
+    """The server's data folder."""
     search: str
     """Id of the search."""
     log: Path
-    """File for what it prints, which is appended to."""
+    """File to which its output is appended."""
     code: bool = True
-    """Whether it may run a workload's file."""
+    """True if it may run a workload file."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
-    """What it may take."""
 
     def run(self, client: Connection) -> None:
         call_this_process(f"rl-{self.search}")
         with open(self.log, "ab", buffering=0) as log:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
-        # What is killed now goes on when it is started again; there is nothing to tidy up.
+        # No cleanup on a signal: a killed search continues when it is restarted.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=_end_with, args=(client,), daemon=True, name="server").start()
@@ -78,7 +77,7 @@ class SearchTask(AgentTask):
         client.send(code)
 
     def _searched(self) -> int:
-        """Searches; the exit code."""
+        """Runs the search and returns the exit code."""
         from .searcher import FENCED, Searcher
         from .store import Store
 
@@ -98,7 +97,7 @@ class SearchTask(AgentTask):
 
 
 def _end_with(client: Connection) -> None:
-    """Ends at once when the server has: it says nothing more, so that whatever comes is its end."""
+    """Ends this process when the server ends. The server sends nothing, so any event on the connection is its end."""
     try:
         client.recv()
     except (EOFError, OSError):

@@ -25,35 +25,37 @@ from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
 from .store import Store
 
 MOST = 8
-"""Searches that run at once; the others are queued. Each takes a process, and beyond what they share some 100 MiB."""
+"""Default number of searches that run at once; others are queued. Each takes a process with about 100 MiB of its own
+memory.
+"""
 UNABLE_S = 10.0
-"""A search that cannot run for so long gives up its slot, s: a worker that is started anew may be back by then."""
+"""A search that cannot run for this long gives up its slot, s. The delay allows a worker to restart."""
 DECIDE_S = 1.0
-"""How often slots are looked at where none is free and nothing was submitted, and how old a reason may be, s."""
+"""Interval between decisions while no slot is free, and maximum age of a cached reason, s."""
 _log = logging.getLogger("redline.searchers")
 
 
 class SearcherSlots:
-    """Shares the slots. May be used from several threads.
+    """Assigns searcher slots. Thread-safe.
 
     Args:
-        store: of the searches.
-        most: how many run at once.
-        monotonic: tells time that never goes back.
+        store: contains the searches.
+        most: number of slots.
+        monotonic: clock that never goes back, s.
     """
 
     def __init__(self, store: Store, most: int = MOST, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.most = most
-        """How many searches run at once."""
+        """Number of slots."""
         self._store = store
         self._monotonic = monotonic
         self._decided = float("-inf")
         self._unable: dict[str, float] = {}
-        self._told: tuple[float, dict[str, str]] = (float("-inf"), {})
+        self._reasons: tuple[float, dict[str, str]] = (float("-inf"), {})
         self._lock = threading.Lock()
 
     def share(self) -> tuple[set[str], list[str], list[str]]:
-        """One decision, carried out in the store.
+        """Makes one decision and updates the store.
 
         Returns:
             The searches that have a slot, those that get one now, in order, and those that gave theirs up.
@@ -64,7 +66,7 @@ class SearcherSlots:
         if not free and now - self._decided < DECIDE_S:
             return running, [], []
         self._decided = now
-        workers, shares = self._looked_at()
+        workers, shares = self._workers_and_shares()
         begin, cannot = share_slots(contenders, self._store.running(), workers, shares, self.most)
         held = {each.search for each in contenders if each.held}
         self._unable = {each: self._unable.get(each, now) for each in cannot}
@@ -76,85 +78,85 @@ class SearcherSlots:
         return running - {*gone}, begin, gone
 
     def why(self, searches: Iterable[str] = ()) -> dict[str, str]:
-        """Why searches in the queue have no slot, by id; a second old at most, and newer where one of these is missing."""
+        """Returns the reasons why queued searches have no slot, by id. They are cached for a second unless one of
+        `searches` is missing.
+        """
         with self._lock:
-            asked, found = self._told
+            asked, found = self._reasons
             if self._monotonic() - asked > DECIDE_S or any(each not in found for each in searches):
                 contenders: list[Contender] = self._store.contenders()
                 if any(not each.runs for each in contenders):
-                    workers, shares = self._looked_at()
+                    workers, shares = self._workers_and_shares()
                     found = why_no_slot(contenders, self._store.running(), workers, shares, self.most)
                 else:
                     found = {}
-                self._told = self._monotonic(), found
+                self._reasons = self._monotonic(), found
             return found
 
-    def _looked_at(self) -> tuple[list[Worker], list[Share]]:
+    def _workers_and_shares(self) -> tuple[list[Worker], list[Share]]:
         return self._store.workers(), self._store.shares()
 
 
 LOOK_S = 0.2
-"""How often it is looked after them, s."""
+"""Interval between checks of the searchers, s."""
 LIVED_S = 30.0
-"""A searcher that lived so long before it died counts as one that works."""
+"""A death after this time does not count as one in a row, s."""
 MOST_DEATHS = 8
-"""How often one dies in a row, each time sooner than that, before its search has failed."""
+"""Number of deaths in a row after which a search fails."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-"""How long it is waited before a searcher is started again, s: at first, and after many deaths."""
+"""Pause before a searcher is restarted, s: the first, and the longest after repeated deaths."""
 LAST_WORDS = 2000
-"""Characters of what a searcher printed last that are told."""
+"""Number of characters of a searcher's last output in an error."""
 LOG, LARGEST_LOG = "searcher.log", 4 << 20
-"""What a search's searchers print, in its folder; bytes from which on it is begun anew."""
+"""Name of the file with the searchers' output in a search's folder, and the size in bytes at which it is restarted."""
 ALSO_DEAD_S = 0.2
-"""How long it may take until it shows that the agent had died as well, s."""
+"""How long to wait for the agent's death to be noticed after a searcher's, s."""
 
 
 @dataclass
 class _Child:
-    """The process of a search."""
+    """The searcher process of a search."""
 
     of_a_model: bool
-    """Whether it needs more imports than a command's."""
+    """True if it needs the imports of `OF_MODELS`."""
     connection: Connection | None = None
-    """With it, as long as it lives."""
+    """To the process; None while it does not run."""
     pid: int | None = None
-    """None until it has said it."""
+    """None until the process has sent it."""
     code: int | None = None
-    """With which it said that it ends; None for one that was killed."""
+    """Exit code that the process sent; None for one that was killed."""
     printed: int = 0
-    """Where in the log begins what it printed."""
+    """Offset in the log at which its output begins."""
     began: float = 0.0
     deaths: int = 0
     again_at: float = 0.0
-    """When it is started again, on the monotonic clock."""
+    """When to restart it, on the monotonic clock."""
 
 
 @dataclass
 class Searchers:
-    """Has a process search for every running search, and begins with queued ones while there are not too many."""
+    """Runs a searcher process for each running search, and starts queued searches while there are free slots."""
 
     store: Store
-    """The service's."""
     url: str
-    """Of its database."""
+    """URL of the store's database."""
     data: Path
-    """The server's data."""
+    """The server's data folder."""
     slots: SearcherSlots
-    """Which searches run."""
     workloads: bool = True
-    """Whether searchers may run a workload's file, as this process's user."""
+    """True if searchers may run workload files, as this process's user."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
-    """What each of them may take."""
+    """Limits of each searcher."""
     task: Callable[..., AgentTask] = SearchTask
-    """What is done for a search, made as `SearchTask` is."""
+    """Makes the task of a search; called as `SearchTask`."""
     imports: tuple[str, ...] = IMPORTS
-    """What the agent imports at once, beside the database's driver."""
+    """Modules that the agent imports at its start, besides the database's driver."""
     of_models: tuple[str, ...] = OF_MODELS
-    """What it imports as well, unless all searches are of commands."""
+    """Modules that it imports as well unless all searches are of commands."""
     started: InitVar[HostAgent | None] = None
-    """An agent that was started beforehand; closed with this."""
+    """An agent that was started beforehand. It is closed with this object."""
     agent: HostAgent = field(init=False)
-    """Of which the searchers are forks."""
+    """The host agent that the searchers are forked from."""
     _children: dict[str, _Child] = field(default_factory=dict, init=False)
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -163,17 +165,17 @@ class Searchers:
         self.agent = started or HostAgent((*self.imports, *driver_of(self.url)))
 
     def start(self) -> None:
-        """Looks after them from now on, in a thread of its own."""
+        """Manages the searchers from now on, in a thread."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="searchers")
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the processes; their searches stay as they are, and go on with the next server."""
+        """Ends the processes. Their searches keep their state and continue with the next server."""
         self._stopping.set()
         self.agent.close()
         if self._thread is not None:
             self._thread.join()
-        self.agent.close()  # perhaps one that was being started in the place of another
+        self.agent.close()  # the thread may have replaced the agent meanwhile
         for child in self._children.values():
             if child.connection is not None:
                 child.connection.close()
@@ -184,19 +186,19 @@ class Searchers:
             try:
                 self.look()
             except StorageUnavailable as error:
-                _log.warning("searches are not looked after at the moment: %s", error)
+                _log.warning("searchers are not managed at the moment: %s", error)
             self._stopping.wait(LOOK_S)
 
     def look(self) -> None:
-        """Looks after them once."""
+        """Checks all searchers once: restarts, starts and ends processes."""
         now = time.monotonic()
         running, begin, gone = self.slots.share()
-        # Directly before the agent is looked at: who died with it is not to blame.
+        # Directly before the agent is checked: a death together with the agent is not the searcher's fault.
         for name, child in list(self._children.items()):
             self._look_at(name, child, now)
         for name in gone:
             self._end(name)
-        # Those that run and have no process are of a server before this one.
+        # Running searches without a process are those of an earlier server.
         for name in [*running, *begin[: max(0, self.slots.most - len(self._children))]]:
             if name not in self._children:
                 self._children[name] = _Child(of_a_model=_of_a_model(self.store.search(name)))
@@ -205,13 +207,13 @@ class Searchers:
             self.agent = HostAgent((*self.imports, *driver_of(self.url)))
         children = self._children.values()
         if not children or any(child.of_a_model for child in children):
-            self.agent.also_import(self.of_models)  # beforehand, where there is nothing to do
+            self.agent.also_import(self.of_models)  # without searches this happens ahead of time
         for name, child in self._children.items():
             if child.connection is None and now >= child.again_at and not self._stopping.is_set():
                 self._begin(name, child)
 
     def _end(self, search: str) -> None:
-        """Ends the process of a search that gave up its slot; it ends itself when its connection closes."""
+        """Ends the process of a search that gave up its slot, by closing its connection."""
         child = self._children.pop(search, None)
         if child is not None and child.connection is not None:
             child.connection.close()
@@ -225,15 +227,15 @@ class Searchers:
             del self._children[search]
             return
         how = "was killed" if child.code is None else f"ended with {child.code}"
-        words = self._last_words(search, child)
+        output = self._last_words(search, child)
         if child.code is None and self.agent.ended(ALSO_DEAD_S):
-            how = "was killed with the agent that it is a fork of"
+            how = "was killed together with its host agent"
         else:
             child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
-        self._died(search, child, f"{how}: {words}" if words else how)
+        self._died(search, child, f"{how}: {output}" if output else how)
 
     def _needs_none(self, search: str) -> bool:
-        """Whether a search has ended, was deleted, or waits until it is released."""
+        """True if a search needs no process: it ended, was deleted, or is held in the queue."""
         try:
             found = self.store.search(search)
         except NotFound:
@@ -241,7 +243,7 @@ class Searchers:
         return found.state.ended or (found.held and found.state is SearchState.QUEUED)
 
     def _died(self, search: str, child: _Child, how: str) -> None:
-        """Has a searcher be started again after a while, unless it has died too often."""
+        """Schedules a restart of a searcher, unless it has died too often."""
         _log.warning("the searcher of %s %s", search, how)
         if child.deaths >= MOST_DEATHS:
             self._give_up(search, how)
@@ -260,25 +262,25 @@ class Searchers:
             child.printed = 0
         child.began, child.code = time.monotonic(), None
         try:
-            asked = self.task(
+            task = self.task(
                 url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
             )
-            child.connection = self.agent.begin(asked)
+            child.connection = self.agent.begin(task)
         except RunnerError as error:
-            if not self._stopping.is_set():  # no fault of the search's
+            if not self._stopping.is_set():  # not the search's fault, so not counted as a death
                 child.again_at = time.monotonic() + LONGEST_PAUSE_S
                 _log.warning("the searcher of %s did not start: %s", search, error)
 
     def _give_up(self, search: str, how: str) -> None:
         try:
             attempt = self.store.take_search(search)
-            reason = f"its searcher died {MOST_DEATHS} times in a row; at last it {how}"
+            reason = f"its searcher died {MOST_DEATHS} times in a row; the last one {how}"
             self.store.finish(search, attempt, SearchState.FAILED, reason)
         except NotFound:
             return
 
     def _last_words(self, search: str, child: _Child) -> str:
-        """What it printed last."""
+        """Returns the end of the process's output."""
         with suppress(FileNotFoundError), open(folder_of(self.data, search) / LOG, "rb") as file:
             file.seek(max(child.printed, file.seek(0, os.SEEK_END) - LAST_WORDS))
             return file.read().decode("utf-8", "replace").strip()
@@ -291,15 +293,15 @@ def _of_a_model(search: Search) -> bool:
 
 
 def _lives(child: _Child) -> bool:
-    """Hears what a process says of itself; whether it has not ended."""
+    """Reads the process's messages. Returns False if it has ended."""
     assert child.connection is not None
     try:
         while child.connection.poll():
-            said: Begun | int = child.connection.recv()
-            if isinstance(said, Begun):
-                child.pid = said.supervisor
+            message: Begun | int = child.connection.recv()
+            if isinstance(message, Begun):
+                child.pid = message.supervisor
             else:
-                child.code = said
+                child.code = message
     except (EOFError, OSError):
         return False
     return True

@@ -1,6 +1,6 @@
-"""`redline serve`: everything of the service that runs in one process, and the processes beside it.
+"""`redline serve`: runs all parts of the service in one process and its child processes.
 
-It may be killed at any moment and started again: truth is in the database, and everything goes on by itself.
+It may be killed at any moment and started again: all state is in the database, and searches continue on their own.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ from .studies import forget_ledger
 
 PORT = 8700
 ADMIN, EMBEDDED = "admin", "embedded"
-"""Users that a first start makes: who administers, and whom the worker of the server's own is of."""
+"""Users made by the first start: the administrator, and the owner of the server's own worker."""
 STANDBY_S = 0.5
-"""How often one that stands by looks whether the other is gone, s."""
+"""How often a standby server checks whether the other has ended, s."""
 STUDIES_WAITING = 200
-"""Questions for studies' next trials, and answers, that wait for their turn."""
+"""Number of calls on studies that may wait."""
 STUDY_SECONDS = 120.0
-"""What a question for a study's next trial may take."""
+"""Time limit of a call on a study, s."""
 _log = logging.getLogger("redline.server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a server is asked to be."""
+    """The options of `redline serve`."""
 
     data: Path
-    """Its folder: searches, logs, and the database where that is a file of its own."""
+    """The server's data folder: searches, logs, and the SQLite database if `storage` is None."""
     storage: str | None = None
     """URL of the database; None for SQLite in the folder."""
     host: str = "127.0.0.1"
@@ -58,40 +58,41 @@ class ServeOptions:
     port: int = PORT
     """The first port to try; 0 for any."""
     certificate: Path | None = None
-    """Of TLS."""
+    """TLS certificate; None for HTTP."""
     key: Path | None = None
-    """Of the certificate; None where it is in the same file."""
+    """Private key of the certificate; None if it is in the same file."""
     proxy: str = "127.0.0.1"
-    """Address of a proxy in front, whose word counts for who asks and whether by TLS (X-Forwarded-For, X-Forwarded-Proto)."""
+    """Address of a trusted reverse proxy, whose X-Forwarded-For and X-Forwarded-Proto headers are believed."""
     worker: bool = True
-    """Whether this host's devices join the pool."""
+    """True if this host's devices join the pool."""
     devices: int | None = None
-    """How many of them; None for all."""
+    """Number of them; None for all."""
     ray_address: str | None = None
-    """A Ray cluster whose devices they are, in place of this host's."""
+    """Ray cluster whose devices join the pool instead of this host's."""
     allow_code: bool = True
-    """Whether users who may submit code can."""
+    """True if users who may submit code can."""
     workloads: bool = True
-    """Whether a workload's file is taken, of those who may submit code: this server's searchers run it, as this user. Never
-    beside `code_user`."""
+    """True if workload files are accepted from users who may submit code. The server's searchers run them as this
+    process's user, so this cannot be combined with `code_user`.
+    """
     code_user: str | None = None
-    """Unix user as whom code runs on this host's devices; None for as whom this runs."""
+    """Unix user that runs submitted code on this host's devices; None for this process's user."""
     searches: int = MOST
     """Searches that run at once."""
     queued: int = 1000
-    """Searches that a user may have queued; an admin may have any number."""
+    """Limit of queued searches of a user. Admins have no limit."""
     search_memory: float = 4096.0
-    """Memory of a searcher, MiB."""
+    """Memory limit of a searcher, MiB."""
     rate: float = 50.0
-    """Requests a second of a user."""
+    """Limit of requests per second of a user."""
     json_logs: bool = False
-    """Whether the log is lines of JSON."""
+    """True if the log has lines of JSON."""
     standby: bool = False
-    """Whether it waits where another server has the folder or the database, and takes over when that is gone."""
+    """True if it waits while another server has the folder or the database, and takes over when that ends."""
     keep_events: float = 30.0
-    """Days for which the events of a search that ended are kept."""
+    """Days for which the events of an ended search are kept."""
     keep_searches: float | None = None
-    """Days for which a search that ended is kept; None for ever."""
+    """Days for which an ended search is kept; None for ever."""
 
 
 def serve(
@@ -100,12 +101,12 @@ def serve(
     say: Callable[[str], None] = print,
     started: Callable[[str, Any], None] = lambda address, server: None,
 ) -> None:
-    """Serves until it is interrupted or asked to end.
+    """Serves until it is interrupted or terminated.
 
     Args:
-        options: what is asked.
-        say: told the address, and the token of a first start.
-        started: given the address and the uvicorn server before it runs; its `should_exit` ends it.
+        options: the options of `redline serve`.
+        say: called with the address, and with the token of a first start.
+        started: called with the address and the uvicorn server before it runs. Its `should_exit` ends it.
 
     Raises:
         UsageError: the address, the certificate, the storage or the user for code cannot be used.
@@ -119,7 +120,7 @@ def serve(
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         servers: list[Any] = []
         held.enter_context(_alone(options, url, say, lambda: _end(servers)))
-        # It imports beside this process, which has much to import itself.
+        # Started early: it imports in parallel with this process, which has much to import as well.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
         _check_installed()
@@ -142,17 +143,17 @@ def serve(
             held.enter_context(_embedded(options, store, address))
         with _ended_by_signals():
             server.run(sockets=[listening])
-    say("stopped; searches go on with the next start")
+    say("stopped; searches continue with the next start")
 
 
 @contextlib.contextmanager
 def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
-    """The folder and the database, for this server alone; waited for where that is asked for.
+    """Locks the folder and the database for this server. With `standby`, waits until they are free.
 
     Raises:
         StudyError: another server has one of them.
     """
-    told = False
+    announced = False
     while True:
         with contextlib.ExitStack() as held:
             try:
@@ -161,9 +162,9 @@ def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Ca
             except StudyError as error:
                 if not options.standby:
                     raise
-                if not told:
-                    say(f"stands by: {error}")
-                told = True
+                if not announced:
+                    say(f"waiting on standby: {error}")
+                announced = True
             else:
                 yield
                 return
@@ -177,7 +178,7 @@ def _end(servers: Sequence[Any]) -> None:
 
 def _check_installed() -> None:
     try:
-        from .api import app as app  # what it needs is there
+        from .api import app as app  # fails if a dependency is missing
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"the service needs {error.name}, which is not installed: pip install 'redline[service]'"
@@ -189,7 +190,7 @@ def _check(options: ServeOptions) -> None:
         if path is not None and not path.is_file():
             raise UsageError(f"{name} {path}: there is no such file")
     if options.key is not None and options.certificate is None:
-        raise UsageError("--key belongs to a --certificate")
+        raise UsageError("--key needs a --certificate")
     if options.certificate is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.certificate, options.key, password=str)
@@ -201,13 +202,14 @@ def _check(options: ServeOptions) -> None:
     if options.code_user is not None:
         if not options.worker or options.ray_address is not None:
             raise UsageError(
-                "--code-user is of this host's devices: leave --no-worker and --ray-address out, or give it to `redline worker`"
+                "--code-user only applies to this host's devices: leave --no-worker and --ray-address out, or pass it to "
+                "`redline worker`"
             )
         unix_user(options.code_user)
 
 
 def _first_users(store: Store) -> Iterator[str]:
-    """Makes the users of a first start; what is to be said of them."""
+    """Makes the users of a first start and yields the lines to print about them."""
     names = {each.name for each in store.users()}
     if EMBEDDED not in names:
         store.add_user(EMBEDDED, Role.WORKER)
@@ -219,7 +221,7 @@ def _first_users(store: Store) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> Iterator[Any]:
-    """What the routes work with, running; ended in the other order."""
+    """Starts the parts that the routes use; ends them in reverse order."""
     from .api.connections import Rates
     from .api.feed import Feed
     from .api.parts import Metrics, Parts
@@ -260,7 +262,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
 
 
 def _server(options: ServeOptions, parts: Any) -> Any:
-    """The HTTP server, which ends its streams as soon as it is asked to end."""
+    """Returns the HTTP server, which ends its event streams as soon as it is asked to end."""
     from .api.app import make_app
     from .api.connections import GuardedServer, guarded
 
@@ -287,7 +289,7 @@ def _address(options: ServeOptions, port: int) -> str:
 
 @contextlib.contextmanager
 def _embedded(options: ServeOptions, store: Store, address: str) -> Iterator[None]:
-    """This host's worker, with a token that ends with this server."""
+    """Runs this host's worker with a new token, after revoking earlier ones."""
     for old in store.tokens(store.user(EMBEDDED).id):
         if old.revoked is None:
             store.revoke(old.id)
@@ -309,7 +311,9 @@ def _embedded(options: ServeOptions, store: Store, address: str) -> Iterator[Non
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Has a request to end be one to tidy up: uvicorn raises it once more when it has ended."""
+    """Handles SIGTERM like an interrupt, so that it leads to cleanup. uvicorn raises the signal once more after it
+    has ended.
+    """
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -337,9 +341,9 @@ def _begin_logging(as_json: bool) -> None:
 
 
 def exposed(host: str, certificate: Path | None) -> str:
-    """What to say of an address that others reach without encryption; empty where it is none."""
+    """Returns a warning for an address that other hosts reach without encryption; empty otherwise."""
     if is_local(host) or certificate is not None:
         return ""
     return (
-        f"{host} is reached by others, and nothing is encrypted: give --certificate, or put a proxy with TLS in front"
+        f"{host} is reachable from other hosts without encryption: pass --certificate, or use a reverse proxy with TLS"
     )

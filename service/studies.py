@@ -1,6 +1,6 @@
-"""Studies by ask and tell: a sampler of redline's over trials that run elsewhere, its ledger in the service's database.
+"""Studies by ask and tell: redline's samplers for trials that clients run, with the ledger in the service's database.
 
-These functions run in a helper (`helper.py`), which alone writes the studies' ledgers.
+These functions run in a helper process (`child_processes.py`), the only one that writes the studies' ledgers.
 """
 
 from collections import OrderedDict
@@ -18,15 +18,15 @@ from ..tuner.samplers import Sampler, make_sampler
 from ..views.report.document import as_json
 
 PREFIX = "study-"
-"""What a study's name begins with in the database, where the searches' ledgers are, too."""
+"""Prefix of a study's name in the database, which also contains the searches' ledgers."""
 OPEN = 200
-"""Studies that are kept open."""
+"""Number of studies that are kept open."""
 _FORM = "service"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Study:
-    """A study that is open."""
+    """An open study."""
 
     form: Mapping[str, Any]
     ledger: Ledger
@@ -38,10 +38,10 @@ _open: OrderedDict[tuple[str, str], _Study] = OrderedDict()
 
 
 def begin(url: str, study: str, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a study of that id; what `look` says of it.
+    """Creates a study of that id and returns it as `look` does.
 
     Raises:
-        SpaceError: the space is none.
+        SpaceError: the space is invalid.
     """
     space = Space.from_dict(form["space"])
     sampler = _sampler(form["sampler"], space, form["seed"])
@@ -54,7 +54,7 @@ def begin(url: str, study: str, form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def look(url: str, study: str) -> dict[str, Any]:
-    """A study with its trials, and the best of them."""
+    """Returns a study with its trials and the best of them."""
     found = _found(url, study)
     trials = found.ledger.trials()
     best = make_result(trials, (), folder=None, ended="", interrupted=False).to_dict()["best"]
@@ -63,12 +63,12 @@ def look(url: str, study: str) -> dict[str, Any]:
 
 
 def owner(url: str, study: str) -> int:
-    """Whose study it is, by the number of the user."""
+    """Returns the user id of a study's owner."""
     return int(_found(url, study).form["user"])
 
 
 def ask(url: str, study: str) -> dict[str, Any]:
-    """The next trial, which is pending from then on; neither number nor configuration where none is left."""
+    """Returns the next trial, which is pending from then on; number and configuration are None if none is left."""
     found = _found(url, study)
     trials = found.ledger.trials()
     if not trials:
@@ -82,11 +82,11 @@ def ask(url: str, study: str) -> dict[str, Any]:
 
 
 def tell(url: str, study: str, number: int, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Records how a trial ended; told again, it stays what it was.
+    """Records how a trial ended. Repeating the same report changes nothing.
 
     Raises:
         NotFound: there is no such trial.
-        KeyTaken: it ended otherwise.
+        KeyTaken: it has ended with another result.
     """
     found = _found(url, study)
     try:
@@ -96,19 +96,19 @@ def tell(url: str, study: str, number: int, outcome: Mapping[str, Any]) -> dict[
     ok = outcome.get("throughput") is not None
     measured = Measurement(
         status=Status(outcome.get("status") or ("ok" if ok else "crash")),
-        reason=outcome.get("reason") or ("" if ok else "told without a reason"),
+        reason=outcome.get("reason") or ("" if ok else "reported without a reason"),
         throughput=outcome.get("throughput"),
         peak_memory_mib=outcome.get("memory"),
     )
     if trial.pending:
         trial = found.ledger.finish(number, measured)
     elif trial.measured.to_dict() != measured.to_dict():
-        raise KeyTaken(f"trial {number} has ended otherwise: it is {trial.measured.status}")
+        raise KeyTaken(f"trial {number} already has another result: it is {trial.measured.status}")
     return _trial(trial)
 
 
 def forget_ledger(url: str, name: str) -> None:
-    """Deletes the ledger of that name, a search's; nothing where there is none."""
+    """Deletes the ledger of that name; does nothing if there is none."""
     import optuna
 
     from ..results.storage import contained, open_storage, quiet, words
@@ -142,10 +142,10 @@ def _sampler(name: str, space: Space, seed: int) -> Sampler:
 
 
 def _found(url: str, study: str) -> _Study:
-    """An open study, opened anew where it has to be.
+    """Returns a study, opened if necessary.
 
     Raises:
-        NotFound: there is none of that id.
+        NotFound: there is no study of that id.
     """
     if (url, study) in _open:
         _open.move_to_end((url, study))
@@ -175,7 +175,7 @@ def _form_of(url: str, study: str) -> Mapping[str, Any]:
     return found
 
 
-def _keep(url: str, study: str, made: _Study) -> None:
-    _open[url, study] = made
+def _keep(url: str, study: str, opened: _Study) -> None:
+    _open[url, study] = opened
     while len(_open) > OPEN:
         _open.popitem(last=False)[1].ledger.close()

@@ -1,6 +1,6 @@
-"""The service's tables. They are made by `migrations/`; a test holds that both say the same.
+"""The service's tables. `migrations/` creates them; a test checks that both agree.
 
-Optuna's tables (`studies`, `trials`, ...) lie in the same database, so these have a prefix.
+Their names have a prefix because Optuna's tables (`studies`, `trials`, ...) are in the same database.
 """
 
 from sqlalchemy import (
@@ -25,12 +25,12 @@ NAMES = {
     "fk": "fk_%(table_name)s_%(column_0_name)s",
     "pk": "pk_%(table_name)s",
 }
-"""Constraints have names, so that a migration can change them."""
+"""Naming rules of constraints, so that a migration can refer to them."""
 METADATA = MetaData(naming_convention=NAMES)
 VERSIONS = "redline_version"
-"""The table that says which migration the database is at."""
+"""Table with the number of the applied migration."""
 
-# SQLite counts rows up by INTEGER alone.
+# SQLite autoincrements INTEGER columns only.
 _NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -95,10 +95,10 @@ searches = Table(
     Column("heartbeat", Float),
     Column("best", JSON(none_as_null=True)),
     Column("reuse", Boolean, nullable=False),
-    # What its dry runs took, counted as they end: scheduling asks for the average all the time.
+    # Total time of its ended dry runs, updated as they end, since scheduling needs the mean often.
     Column("finished", Integer, nullable=False),
     Column("seconds", Float, nullable=False),
-    # Lists count trials without opening a folder a search.
+    # Lists show the count without opening the folder of each search.
     Column("trials", Integer, nullable=False, server_default="0"),
     Column("kind", String(200), nullable=False, server_default=""),
     Column("simulated", Boolean, nullable=False, server_default=false()),
@@ -148,7 +148,7 @@ dry_runs = Table(
 usage = Table(
     "redline_usage",
     METADATA,
-    # Device-seconds by the day (UTC, since 1970) on which dry runs ended: quotas are added up from these.
+    # Device-seconds by the day (UTC, since 1970) on which dry runs ended: the sum is compared with quotas.
     Column("day", Integer, primary_key=True, autoincrement=False),
     Column("user", ForeignKey("redline_users.id"), primary_key=True),
     Column("device_seconds", Float, nullable=False),

@@ -1,4 +1,4 @@
-"""Requests to a server: its errors as redline's, what does not get through as `ConnectionError`."""
+"""HTTP requests to a server. Errors of the server are raised as redline's, failures to reach it as `ConnectionError`."""
 
 import ssl
 from collections.abc import Iterator
@@ -37,20 +37,20 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class Away(ServiceError, ConnectionError):
-    """The server cannot be reached, or does not answer."""
+    """The server cannot be reached or does not answer."""
 
 
 class Transport:
-    """Requests to one server. May be used from several threads.
+    """Sends requests to one server. Thread-safe.
 
     Args:
         server: its address, such as `http://127.0.0.1:8700`.
-        token: of who asks.
+        token: of the user.
         verify: file with the certificates to trust; None for the system's.
-        pinned: file whose first certificate alone is trusted, whatever names it has; in place of `verify`.
+        pinned: file whose first certificate is the only one trusted, for any host name; replaces `verify`.
 
     Raises:
-        UsageError: that is no address, no token, or no file of certificates.
+        UsageError: the address, the token or the file of certificates is invalid.
     """
 
     def __init__(self, server: str, token: str, verify: str | None = None, *, pinned: str | None = None) -> None:
@@ -58,20 +58,19 @@ class Transport:
             import httpx
         except ModuleNotFoundError as error:
             raise MissingDependency(
-                f"a server is reached by {error.name}, which is not installed: pip install 'redline[service]'"
+                f"requests to a server need {error.name}, which is not installed: pip install 'redline[service]'"
             ) from error
         parts = urlsplit(server)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"a server's address is like http://127.0.0.1:8700, but got '{server}'")
+            raise UsageError(f"a server's address must be like http://127.0.0.1:8700, but got '{server}'")
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             raise UsageError("a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one")
         self.server = server.rstrip("/")
-        """Its address."""
         headers = {"authorization": f"Bearer {token}"}
         trusted: Any = True if verify is None else _trusting(verify)
         if pinned is not None:
             trusted = _pinning(pinned)
-        # What is said to a server is between it and who has the token: no proxy of the environment's for this machine.
+        # Requests to this machine must not go through a proxy that the environment sets.
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._client = httpx.Client(
             base_url=self.server, headers=headers, timeout=TIMEOUT_S, verify=trusted, trust_env=not local,
@@ -79,18 +78,18 @@ class Transport:
         )  # fmt: skip
 
     def json(self, method: str, path: str, **more: Any) -> Any:
-        """What is answered, as data; None where there is nothing.
+        """Returns the answer as data; None if it is empty.
 
         Raises:
             Away: the server cannot be reached.
             UsageError: its certificate is not trusted.
-            RedlineError: as the server says.
+            RedlineError: the error that the server answers.
         """
         answer = self.send(method, path, **more)
         return answer.json() if answer.content else None
 
     def send(self, method: str, path: str, **more: Any) -> Any:
-        """The answer, as httpx has it; as `json`."""
+        """Returns the answer as an httpx response. Raises as `json` does."""
         import httpx
 
         try:
@@ -103,7 +102,7 @@ class Transport:
 
     @contextmanager
     def stream(self, path: str, **more: Any) -> Iterator[Iterator[str]]:
-        """The lines of an answer as they come; as `json`."""
+        """Yields the lines of an answer as they arrive. Raises as `json` does."""
         import httpx
 
         timeout = httpx.Timeout(TIMEOUT_S, read=3 * TIMEOUT_S)
@@ -117,7 +116,7 @@ class Transport:
             raise self._away(error) from None
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         self._client.close()
 
     def _away(self, error: Exception) -> Exception:
@@ -133,11 +132,13 @@ def _trusting(file: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=file)
     except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"{file} has no certificates to trust, in PEM: {error.strerror or error}") from None
+        raise UsageError(f"{file} cannot be read as certificates in PEM: {error.strerror or error}") from None
 
 
 def _pinning(file: str) -> ssl.SSLContext:
-    """For the machine on which the server runs: it is reached by an address that its certificate need not name."""
+    """Returns a context that trusts one certificate under any host name, for use on the server's own machine, whose
+    address the certificate may not contain.
+    """
     text = Path(file).read_text(encoding="ascii", errors="replace")
     first = text[text.find(_BEGIN) : text.find(_END) + len(_END)]
     made = ssl.create_default_context(cadata=first)
@@ -147,7 +148,7 @@ def _pinning(file: str) -> ssl.SSLContext:
 
 
 def _distrusted(error: BaseException | None) -> str | None:
-    """Why a certificate is not trusted; None where that is not what is wrong."""
+    """Why a certificate is not trusted; None if the error has another cause."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return error.verify_message
@@ -156,7 +157,7 @@ def _distrusted(error: BaseException | None) -> str | None:
 
 
 def refused(answer: Any) -> NoReturn:
-    """Raises what an answer of 400 and above says."""
+    """Raises the error that an answer with status 400 or above contains."""
     try:
         found = answer.json()["error"]
         code, message = str(found["code"]), str(found["message"])

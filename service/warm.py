@@ -1,4 +1,4 @@
-"""What a worker keeps warm: the runners of the searches whose dry runs it has had last, on devices that they share."""
+"""Runners that a worker keeps ready: those of the searches whose dry runs it ran last, on shared devices."""
 
 import contextlib
 import threading
@@ -20,32 +20,32 @@ from .records import Assignment
 from .request import arguments
 
 MOST_KEPT = 3
-"""Runners on this host that are kept while nobody uses them."""
+"""Number of idle runners on this host that are kept."""
 
 
 @dataclass(eq=False)
 class _Kept:
     search: str
     devices: int
-    """Of a dry run."""
+    """Devices of a dry run."""
     runner: Runner | None = None
     """None while it is being made."""
     users: set[int] = field(default_factory=set)
-    """Dry runs that have it."""
+    """Ids of the dry runs that use it."""
     making: threading.Lock = field(default_factory=threading.Lock)
 
 
 class WarmRunners:
-    """Runners by search, made when they are first needed. Thread-safe.
+    """Runners by search, made on first use. Thread-safe.
 
-    On this host a search has one, for all its dry runs at a time, on devices that searches share. A Ray cluster's devices
-    are held by a runner as long as it lives: there each dry run at a time has its own, which is kept until its devices
-    are needed.
+    On this host a search has one runner for all its concurrent dry runs, on devices that searches share. On a Ray
+    cluster a runner keeps its devices as long as it lives, so each concurrent dry run has its own runner, which is
+    kept until its devices are needed.
 
     Args:
         name: `local` or `ray`.
-        devices: of this worker.
-        folder: for the files that a search's request holds.
+        devices: number of devices of this worker.
+        folder: for files that requests contain.
         address: of a Ray cluster.
     """
 
@@ -55,7 +55,7 @@ class WarmRunners:
         self._lock = threading.Lock()
         self._agent: HostAgent | None = None
         self.shared: SharedDevices | None = None
-        """The devices that dry runs of this host take; None where Ray gives them."""
+        """The devices that dry runs on this host take; None if Ray assigns them."""
         if name == "local":
             device = detect()
             ids = visible_gpus(device.count)[:devices] if device.type == "cuda" else []
@@ -63,7 +63,7 @@ class WarmRunners:
             self._agent = HostAgent(PLAIN_IMPORTS)
 
     def check(self) -> None:
-        """Whether there is anything to run on.
+        """Checks that the Ray cluster is reachable.
 
         Raises:
             RunnerError: no Ray listens at the address.
@@ -73,13 +73,13 @@ class WarmRunners:
 
     @contextlib.contextmanager
     def runner(self, assignment: Assignment) -> Iterator[Runner]:
-        """A runner for a dry run that can begin at once, which has it until the `with` ends.
+        """Yields a runner on which a dry run can start at once. The dry run has it until the `with` ends.
 
         Raises:
-            UsageError: what the search asks for cannot be done here.
-            RunnerError: its processes do not start.
+            UsageError: the request cannot be run here.
+            RunnerError: the runner's processes do not start.
         """
-        kept = self._taken(assignment)
+        kept = self._acquire(assignment)
         try:
             with kept.making:
                 kept.runner = self._ready(kept, assignment)
@@ -90,10 +90,10 @@ class WarmRunners:
             self._let_go()
 
     def _ready(self, kept: _Kept, assignment: Assignment) -> Runner:
-        """Its runner, made where there is none, or where that one is lost for good."""
+        """Returns the runner, made if there is none or it was closed."""
         runner, kept.runner = kept.runner, None
         if runner is None or runner.closed:
-            runner = self._made(assignment)
+            runner = self._make(assignment)
         try:
             runner.wait_ready()
         except RunnerError:
@@ -101,19 +101,19 @@ class WarmRunners:
             raise
         return runner
 
-    def _taken(self, assignment: Assignment) -> _Kept:
+    def _acquire(self, assignment: Assignment) -> _Kept:
         with self._lock:
             mine = [each for each in self._kept if each.search == assignment.search]
             free = [each for each in mine if self._agent is not None or not each.users]
             kept = free[0] if free else _Kept(assignment.search, assignment.devices)
-            # The last one used is the last one that goes.
+            # Moved to the end: the least recently used is closed first.
             self._kept = [each for each in self._kept if each is not kept] + [kept]
             kept.users.add(assignment.dry_run)
         self._let_go()
         return kept
 
     def _let_go(self) -> None:
-        """Closes runners that nobody uses: the oldest beyond `MOST_KEPT`, and of Ray's those whose devices are needed."""
+        """Closes idle runners: the oldest beyond `MOST_KEPT`, or on Ray those whose devices are needed."""
         with self._lock:
             idle = [each for each in self._kept if not each.users]
             if self._agent is not None:
@@ -125,8 +125,9 @@ class WarmRunners:
             _close(kept.runner)
 
     def _in_the_way(self, idle: list[_Kept]) -> list[_Kept]:
-        """Idle runners that hold devices which those in use need; with them all of another size, between which a host's
-        devices may be split so that no gang has room."""
+        """Returns idle runners that occupy devices which active ones need, and all idle ones of another size, which
+        could fragment a host's devices so that a multi-device dry run does not fit.
+        """
         sizes = {each.devices for each in self._kept if each.users}
         gone = [each for each in idle if sizes and sizes != {each.devices}]
         held = sum(each.devices for each in self._kept if each not in gone)
@@ -136,16 +137,16 @@ class WarmRunners:
                 held -= each.devices
         return gone
 
-    def _made(self, assignment: Assignment) -> Runner:
-        asked: dict[str, Any] = arguments(
+    def _make(self, assignment: Assignment) -> Runner:
+        options: dict[str, Any] = arguments(
             assignment.request, self._folder / f"{assignment.search}-{assignment.dry_run}"
         )
         at_once = self.devices // assignment.devices if self._agent is not None else 1
-        asked |= {"devices": assignment.devices, "runner": self.name, "concurrency": at_once}
+        options |= {"devices": assignment.devices, "runner": self.name, "concurrency": at_once}
         if self.name == "ray":
-            asked["ray_address"] = self._address
-        asked.pop("hardware", None)  # of the estimate, which is the searcher's affair
-        request = Request(**asked)
+            options["ray_address"] = self._address
+        options.pop("hardware", None)  # only for the estimate, which the searcher makes
+        request = Request(**options)
         task = resolve_task(request, cluster=self.name == "ray")
         try:
             return make_runner(
@@ -161,10 +162,10 @@ class WarmRunners:
         except UsageError as error:
             if self._agent is not None:
                 raise
-            raise RunnerError(str(error)) from error  # a cluster that has lost a host may have it again
+            raise RunnerError(str(error)) from error  # a host that the cluster lost may come back
 
     def stop(self, assignment: Assignment, log: Path) -> None:
-        """Ends a dry run that writes this log; where a runner cannot end one, it ends."""
+        """Stops the dry run that writes this log. A runner that cannot stop a single one is closed."""
         with self._lock:
             has = [each.runner for each in self._kept if assignment.dry_run in each.users]
         for runner in has:
@@ -174,7 +175,7 @@ class WarmRunners:
                 runner.close()
 
     def close(self) -> None:
-        """Ends every dry run, and what was kept."""
+        """Ends all dry runs and runners."""
         with self._lock:
             kept, self._kept = self._kept, []
         if self._agent is not None:
@@ -184,6 +185,6 @@ class WarmRunners:
 
 
 def _close(runner: Runner | None) -> None:
-    # Those on this host share an agent, which goes with the worker.
+    # Local runners share an agent, which is closed with the worker.
     if runner is not None and not isinstance(runner, LocalRunner):
         runner.close()

@@ -1,8 +1,8 @@
-"""A worker: joins the pool with its host's devices, leases dry runs, runs them, and brings what came of them.
+"""A worker: joins the pool with its host's devices, leases dry runs, runs them, and returns their outcomes.
 
-A dry run that it leases is its own as long as it says in time that it still runs it. If it is killed, or cut off for
-longer than that, another worker runs it, and what this one answers then is not taken. A server that is away for less is
-waited for, and so is a database that is locked.
+A lease is valid as long as the worker renews it in time. If the worker dies or is disconnected for longer, another
+worker runs the dry run and this one's outcome is rejected. Shorter outages of the server or the database are waited
+for.
 """
 
 import contextlib
@@ -31,37 +31,37 @@ from .store.dry_runs import FORGIVEN, lost
 from .warm import WarmRunners
 
 RENEW_S = 2.0
-"""How often it is renewed, s."""
+"""Interval between renewals of leases, s."""
 WAIT_S = 20.0
-"""How long it is waited for something to run before it is asked again, s."""
+"""How long one request for a dry run waits at the server, s."""
 RETRY_S = 0.5
-"""Pause after something that did not get through, s."""
+"""Pause before a failed request is repeated, s."""
 LOG_S = 1.0
-"""How often what a dry run prints is sent, s."""
+"""How often new output of a dry run is sent, s."""
 MOST_LOST = 3
-"""How often what runs a dry run may be lost here before that is its outcome."""
+"""Number of runners lost during a dry run after which its outcome is a crash."""
 MOST_UNREADY = 3
-"""How often in a row nothing can be started to run a dry run before this worker ends."""
+"""Number of failed starts of a runner in a row after which the worker ends."""
 AWAY = (OSError, StorageUnavailable)
-"""What says that the pool cannot be reached at the moment."""
+"""Errors that mean that the pool cannot be reached at the moment."""
 
 _log = logging.getLogger("redline.worker")
 
 
 @dataclass
 class _Lease:
-    """A dry run that this worker has."""
+    """A dry run leased to this worker."""
 
     assignment: Assignment
     logs: Path
-    """The folder of its log."""
+    """Folder of its log."""
     over: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody waits for it any more, or another has it."""
+    """Set when the outcome is not needed any more, or another worker has the lease."""
     thread: threading.Thread | None = None
 
     @property
     def log(self) -> str | None:
-        """What its log is called."""
+        """Name of its log."""
         return self.assignment.payload["requests"][0]["log"]
 
 
@@ -69,15 +69,15 @@ class Worker:
     """Runs dry runs of a pool until it is stopped.
 
     Args:
-        pool: where they come from.
-        name: what it calls itself.
-        host: where it is.
-        devices: how many devices it has.
-        runner: `local`, or `ray` for those of a Ray cluster.
+        pool: source of the dry runs.
+        name: its name in lists.
+        host: its host's name.
+        devices: number of devices.
+        runner: `local`, or `ray` for the devices of a Ray cluster.
         ray_address: of that cluster.
-        code_user: as whom dry runs of code run; None for as whom this runs.
-        describe: says what the devices are, and what memory a rank may take.
-        warm: makes what keeps its runners.
+        code_user: Unix user that runs dry runs of code; None for this process's user.
+        describe: returns the description of the devices and the memory limit of a rank.
+        warm: makes the runners' cache.
 
     Raises:
         UsageError: the runner cannot run code as another user.
@@ -100,7 +100,7 @@ class Worker:
         self._runner, self._address = runner, ray_address
         if code_user is not None and runner != "local":
             raise UsageError(
-                f"with the runner '{runner}' code runs as whoever started Ray: --code-user is for the runner 'local'"
+                f"--code-user needs the runner 'local': with the runner '{runner}' code runs as the user who started Ray"
             )
         self._code_user = code_user
         self._code: CodeRunners | None = None
@@ -114,10 +114,10 @@ class Worker:
         self._again = threading.Lock()
 
     def run(self) -> None:
-        """Works until `stop` is called; what runs then goes back, and the devices leave the pool.
+        """Works until `stop` is called. Then gives back its leases and removes the devices from the pool.
 
         Raises:
-            RedlineError: the pool does not take this worker, or there is nothing to run on.
+            RedlineError: the pool rejects this worker, or no runner can be started.
         """
         joining = (self.name, self.host, *self._describe(self.devices), environment.versions())
         with Scratch("worker") as folder:
@@ -127,7 +127,7 @@ class Worker:
             if self._code_user is not None:
                 self._begin_code(self._code_user)
             threading.Thread(target=self._renew, daemon=True, name="renewing").start()
-            # A question that waits for its answer must not keep this from ending.
+            # A daemon thread, so that an open request does not delay the end.
             threading.Thread(target=self._work, args=joining, daemon=True, name="leasing").start()
             try:
                 self._stopping.wait()
@@ -138,19 +138,19 @@ class Worker:
 
     def _begin_code(self, user: UnixUser) -> None:
         assert self._warm.shared is not None, "the devices of this host are shared"
-        self._folder.chmod(0o711)  # what is in it is for those who may, by name
+        self._folder.chmod(0o711)  # the other user needs to enter it, not to list it
         (self._folder / "asked").mkdir(mode=0o700)
         self._code = CodeRunners(user, self.devices, self._warm.shared)
 
     def stop(self) -> None:
-        """Has `run` return soon. May be called from a signal's handler."""
+        """Makes `run` return soon. Safe in a signal handler."""
         self._stopping.set()
 
     def _work(self, name: str, host: str, device: dict[str, Any], memory_mib: int, software: dict[str, Any]) -> None:
-        """Joins, and leases until it is stopped; joins again where the pool does not know it any more."""
+        """Joins and leases until stopped. Joins again if the pool does not know this worker any more."""
         try:
             while not self._stopping.is_set():
-                self._id = self._insisting(self.pool.join, name, host, device, self.devices, memory_mib, software)
+                self._id = self._retrying(self.pool.join, name, host, device, self.devices, memory_mib, software)
                 if self._id is not None:
                     self._lease(self._id)
         except RedlineError as error:
@@ -160,7 +160,7 @@ class Worker:
 
     def _lease(self, worker: str) -> None:
         while not self._stopping.is_set():
-            if self._unready:  # a moment may mend it
+            if self._unready:  # the failure may be temporary
                 self._stopping.wait(RETRY_S * 2**self._unready)
             try:
                 found = self.pool.lease(worker, WAIT_S)
@@ -173,7 +173,7 @@ class Worker:
             if found is None:
                 continue
             if self._stopping.is_set():
-                self._insisting(self.pool.give_back, found.dry_run, found.lease)
+                self._retrying(self.pool.give_back, found.dry_run, found.lease)
                 return
             lease = _Lease(found, self._folder / f"{found.dry_run}-{found.lease}" / "logs")
             lease.thread = threading.Thread(
@@ -184,7 +184,7 @@ class Worker:
             lease.thread.start()
 
     def _do(self, lease: _Lease) -> None:
-        """Runs a dry run and answers; one that this worker cannot run, or that its end ends, is given back."""
+        """Runs a dry run and returns its outcome to the pool. Gives it back if this worker cannot run it or is stopping."""
         assignment = lease.assignment
         lease.logs.parent.mkdir(mode=0o700)
         lease.logs.mkdir()
@@ -193,34 +193,34 @@ class Worker:
         except UsageError as error:
             outcome = {"refused": str(error)}
         if self._stopping.is_set() or (outcome is None and assignment.lease <= FORGIVEN):
-            self._insisting(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
+            self._retrying(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
         elif outcome is not None:
             self._answer(lease, small(outcome))
-        # Else the lease runs out, and counts as one that was lost: what can be run nowhere must end somewhere.
+        # Else the lease expires and counts as lost, so that a dry run that no worker can run ends at some point.
         with self._lock:
             self._leases.pop(assignment.dry_run, None)
         remove(lease.logs.parent)
 
     def _answer(self, lease: _Lease, outcome: dict[str, Any]) -> None:
-        """Brings an outcome; one that is not taken for one is answered as a crash."""
+        """Submits an outcome. An outcome that the pool rejects as invalid is replaced by a crash."""
         of = (lease.assignment.dry_run, lease.assignment.lease)
         try:
-            self._insisting(self.pool.answer, *of, outcome, over=lease.over)
+            self._retrying(self.pool.answer, *of, outcome, over=lease.over)
         except UsageError as error:
-            _log.warning("the outcome of dry run %d is not taken: %s", of[0], error)
-            self._insisting(self.pool.answer, *of, lost(f"its outcome is not taken: {error}"[:2000]), over=lease.over)
+            _log.warning("the outcome of dry run %d is rejected: %s", of[0], error)
+            self._retrying(self.pool.answer, *of, lost(f"its outcome is rejected: {error}"[:2000]), over=lease.over)
 
     def _outcome(self, lease: _Lease) -> dict[str, Any] | None:
-        """What comes of a dry run, which is run again where what ran it was lost; None where it was ended, or where there is
-        nothing to run it on.
+        """Runs a dry run, repeated if the runner is lost, and returns its outcome; None if it was stopped or no
+        runner could be started.
 
         Raises:
-            UsageError: it is not described, or cannot be done here.
+            UsageError: the request is invalid or cannot be run here.
         """
         for number in range(MOST_LOST):
             with contextlib.ExitStack() as held:
                 if number:
-                    # What was lost together is run one after the other: it shows whose fault it is.
+                    # Dry runs lost together are repeated one at a time, to find the one at fault.
                     held.enter_context(self._again)
                 try:
                     run = self._apart(lease) or held.enter_context(self._warm.runner(lease.assignment))
@@ -240,22 +240,24 @@ class Worker:
                         return None
                     _log.warning("dry run %d was lost: %s", lease.assignment.dry_run, error)
                     trouble = str(error)
-        return lost(f"what ran it was lost {MOST_LOST} times: {trouble}")
+        return lost(f"its runner was lost {MOST_LOST} times: {trouble}")
 
     def _apart(self, lease: _Lease) -> CodeRunners | None:
-        """What runs a dry run of code as another user; None where it runs as this process does."""
+        """Returns the runner for code as another user; None if the dry run runs as this process's user."""
         return self._code if is_code(lease.assignment.request) else None
 
     def _not_ready(self, error: RunnerError) -> None:
-        """Nothing can be started; where that stays so, this worker ends rather than take what others could run."""
+        """Counts a failed start of a runner. After several in a row the worker ends, so that it does not take dry
+        runs from others.
+        """
         self._unready += 1
-        _log.warning("nothing can be run at the moment: %s", error)
+        _log.warning("no runner can be started at the moment: %s", error)
         if self._unready >= MOST_UNREADY and not self._stopping.is_set():
-            self._trouble = RunnerError(f"this worker can run nothing, and ends: {error}")
+            self._trouble = RunnerError(f"this worker ends, since no runner can be started: {error}")
             self._stopping.set()
 
     def _renew(self) -> None:
-        """Says of all that runs that it still does; ends what nobody waits for any more."""
+        """Renews the leases of all running dry runs. Stops those whose lease is over."""
         while True:
             began = time.monotonic()
             with self._lock:
@@ -282,7 +284,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _shipped(self, lease: _Lease) -> Iterator[None]:
-        """Sends what a dry run prints as long as the `with` lasts, from the beginning."""
+        """Sends the output of a dry run from its beginning while the `with` lasts."""
         if lease.log is None:
             yield
             return
@@ -297,7 +299,7 @@ class Worker:
             shipping.join()
 
     def _ship(self, lease: _Lease, path: Path, ended: threading.Event) -> None:
-        """Sends a file as it grows, until it has ended."""
+        """Sends a file as it grows, until `ended` is set."""
         assert lease.log is not None
         sent, begun = 0, False
         while True:
@@ -316,11 +318,11 @@ class Worker:
             if last:
                 return
 
-    def _insisting(self, ask: Any, *what: Any, over: threading.Event | None = None) -> Any:
-        """Asks the pool until it answers, unless the worker is stopped or what is asked about is over; None then."""
+    def _retrying(self, call: Any, *arguments: Any, over: threading.Event | None = None) -> Any:
+        """Calls the pool until it answers; None if the worker is stopped or the lease is over."""
         while True:
             try:
-                return ask(*what)
+                return call(*arguments)
             except (LeaseOver, NotFound):
                 return None
             except AWAY as error:
@@ -330,7 +332,7 @@ class Worker:
                 time.sleep(RETRY_S)
 
     def _end(self) -> None:
-        """Ends what runs, gives it back, and leaves."""
+        """Stops all dry runs, gives them back, and leaves the pool."""
         self._stopping.set()
         self._warm.close()
         if self._code is not None:
@@ -341,17 +343,17 @@ class Worker:
             if thread is not None:
                 thread.join(timeout=10.0)
         if self._id is not None:
-            self._insisting(self.pool.leave, self._id)
+            self._retrying(self.pool.leave, self._id)
 
 
 def small(outcome: dict[str, Any]) -> dict[str, Any]:
-    """An outcome as large as a server takes it: without what single ranks say, where it would be larger, else a crash."""
+    """Returns an outcome within the server's size limit: without the data of single ranks if too large, else a crash."""
     if len(json.dumps(outcome)) <= LARGEST_OUTCOME:
         return outcome
     less = _without_ranks(outcome)
     if len(json.dumps(less)) <= LARGEST_OUTCOME:
         return dict(less)
-    return lost(f"what it measured takes more than the {LARGEST_OUTCOME >> 10} KiB that a server takes of an outcome")
+    return lost(f"its outcome is larger than the limit of {LARGEST_OUTCOME >> 10} KiB")
 
 
 def _without_ranks(found: Any) -> Any:
@@ -361,11 +363,11 @@ def _without_ranks(found: Any) -> Any:
 
 
 def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
-    """What comes of a dry run, as it travels.
+    """Runs a dry run and returns its outcome, as sent to the server.
 
     Raises:
-        UsageError: it is not described.
-        RunnerError: the machinery failed.
+        UsageError: the request is invalid.
+        RunnerError: the runner failed.
     """
     payload = assignment.payload
     requests = [TrialRequest.from_dict(each, logs) for each in payload["requests"]]
@@ -379,17 +381,17 @@ def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
 
 
 def _part(lease: _Lease, begin: int) -> bytes:
-    """A part of a log. Where code runs as a user of its own, that user may put links in its place."""
+    """Returns a part of a log. Opens it without following links, as the Unix user that runs code may replace it by one."""
     try:
         with open_inside(lease.logs.parent, f"{lease.logs.name}/{lease.log}") as file:
             file.seek(begin)
             return file.read(MOST_AT_ONCE)
-    except FileNotFoundError:  # it has printed nothing yet
+    except FileNotFoundError:  # no output yet
         return b""
 
 
 def main() -> None:
-    """A worker that has the database itself at hand, and needs no server: for tests, and for one host."""
+    """Runs a worker directly on the service's database, without a server: for tests, and for one host."""
     import argparse
     import signal
     import socket
@@ -401,8 +403,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="redline.service.worker", description=main.__doc__)
     parser.add_argument("--storage", required=True, help="URL of the service's database")
     parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
-    parser.add_argument("--user", required=True, type=int, help="whose worker it is, by number")
-    parser.add_argument("--devices", type=int, default=1, help="how many devices it has")
+    parser.add_argument("--user", required=True, type=int, help="id of the user who owns the worker")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices")
     given = parser.parse_args()
     pool = StorePool(Store.open(given.storage, create=False), user=given.user, data=given.data, lease_s=LEASE_S)
     host = socket.gethostname()

@@ -1,6 +1,7 @@
-"""What may vary: knobs, expressions, constraints, and the set of valid configurations."""
+"""Spaces: knobs, expressions, constraints, and the set of valid configurations."""
 
 from .config import Config
+from .enumeration import Choices
 from .expression import Expression, maximum, minimum
 from .grammar import GrammarError, parse
 from .knob import Knob
@@ -9,6 +10,7 @@ from .space import Space
 from .values import Value
 
 __all__ = [
+    "Choices",
     "Config",
     "Constraint",
     "Expression",

@@ -1,4 +1,4 @@
-"""One point of a space."""
+"""A point of a space."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ from .values import Value, python_scalar
 class Config(Mapping[str, Value]):
     """An immutable mapping of knob to value, in the order of the space's knobs.
 
-    Two configurations are equal when they hold the same knobs with the same values of the same types:
-    `Config(tp=1)` differs from `Config(tp=True)` and from `Config(tp=1.0)`. The order does not count.
+    Two configurations are equal if they have the same knobs with the same values of the same types: `Config(tp=1)`
+    differs from `Config(tp=True)` and from `Config(tp=1.0)`. The order does not count.
 
     Raises:
         SpaceError: a value is not a finite bool, int, float, str or None.
     """
 
-    # Configurations of one space share `_places`: a million of them hold little more than their values.
+    # Configurations of one space share `_places`: a million of them need little more memory than their values.
     __slots__ = ("_hash", "_places", "_row")
     _hash: int
     _places: dict[str, int]
@@ -43,11 +43,11 @@ class Config(Mapping[str, Value]):
         return f"{hash(self):010x}"
 
     def replace(self, **values: Any) -> "Config":
-        """A copy with other values for some of its knobs. Derived knobs are not recomputed:
-        `space.config(...)` does that.
+        """A copy with other values for some of its knobs. Derived knobs are not recomputed: `space.config(...)` does
+        that.
 
         Raises:
-            SpaceError: a knob that this configuration does not hold.
+            SpaceError: this configuration does not have the knob.
         """
         for name in values:
             if name not in self._places:
@@ -72,7 +72,7 @@ class Config(Mapping[str, Value]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Config) and self._places is other._places:
-            return self._row == other._row  # of one space, where a knob's values are of one type
+            return self._row == other._row  # of one space, in which a knob's values have one type
         if isinstance(other, Mapping):
             return self._places.keys() == other.keys() and all(
                 type(value) is type(other[name]) and value == other[name] for name, value in self.items()
@@ -80,7 +80,7 @@ class Config(Mapping[str, Value]):
         return NotImplemented
 
     def __hash__(self) -> int:
-        # Not hash(text): sets of configurations iterate alike under every PYTHONHASHSEED.
+        # Not hash(text): sets of configurations have the same order under every PYTHONHASHSEED.
         try:
             return self._hash
         except AttributeError:
@@ -108,10 +108,10 @@ _set_row = Config.__dict__["_row"].__set__
 
 
 def configs(names: Iterable[str], rows: Iterable[tuple[Value, ...]]) -> list[Config]:
-    """A configuration for every row of plain values, one a name."""
+    """Returns a configuration for every row of plain values, one per name."""
     rows = list(rows)
     out = list(map(object.__new__, repeat(Config, len(rows))))
-    # Loops in C: this is most of the time that listing a space takes.
+    # Loops in C: this takes most of the time of listing a space.
     deque(map(_set_row, out, rows), maxlen=0)
     deque(map(_set_places, out, repeat({name: at for at, name in enumerate(names)})), maxlen=0)
     return out

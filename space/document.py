@@ -1,6 +1,6 @@
 """Spaces as documents: plain lists and mappings, and YAML files.
 
-An error says at which entry it is, in a file at which line and column.
+Errors name the entry, in a file its line and column.
 """
 
 import os
@@ -24,12 +24,12 @@ from .values import FLAG, INTEGER
 KeyPath = tuple[str | int, ...]
 
 MOST_KNOBS, MOST_CONSTRAINTS = 500, 500
-"""Of a space that is read, knobs and derived ones each."""
+"""Largest number of knobs, and of derived knobs, of a space that is read."""
 MOST_TERMS = 10_000
-"""Names in the rule of a derived knob once the derived knobs it mentions are written out."""
+"""Largest number of names in the rule of a derived knob after the derived knobs in it are expanded."""
 _MOST_NODES = 20_000
-"""Of a file that PyYAML itself reads, since only that says where each entry stands."""
-_LONG = 8  # more integers than this are written as a range where they are one
+"""Largest number of nodes of a file that PyYAML itself reads, which alone records the place of each entry."""
+_LONG = 8  # more integers than this are written as a range if they form one
 _COMPARED = 10_000  # points at which a lambda and its text are compared
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SECTIONS = ("knobs", "derived", "constraints")
@@ -59,7 +59,7 @@ def write_dict(
         if describe_callables:
             return {"callable": rule.text}
         raise SpaceError(
-            f"{what}, `{rule.text}`, is a Python callable that no text of the grammar stands for; write it "
+            f"{what}, `{rule.text}`, is a Python callable that cannot be written in the grammar; write it "
             "as an expression over the knobs, with & | ~, minimum, maximum and isin"
         )
 
@@ -109,10 +109,10 @@ def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
 
 
 def _as_expression(knobs: Mapping[str, Knob], rule: Predicate) -> Expression | None:
-    """The expression that a lambda amounts to, where its source is in the grammar and names only its knobs.
+    """The expression of a lambda, if its source is in the grammar and names only its knobs.
 
-    Python and the grammar may differ, in a division by zero for instance, so both are compared on the values
-    of the rule's knobs: on every combination, or on a sample of 10,000. None where they disagree anywhere.
+    Python and the grammar may differ, for example in a division by zero, so both are compared on the values of the
+    rule's knobs: on every combination, or on a sample of 10,000. None if they disagree anywhere.
     """
     if rule.body is None:
         return None
@@ -134,11 +134,11 @@ def _agree(expression: Expression, rule: Predicate, point: Config) -> bool:
 
 
 def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """See `Space.to_yaml`; what is written is what `Space.to_dict` says."""
+    """See `Space.to_yaml`; writes the result of `Space.to_dict`."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Lists of values on one line, everything else on lines of its own."""
+        """Writes lists of values on one line, everything else on separate lines."""
 
     Dumper.add_representer(
         _Inline,
@@ -163,19 +163,19 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 class _Inline(list[Any]):
-    """A list that is written on one line."""
+    """A list written on one line."""
 
 
 # -- reading -------------------------------------------------------------------------------------------------
 
 
 def read_dict(space: Any, data: Any) -> None:
-    """See `Space.from_dict`; declares what `data` holds in a `Space` that is empty yet."""
+    """See `Space.from_dict`; declares the contents of `data` in an empty `Space`."""
     _Reader(space, _Places()).read(data)
 
 
 def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
-    """See `Space.from_yaml`; declares what a file holds in a `Space` that is empty yet."""
+    """See `Space.from_yaml`; declares the contents of a file in an empty `Space`."""
     import yaml
 
     try:
@@ -189,15 +189,15 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
         raise SpaceError(f"{path}: {error}") from error
     loader = None
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # its nodes have the lines that messages name
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # its nodes have line numbers for messages
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        said = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
-        raise SpaceError(f"{path}{place}: not valid YAML: {said or error}") from error
-    except (ValueError, RecursionError) as error:  # an impossible date, lists nested without end
+        detail = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
+        raise SpaceError(f"{path}{place}: not valid YAML: {detail or error}") from error
+    except (ValueError, RecursionError) as error:  # an impossible date, or infinitely nested lists
         raise SpaceError(f"{path}: not valid YAML: {error}") from error
     finally:
         if loader is not None:
@@ -210,7 +210,7 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
 
 
 class _Places:
-    """Where an entry stands, for messages: in a file its line, elsewhere its path of keys."""
+    """Places of entries, for messages: line in a file, otherwise the path of keys."""
 
     def __init__(self, file: str = "", text: str = "", root: Any = None) -> None:
         self.file = file
@@ -225,7 +225,7 @@ class _Places:
         return f"{keys}: " if keys else ""
 
     def message(self, path: KeyPath, error: SpaceError) -> str:
-        """The whole message of an error about the entry at `path`, or about a place inside its text."""
+        """Message of an error about the entry at `path`, or about a place inside its text."""
         if self.root is not None and isinstance(error, GrammarError):
             inside = self._inside(self._node(path), error)
             if inside is not None:
@@ -235,7 +235,7 @@ class _Places:
         return f"{self.locate(path)}{error}"
 
     def refuse_duplicates(self) -> None:
-        """YAML lets a later key silently replace an earlier one; a space does not."""
+        """Refuses duplicate keys. In YAML a later key silently replaces an earlier one."""
         todo, seen = [self.root], set()
         while todo:
             node = todo.pop()
@@ -264,7 +264,7 @@ class _Places:
         return node
 
     def _inside(self, node: Any, error: GrammarError) -> tuple[int, int] | None:
-        """Line and column of an error in a scalar's text; None where YAML folded or escaped the text."""
+        """Line and column of an error in a scalar's text; None if YAML folded or escaped the text."""
         start, raw = node.start_mark, self.text[node.start_mark.index : node.end_mark.index]
         if "\n" not in raw:
             quote = 1 if node.style in ("'", '"') else 0
@@ -279,8 +279,9 @@ class _Places:
 
 
 class _Reader(Mapping[str, Knob]):
-    """Builds a space out of plain data. It is also the knobs that the grammar sees: derived knobs come into
-    being when the first rule mentions them, so that the sections of a file need no order among them."""
+    """Builds a space from plain data. It is also the grammar's mapping of knobs: derived knobs are declared when the
+    first rule mentions them, so that the sections of a file need no order.
+    """
 
     def __init__(self, space: Any, places: _Places) -> None:
         self.space = space
@@ -290,7 +291,7 @@ class _Reader(Mapping[str, Knob]):
         self.derived: list[Any] = []
         self.terms: dict[str, int] = {}
 
-    # What the grammar asks for.
+    # Mapping interface of the grammar.
 
     def __getitem__(self, name: str) -> Knob:
         if name in self.pending:
@@ -449,7 +450,7 @@ class _Reader(Mapping[str, Knob]):
 
 
 class _Located(SpaceError):
-    """An error that says where it is already."""
+    """An error that already contains its location."""
 
 
 def _short(value: Any) -> str:

@@ -1,14 +1,14 @@
-"""The valid choices of one component, by joining knob after knob and dropping what cannot become valid.
+"""Enumerates the valid choices of one component: joins knob after knob and drops what cannot become valid.
 
-Partial choices are rows of a table, one column of codes (indices into a knob's values; -1 where the knob is
-absent) a knob. Joining a knob pairs every row with every value, and keeps a pair where every rule may still
-hold: a rule whose knobs are all chosen is evaluated; of another, interval arithmetic over what is left to
-choose, and divisibility for products, tell whether it can hold at all. Everything is vectorised.
+Partial choices are rows of a table, one column of codes (indices into a knob's values; -1 if the knob is absent) per
+knob. Joining a knob pairs every row with every value, and keeps a pair if every rule may still hold: a rule whose
+knobs are all chosen is evaluated; for others, interval arithmetic over the remaining choices, and divisibility for
+products, determine whether they can hold at all. Everything is vectorised.
 
 A table that outgrows `MAX_ROWS` is given up, or, to draw samples, thinned out after every join.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,10 @@ from .structure import Check, Join, Lookup, Ranges, Structure, join_order
 from .values import Value
 
 MAX_ROWS = 5_000_000
-"""Most rows of a table, while it is built and at the end."""
+"""Largest number of rows of a table, while it is built and at the end."""
 MAX_PAIRS = 300_000_000
-"""Most pairs of row and value looked at for one component."""
-_CHUNK = 1 << 19  # pairs looked at in one go: bounds the memory
+"""Largest number of pairs of row and value that are examined for one component."""
+_CHUNK = 1 << 19  # pairs examined at once: bounds the memory
 _DENSE = 1 << 22  # below this many combinations, mark which occur instead of sorting them
 _ABSENT = -1
 
@@ -36,20 +36,48 @@ class TooLarge(SpaceError):
 
 
 @dataclass(eq=False, slots=True)
-class Table:
-    """Chosen codes, one array of length `rows` a knob; callables' results as codes of `Interned` values."""
+class Choices:
+    """Chosen codes, one array of length `rows` per knob; callables' results as codes of `Interned` values."""
 
     rows: int
     codes: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def take(self, rows: np.ndarray | slice) -> "Table":
-        """The rows at these indices."""
+    def take(self, rows: np.ndarray | slice) -> "Choices":
+        """Rows at these indices."""
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        return Table(count, {name: column[rows] for name, column in self.codes.items()})
+        return Choices(count, {name: column[rows] for name, column in self.codes.items()})
+
+    def row(self, index: int) -> dict[str, int]:
+        """Codes of one row."""
+        return {name: int(column[index]) for name, column in self.codes.items()}
+
+    def followed_by(self, other: "Choices") -> "Choices":
+        """Concatenates the rows of another table of the same knobs."""
+        codes = {name: np.concatenate([column, other.codes[name]]) for name, column in self.codes.items()}
+        return Choices(self.rows + other.rows, codes)
+
+    def unique(self, without: "Choices | None" = None) -> "Choices":
+        """Distinct rows, without those of another table of the same knobs."""
+        first = 0 if without is None else without.rows
+        both = self if without is None else without.followed_by(self)
+        codes = np.stack([column.astype(np.int32) for column in both.codes.values()], axis=1)
+        _, at = np.unique(codes, axis=0, return_index=True)
+        return self.take(np.sort(at[at >= first]) - first)
+
+    def changes(self, codes: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
+        """Number of joined knobs in which each row differs from `codes`, shape (rows,). A knob that one of the two
+        lacks is not counted, because the knob that makes it absent is.
+        """
+        out = np.zeros(self.rows, np.int64)
+        for name in names:
+            column = self.codes.get(name)
+            if column is not None and codes[name] != _ABSENT:
+                out += (column != codes[name]) & (column != _ABSENT)
+        return out
 
 
 class Interned:
-    """The distinct values a callable returned, in the order they came; rows hold their codes."""
+    """Distinct values that a callable returned, in order of occurrence; rows contain their codes."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
@@ -57,7 +85,7 @@ class Interned:
         self._array = np.array([], object)
 
     def code(self, value: Value) -> int:
-        """The code of a value; a new one for a value not seen before."""
+        """Code of a value; a new one for a new value."""
         key = (type(value), value)
         found = self._codes.get(key)
         if found is None:
@@ -66,12 +94,12 @@ class Interned:
         return found
 
     def column(self, codes: np.ndarray) -> np.ndarray:
-        """The values at `codes`: bool, int64 or float64 where all are, else objects."""
+        """Values at `codes`: bool, int64 or float64 if all are, otherwise objects."""
         if len(self._array) != len(self.values):
             kinds = {type(value) for value in self.values}
             dtype = {frozenset({bool}): bool, frozenset({int}): np.int64}.get(frozenset(kinds), object)
             self._array = np.array(self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype)
-        # No values, or a row where it is absent: any value will do, the rules that ask do not apply there.
+        # No values, or a row without the knob: the value is arbitrary, because rules on it do not apply there.
         return self._array[codes] if self.values else np.zeros(codes.shape)
 
 
@@ -93,7 +121,7 @@ class Component:
         self._joins = join_order(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)}
 
-    def enumerate(self) -> Table:
+    def enumerate(self) -> Choices:
         """Every valid choice, in the lexicographic order of the knobs' values.
 
         Raises:
@@ -101,23 +129,23 @@ class Component:
         """
         return self._sorted(self._join())
 
-    def draw(self, rng: np.random.Generator, keep: int) -> Table:
+    def draw(self, rng: np.random.Generator, keep: int) -> Choices:
         """Up to about `keep` distinct valid choices, drawn by joining random partial choices; not uniform."""
 
-        def thin(table: Table, most: int) -> np.ndarray:
+        def thin(table: Choices, most: int) -> np.ndarray:
             return rng.choice(table.rows, most, replace=False)
 
-        for width in (keep, 8 * keep, 64 * keep):  # a dead end: look wider
+        for width in (keep, 8 * keep, 64 * keep):  # a dead end: search wider
             table = self._join(thin, width)
             if table.rows:
                 break
         return table
 
-    def closest(self, distance: Callable[[Table], np.ndarray], keep: int) -> Table:
-        """Valid choices near the least `distance` of a (partial) table's rows."""
+    def closest(self, distance: Callable[[Choices], np.ndarray], keep: int) -> Choices:
+        """Valid choices close to the smallest `distance` of a (partial) table's rows."""
         rng = np.random.default_rng(0)
 
-        def thin(table: Table, most: int) -> np.ndarray:
+        def thin(table: Choices, most: int) -> np.ndarray:
             # Half of them at random: the nearest partial choices may all be dead ends.
             order = np.argsort(distance(table), kind="stable")
             return np.concatenate([order[: most // 2], rng.choice(order[most // 2 :], most - most // 2, replace=False)])
@@ -125,12 +153,30 @@ class Component:
         table = self._join(thin, keep)
         return table if table.rows else self.draw(rng, keep)
 
+    def near(self, codes: Mapping[str, int], changes: int) -> Choices:
+        """Every valid choice that differs from `codes` in at most `changes` knobs, see `Choices.changes`.
+
+        Raises:
+            TooLarge: there are more than `MAX_ROWS`.
+        """
+
+        def near(table: Choices) -> Choices:
+            return table.take(np.flatnonzero(table.changes(codes, self.names) <= changes))
+
+        return self._join(drop=near)
+
     # -- joining ---------------------------------------------------------------------------------------------
 
-    def _join(self, thin: Callable[[Table, int], np.ndarray] | None = None, keep: int = 0) -> Table:
-        table, pairs = Table(1), 0
+    def _join(
+        self,
+        thin: Callable[[Choices, int], np.ndarray] | None = None,
+        keep: int = 0,
+        drop: Callable[[Choices], Choices] = lambda table: table,
+    ) -> Choices:
+        """Valid choices; with `thin` about `keep` of them, without those that `drop` removes after each join."""
+        table, pairs = Choices(1), 0
         if any(not len(self._alive[name]) and self.structure.knobs[name].when is None for name in self.names):
-            return Table(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
+            return Choices(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
         with np.errstate(all="ignore"):
             for join in self._joins:
                 if thin is not None:
@@ -140,12 +186,12 @@ class Component:
                 pairs += table.rows * len(self._alive[join.name])
                 if pairs > MAX_PAIRS:
                     raise self._too_large()
-                table = self._extend(table, join, bounded=thin is None)
+                table = drop(self._extend(table, join, bounded=thin is None))
         if thin is not None and table.rows > keep:
             table = table.take(thin(table, keep))
         return table
 
-    def _extend(self, table: Table, join: Join, *, bounded: bool) -> Table:
+    def _extend(self, table: Choices, join: Join, *, bounded: bool) -> Choices:
         alive = self._alive[join.name]
         active = self._active(table, join.name)
         computed = [check.computes for check in join.opaque if check.computes]
@@ -170,11 +216,11 @@ class Component:
             return parts[0]
         names = [*table.codes, join.name, *computed]
         if not parts:
-            return Table(0, {name: np.zeros(0, np.int32) for name in names})
-        return Table(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
+            return Choices(0, {name: np.zeros(0, np.int32) for name in names})
+        return Choices(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
 
-    def _active(self, table: Table, name: str) -> np.ndarray | None:
-        """Rows in which the knob exists; None for all of them."""
+    def _active(self, table: Choices, name: str) -> np.ndarray | None:
+        """Rows in which the knob exists; None for all rows."""
         when = self.structure.knobs[name].when
         if when is None:
             return None
@@ -184,7 +230,7 @@ class Component:
         out[rows] = self._true(table.take(rows), when)
         return out
 
-    def _pair(self, table: Table, join: Join) -> Table:
+    def _pair(self, table: Choices, join: Join) -> Choices:
         alive = self._alive[join.name]
         ok: np.ndarray | None = None
         if join.complete or join.partial:
@@ -209,8 +255,8 @@ class Component:
             out = self._apply(out, check)
         return out
 
-    def _grid(self, table: Table, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
-        """Columns shaped to broadcast: rows down, values of the joined knob across."""
+    def _grid(self, table: Choices, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
+        """Columns shaped for broadcasting: rows along the first axis, values of the joined knob along the second."""
 
         def load(each: str) -> np.ndarray | None:
             if each == name:
@@ -221,7 +267,7 @@ class Component:
         return load
 
     def _narrow(
-        self, ok: np.ndarray | None, table: Table, join: Join, check: Check, mask: np.ndarray | None
+        self, ok: np.ndarray | None, table: Choices, join: Join, check: Check, mask: np.ndarray | None
     ) -> np.ndarray | None:
         if mask is None:
             return ok
@@ -230,7 +276,7 @@ class Component:
             mask = mask | ~present[:, None]
         return mask if ok is None else ok & mask
 
-    def _present(self, table: Table, conditionals: frozenset[str]) -> np.ndarray | None:
+    def _present(self, table: Choices, conditionals: frozenset[str]) -> np.ndarray | None:
         """Rows in which all these knobs exist; None for all rows."""
         out = None
         for name in conditionals:
@@ -251,7 +297,7 @@ class Component:
     def _divides(
         self, factors: Sequence[Expression], total: Expression, join: Join, lookup: Lookup
     ) -> np.ndarray | None:
-        """Where the product of the factors chosen so far divides the total; None where that is not known."""
+        """Rows in which the product of the factors chosen so far divides the total; None if unknown."""
         chosen = [each for each in factors if each.names and join.open.isdisjoint(self.structure.bases_of(each.names))]
         if not chosen or not join.open.isdisjoint(self.structure.bases_of(total.names)):
             return None
@@ -267,8 +313,8 @@ class Component:
 
     # -- Python functions ------------------------------------------------------------------------------------
 
-    def _apply(self, table: Table, check: Check) -> Table:
-        """The rows of a full table in which a check holds that has a Python function in it."""
+    def _apply(self, table: Choices, check: Check) -> Choices:
+        """Rows of a full table in which a check with a Python function holds."""
         label, rule = check.label, check.rule
         present = self._present(table, check.conditionals)
         rows = np.arange(table.rows) if present is None else np.flatnonzero(present)
@@ -292,8 +338,8 @@ class Component:
                 keep[rows] = ~np.broadcast_to(undefined, rows.shape)
         return table if keep.all() else table.take(np.flatnonzero(keep))
 
-    def _true(self, table: Table, rule: Rule) -> np.ndarray:
-        """Rows in which a condition holds; all its knobs must be there."""
+    def _true(self, table: Choices, rule: Rule) -> np.ndarray:
+        """Rows in which a condition holds; all its knobs must be present."""
         if isinstance(rule, Predicate):
             if not table.rows:
                 return np.zeros(0, bool)
@@ -302,16 +348,17 @@ class Component:
         holding = _holding(rule.columns(Lookup(self.structure, self._loader(table))))
         return np.broadcast_to(holding, (table.rows,))
 
-    def _called(self, table: Table, rule: Predicate) -> tuple[list[Any], np.ndarray]:
-        """What a function returns, once for every combination of arguments that occurs, and for every row
-        which of these results it has."""
+    def _called(self, table: Choices, rule: Predicate) -> tuple[list[Any], np.ndarray]:
+        """Results of a function, called once for every distinct combination of arguments, and the index of the result
+        for every row.
+        """
         lookup = Lookup(self.structure, self._loader(table))
         arguments = [self._argument(table, name, lookup) for name in rule.names]
         first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
         return rule.call_all([objects(values)[codes[first]].tolist() for codes, values in arguments]), inverse
 
-    def _argument(self, table: Table, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
-        """Codes of a knob's values in the rows, and the Python values they stand for."""
+    def _argument(self, table: Choices, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
+        """Codes of a knob's values in the rows, and their Python values."""
         codes = table.codes.get(name)
         if codes is not None:
             return codes, self.python_values(name)
@@ -326,15 +373,15 @@ class Component:
     # -- small parts -----------------------------------------------------------------------------------------
 
     def python_values(self, name: str) -> Sequence[Value]:
-        """What the codes of a column stand for."""
+        """Python values of the codes of a column."""
         return self.interned[name].values if name in self.interned else self.structure.knobs[name].values
 
     def values(self, name: str, codes: np.ndarray) -> np.ndarray:
-        """The column of values at some codes; where a code says absent, any value."""
+        """Values of a column at some codes; arbitrary if absent."""
         owner = self.interned.get(name) or self.structure.knobs[name]
         return owner.column(codes)
 
-    def _loader(self, table: Table) -> Callable[[str], np.ndarray | None]:
+    def _loader(self, table: Choices) -> Callable[[str], np.ndarray | None]:
         def load(name: str) -> np.ndarray | None:
             codes = table.codes.get(name)
             return None if codes is None else self.values(name, codes)
@@ -355,7 +402,7 @@ class Component:
                     ok = ok if mask is None else ok & mask
         return codes[ok]
 
-    def _sorted(self, table: Table) -> Table:
+    def _sorted(self, table: Choices) -> Choices:
         key, span = np.zeros(table.rows, np.int64), 1
         for name in self.names:
             span *= len(self.structure.knobs[name].values) + 1
@@ -376,7 +423,7 @@ class Component:
 
 
 def objects(values: Sequence[Value]) -> np.ndarray:
-    """The values as numpy objects, each what it was."""
+    """The values as numpy objects, unchanged."""
     out = np.empty(len(values), object)
     out[:] = values
     return out
@@ -389,7 +436,7 @@ def _holding(column: Column) -> np.ndarray:
 
 
 def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
-    """Where a check whose knobs are not all chosen can still hold; None for everywhere."""
+    """Mask of rows in which a check with open knobs can still hold; None for all rows."""
     if isinstance(check.label, DerivedKnob) or isinstance(check.rule, Predicate):
         return None
     _, high = check.rule.bounds(ranges)
@@ -397,7 +444,7 @@ def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
 
 
 def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices of the distinct combinations of code columns, and for every row which of them it has."""
+    """Row indices of the distinct combinations of code columns, and the index of the combination for every row."""
     key, span = columns[0].astype(np.int64), sizes[0]
     for codes, size in zip(columns[1:], sizes[1:]):
         if span * size >= 2**62:

@@ -1,4 +1,4 @@
-"""In words: why a point is not in a space, which rules leave nothing of it, and what it is."""
+"""Explains why a point is not in a space, which rules leave nothing of it, and describes the space."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,16 +19,16 @@ from .values import Value, coerce, kind_of, listing
 
 @dataclass(slots=True)
 class Point:
-    """What a mapping of knob to value amounts to in a space."""
+    """A mapping of knob to value, checked against a space."""
 
     values: dict[str, Value] = field(default_factory=dict)
-    """Values as the knobs hold them, in evaluation order; absent knobs are left out."""
+    """Values in the knobs' types, in evaluation order; absent knobs are left out."""
     absent: set[str] = field(default_factory=set)
-    """Knobs whose condition is false, or that are derived from such."""
+    """Knobs whose condition is false, or that are derived from such knobs."""
     unsettled: set[str] = field(default_factory=set)
-    """Knobs without a usable value, and what depends on them."""
+    """Knobs without a usable value, and those that depend on them."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong, a sentence each; empty for a valid point."""
+    """Problems, one sentence each; empty for a valid point."""
 
 
 def resolve(
@@ -43,13 +43,13 @@ def resolve(
 
     Args:
         knobs: by name, each after those it depends on.
-        constraints: of the space.
+        constraints: constraints of the space.
         given: values by name.
-        complete: fill in defaults and derived values instead of missing them.
+        complete: fill in defaults and derived values instead of reporting them as missing.
         first: stop at the first problem.
 
     Raises:
-        SpaceError: a callable of the space raised, and nothing else is wrong.
+        SpaceError: a callable of the space raised, and there is no other problem.
     """
     point = Point()
     raised: RuleError | None = None
@@ -171,10 +171,10 @@ def _listed(names: set[str]) -> str:
 
 
 def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
-    """Refuses a constraint that never holds where all its knobs are present, the other constraints aside.
+    """Refuses a constraint that never holds with all its knobs present, apart from other constraints.
 
-    Passes it where that is not known: there is too much to look through, or a callable raises, which it may
-    not do where other constraints hold.
+    Accepts it if that is unknown: there are too many combinations, or a callable raises, which other constraints may
+    prevent.
 
     Raises:
         SpaceError: the constraint can never hold.
@@ -192,7 +192,7 @@ def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
 
 
 def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], start: str) -> str:
-    """`start`, and which rules leave no configuration: constraints each of which is needed for it."""
+    """`start`, followed by the rules that leave no configuration: a minimal set of constraints."""
     user_code_errors = list(constraints)
     if _possible(knobs, user_code_errors):
         return start
@@ -230,10 +230,10 @@ def describe(knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int
     """See `Space.describe`.
 
     Args:
-        knobs: the derived ones included.
-        constraints: of the space.
-        size: how many configurations are valid; None where they are too many to be listed.
-        combinations: of the knobs' values, before any rule.
+        knobs: all knobs, including derived ones.
+        constraints: constraints of the space.
+        size: number of valid configurations; None if they are too many to list.
+        combinations: number of combinations of the knobs' values without rules.
     """
     free = sum(1 for knob in knobs if not knob.derived and len(knob.values) > 1)
     count = f"{size:,}" if size is not None else "an unknown number, more than can be listed,"

@@ -1,10 +1,10 @@
-"""Expressions over knobs: trees that operators build, with a text, a value, and bounds.
+"""Expressions over knobs: trees built by operators, with a text, a value, and bounds.
 
     >>> tp * pp <= 8
     Expression('tp * pp <= 8')
 
-An expression has no truth value of its own, so `and`, `or`, `not`, `in`, chained comparisons and the builtins
-`min` and `max` cannot be used on it; `&`, `|`, `~`, `isin`, `minimum` and `maximum` stand in for them.
+An expression has no truth value, so `and`, `or`, `not`, `in`, chained comparisons and the builtins `min` and `max`
+cannot be used on it; use `&`, `|`, `~`, `isin`, `minimum` and `maximum` instead.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,43 +37,43 @@ Method = Callable[["Expression", Any], "Expression"]
 
 
 def _joining(sign: str) -> tuple[Method, Method]:
-    """The methods of an operator: for an expression on its left, and for one on its right alone."""
+    """Methods of an operator: for an expression on its left, and for one only on its right."""
     return (lambda self, other: operation(sign, self, other)), (lambda self, other: operation(sign, other, self))
 
 
 class Expression:
-    """Something computed from knobs. Every operator returns a new expression; none evaluates anything."""
+    """A value computed from knobs. Every operator returns a new expression; none evaluates anything."""
 
-    __array_ufunc__ = None  # numpy scalars on the left leave the operation to us
+    __array_ufunc__ = None  # numpy scalars on the left delegate the operation to this class
     kind: str | None
-    """`flag`, `integer`, `number` or `text`; None where only a callable knows."""
+    """`flag`, `integer`, `number` or `text`; None if only a callable determines it."""
     names: tuple[str, ...] = ()
-    """The knobs it mentions, in the order of their first mention."""
+    """Knobs that it mentions, in order of first mention."""
     precedence: int = ATOM
     depth: int = 1
 
     @property
     def text(self) -> str:
-        """The expression as the grammar of `redline.space.grammar` writes it."""
+        """The expression in the grammar of `redline.space.grammar`."""
         raise NotImplementedError
 
     def scalar(self, lookup: Callable[[str], Any]) -> Any:
-        """The value, given a function from a knob's name to its value; `UNDEFINED` where there is none."""
+        """Value, given a function from a knob's name to its value; `UNDEFINED` if there is none."""
         raise NotImplementedError
 
     def columns(self, lookup: Callable[[str], Column]) -> Column:
-        """Values and mask of undefined ones, given a function from a name to those of the knob."""
+        """Values and mask of undefined ones, given a function from a knob's name to those of the knob."""
         raise NotImplementedError
 
     def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
-        """An interval that holds every value, given a function from a name to the knob's interval."""
+        """An interval that contains every value, given a function from a name to the knob's interval."""
         raise NotImplementedError
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        """The value for a mapping of knob to value, or a column for a mapping of knob to numpy column.
+        """Value for a mapping of knob to value, or a column for a mapping of knob to numpy column.
 
-        A scalar without a value (a division by zero) is None; in columns, a condition without a value is
-        False, and any other expression's column is masked (`numpy.ma`).
+        A scalar without a value (a division by zero) is None; in columns, a condition without a value is False, and
+        any other expression's column is masked (`numpy.ma`).
 
         Raises:
             SpaceError: a knob is missing.
@@ -92,14 +92,14 @@ class Expression:
         return value & ~undefined if value.dtype == bool else np.ma.masked_array(value, undefined)
 
     def identical(self, other: "Expression") -> bool:
-        """Whether both are the same tree."""
+        """True if both are the same tree."""
         return self._key() == other._key()
 
     def _key(self) -> tuple[Any, ...]:
         raise NotImplementedError
 
     def isin(self, values: Iterable[Any]) -> "Expression":
-        """The condition that this is one of `values`; in text, `tp in [1, 2]`."""
+        """Condition that this is one of `values`; in text, `tp in [1, 2]`."""
         return membership(self, values)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Expression:
     __pow__, __rpow__ = _joining("**")
     __and__, __rand__ = _joining("&")
     __or__, __ror__ = _joining("|")
-    # Python itself turns a comparison round where the expression is on its right.
+    # Python itself mirrors a comparison if the expression is on its right.
     __lt__, __le__, __gt__, __ge__, __eq__, __ne__ = (  # type: ignore[assignment]
         _joining(sign)[0] for sign in ("<", "<=", ">", ">=", "==", "!=")
     )
@@ -189,7 +189,7 @@ class Operation(Expression):
         self.depth = 1 + max(each.depth for each in arguments)
         if self.depth > MAX_DEPTH:
             raise SpaceError(f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first")
-        # kind None may turn out as floats, whose bounds are the wider ones
+        # kind None may become floats, whose bounds are wider
         self._integral = all(kind in (INTEGER, FLAG) for kind in kinds)
 
     @property
@@ -236,7 +236,7 @@ class Operation(Expression):
 
 
 def operation(sign: str, *arguments: Any) -> Expression:
-    """The expression of an operator and its operands, each an expression or a plain value.
+    """Returns the expression of an operator and its operands, each an expression or a plain value.
 
     Raises:
         SpaceError: the operands' kinds do not fit the operator.
@@ -256,7 +256,7 @@ def operation(sign: str, *arguments: Any) -> Expression:
 
 
 def membership(subject: Expression, values: Iterable[Any]) -> Expression:
-    """The condition that an expression is one of some values; in text, `tp in [1, 2]`.
+    """Condition that an expression is one of some values; in text, `tp in [1, 2]`.
 
     Raises:
         SpaceError: no values, or some of another kind.
@@ -274,12 +274,12 @@ def membership(subject: Expression, values: Iterable[Any]) -> Expression:
 
 
 def minimum(*arguments: Any) -> Expression:
-    """The smallest of two or more expressions or numbers; `min(a, b)` in text."""
+    """Smallest of two or more expressions or numbers; `min(a, b)` in text."""
     return _extreme("min", arguments)
 
 
 def maximum(*arguments: Any) -> Expression:
-    """The largest of two or more expressions or numbers; `max(a, b)` in text."""
+    """Largest of two or more expressions or numbers; `max(a, b)` in text."""
     return _extreme("max", arguments)
 
 
@@ -287,13 +287,13 @@ _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def negation(condition: Any) -> Any:
-    """The opposite of a condition, with `~` moved into its comparisons and constants folded.
+    """Negates a condition, with `~` moved into its comparisons and constants folded.
 
     >>> negation((tp > 1) & (pp == 2) & True)
     Expression('tp <= 1 | pp != 2')
 
     Returns:
-        An expression; a bool where the condition is one or comes to one.
+        An expression; a bool if the condition is one or is constant.
     """
     if not isinstance(condition, Operation):
         return (
@@ -304,7 +304,7 @@ def negation(condition: Any) -> Any:
     sign, arguments = condition.operator.sign, condition.arguments
     if sign in "&|":
         left, right = map(negation, arguments)
-        decisive = sign == "&"  # what settles the opposite: `|` by True, `&` by False
+        decisive = sign == "&"  # operator whose negation is decided by one side: `|` by True, `&` by False
         for one, other in ((left, right), (right, left)):
             if isinstance(one, bool):
                 return decisive if one is decisive else other
@@ -356,7 +356,7 @@ def _logic(decisive: bool, left: Column, right: Column) -> Column:
 
 
 def _denied(operator: Operator, arguments: tuple[Expression, ...]) -> Operation | None:
-    """The membership that this denies, which is written `not in`; None for anything else."""
+    """The membership that this negates, which is written `not in`; None for anything else."""
     only = arguments[0]
     if operator.sign == "~" and isinstance(only, Operation) and only.operator.sign == "in":
         return only
@@ -380,7 +380,7 @@ def _render(operator: Operator, arguments: tuple[Expression, ...]) -> str:
     if len(arguments) == 1:
         return f"{'-' if sign == 'neg' else sign}{_wrapped(arguments[0], UNARY)}"
     left, right = arguments
-    if level == POWER:  # binds to the right, and looser than a sign on its right
+    if level == POWER:  # right-associative, and binds less tightly than a sign on its right
         return f"{_wrapped(left, ATOM)} ** {_wrapped(right, UNARY)}"
     first = level + 1 if level == COMPARISON else level  # comparisons do not chain
     return f"{_wrapped(left, first)} {sign} {_wrapped(right, level + 1)}"

@@ -9,8 +9,8 @@
     operand     : number | 'text' | True | False | None | knob | min(...) | max(...) | '(' expression ')'
     list        : '[' value (',' value)* ']' | '(' value (',' value)* ')'
 
-What an expression prints as is what is read here: `parse(expression.text, knobs)` is the same tree. Python's
-own `ast` would not do: it keeps no operator's place, drops comments, joins 'a' 'b', takes 0x10 and letters of
+The text of an expression can be parsed here: `parse(expression.text, knobs)` is the same tree. Python's own `ast` is
+not suitable: it does not record operators' places, drops comments, joins 'a' 'b', and accepts 0x10 and letters of
 other scripts (docs/decisions.md).
 """
 
@@ -26,12 +26,12 @@ from .operators import ATOM, COMPARISON, OPERATORS, POWER, UNARY
 from .values import Value
 
 MAX_LENGTH = 10_000
-"""Longest text of an expression, characters."""
+"""Largest number of characters of an expression."""
 MAX_NESTING = 50
-"""Deepest nesting of parentheses and powers in a text, and most signs before an operand."""
+"""Deepest nesting of parentheses and powers in a text, and largest number of signs before an operand."""
 
 CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False}
-"""Words that are values."""
+"""Words for values."""
 _FUNCTIONS = {"min": minimum, "max": maximum}
 _RESERVED = frozenset({*keyword.kwlist, *CONSTANTS, *_FUNCTIONS})
 _WORDS = frozenset({"and", "or", "not", "in"})
@@ -39,7 +39,7 @@ _OR, _AND, _NOT = 1, 2, 3
 _LEVELS = {"or": _OR, "and": _AND, "not": COMPARISON} | {
     sign: each.precedence for sign, each in OPERATORS.items() if each.precedence not in (UNARY, ATOM)
 }
-"""How tightly what joins two operands binds, as in Python; `not` here is that of `not in`."""
+"""Precedence of binary operators, as in Python; `not` here is that of `not in`."""
 _JOINED = {"or": "|", "and": "&"}
 _PREFIXED = {"not": "~", "~": "~", "-": "neg"}
 
@@ -67,7 +67,7 @@ _ADVICE = {
 
 
 class GrammarError(SpaceError):
-    """A text is no expression. `line` and `column` count from 1; `problem` is the message without them."""
+    """A text is not an expression. `line` and `column` count from 1; `problem` is the message without them."""
 
     def __init__(self, problem: str, text: str, offset: int) -> None:
         self.problem = problem
@@ -83,10 +83,10 @@ class GrammarError(SpaceError):
 
 
 def check_name(name: str) -> str:
-    """`name` itself, where it can name a knob.
+    """Returns `name` if it can name a knob.
 
     Raises:
-        SpaceError: not an ASCII identifier, or a word that the grammar or Python keeps for itself.
+        SpaceError: not an ASCII identifier, or a reserved word of the grammar or of Python.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise SpaceError(f"a knob's name is made of letters, digits and underscores, but got {name!r}")
@@ -96,11 +96,11 @@ def check_name(name: str) -> str:
 
 
 def parse(text: str, knobs: Mapping[str, Expression]) -> Expression:
-    """The expression that `text` writes, over the given knobs.
+    """Parses `text` to an expression over the given knobs.
 
     Raises:
-        GrammarError: the text is not in the grammar, names an unknown knob, or joins kinds that do not fit;
-            it says at which line and column.
+        GrammarError: the text is not in the grammar, names an unknown knob, or combines incompatible kinds; the
+            message has line and column.
     """
     if not isinstance(text, str):
         raise SpaceError(f"an expression is written as text, but got {text!r}")
@@ -112,9 +112,9 @@ def parse(text: str, knobs: Mapping[str, Expression]) -> Expression:
 @dataclass(frozen=True, slots=True)
 class _Token:
     kind: str
-    """`number`, `name`, `text`, `sign`, `end`, or `stray` for what is none of these."""
+    """`number`, `name`, `text`, `sign`, `end`, or `stray` for anything else."""
     text: str
-    """As written; of what is stray, the problem."""
+    """As written; for a stray token, the problem."""
     offset: int
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class _Token:
 
 
 class _Parser:
-    """Reads from left to right, with one token in sight: what joins operands by how tightly it binds."""
+    """Parses from left to right with one token of lookahead, by operator precedence."""
 
     def __init__(self, text: str, knobs: Mapping[str, Expression]) -> None:
         self.text = text
@@ -135,7 +135,7 @@ class _Parser:
 
     def _read(self, offset: int) -> _Token:
         found = _TOKEN.match(self.text, offset)
-        assert found is not None and found.lastgroup is not None  # whatever comes is at least stray
+        assert found is not None and found.lastgroup is not None  # any text matches at least stray
         kind = found.lastgroup
         text, start, end = found[kind], found.start(kind), found.end()
         if kind == "stray":
@@ -198,8 +198,8 @@ class _Parser:
         return out
 
     def expression(self, least: int) -> Expression:
-        """An operand and all that is joined to it at least so tightly."""
-        most = POWER  # after an operator only what binds no tighter can follow: the rest is read
+        """Parses an operand and all operators of at least this precedence after it."""
+        most = POWER  # after an operator only operators of at most its precedence can follow: the rest is parsed
         if least <= _NOT and self.sees("not"):
             left, most = self.prefixed(("not",), COMPARISON), _NOT
         elif least <= UNARY and self.sees("-", "~"):
@@ -210,7 +210,7 @@ class _Parser:
             level, token = self.level, self.take()
             if level == COMPARISON:
                 left, most = self.compared(left, token), _NOT
-            elif level == POWER:  # to its right it binds looser than a sign
+            elif level == POWER:  # binds less tightly than a sign on its right
                 left = self.build(token, operation, token.text, left, self.nested(UNARY))
             else:
                 right, most = self.expression(level + 1), level

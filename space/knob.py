@@ -1,4 +1,4 @@
-"""One named choice, or a value derived from others; a leaf of expressions."""
+"""Knobs: named choices, and values derived from others; leaves of expressions."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from .rules import Rule
 
 MAX_VALUES = 100_000
-"""Most values of one knob."""
+"""Largest number of values of one knob."""
 
 
 class Knob(Expression):
     """A named choice. Spaces make knobs; programs use them in expressions and read their attributes."""
 
     derived = False
-    """Whether the value follows from other knobs."""
+    """True if the value follows from other knobs."""
 
     def __init__(
         self,
@@ -56,22 +56,22 @@ class Knob(Expression):
             raise SpaceError(f"{self._what} has no values; give at least one")
         self.kind = kind_of_all([*given, *(extra or ())], self._what)
         self.others = None if extra is None else tuple(coerce(each, self.kind, self._what) for each in extra)
-        """Values beyond the declared ones that `fix` and `override` accept; None for any of the kind."""
+        """Further values that `fix` and `override` accept; None for any of the kind."""
         self.when = when
-        """The condition under which the knob exists; None for always."""
+        """Condition under which the knob exists; None for always."""
         self.help = help
-        """What the knob does, in a line."""
+        """Description, in a line."""
         if monotone_memory not in (-1, 0, 1):
             raise SpaceError(f"{self._what}: monotone_memory is -1, 0 or 1, but got {monotone_memory!r}")
         self.monotone_memory = monotone_memory
-        """1: more of it needs more memory; -1: less; 0: not known. For a flag, True is more than False."""
+        """1: larger values need more memory; -1: less; 0: unknown. For a flag, True is larger than False."""
         self._assign(self._unique(given))
         self.default: Value = self.check(default) if default is not None else self.values[0]
-        """The value before anything is tuned."""
+        """Value before tuning."""
 
     @property
     def ordered(self) -> bool:
-        """Whether the values can be compared; flags and texts cannot."""
+        """True if the values can be ordered; flags and texts cannot."""
         return self.kind in NUMERIC
 
     @property
@@ -79,10 +79,10 @@ class Knob(Expression):
         return self.name
 
     def check(self, value: Any) -> Value:
-        """`value` as this knob holds it.
+        """Converts `value` to the knob's type.
 
         Raises:
-            SpaceError: not one of the knob's values; the nearest is named.
+            SpaceError: not one of the knob's values; the message names the nearest.
         """
         value = coerce(value, self.kind, self._what)
         if value not in self._codes:
@@ -90,11 +90,11 @@ class Knob(Expression):
         return value
 
     def code(self, value: Value) -> int:
-        """The index of one of the knob's own values."""
+        """Index of one of the knob's own values."""
         return self._codes[value]
 
     def parse(self, text: str) -> Value:
-        """The value that `text` means for this knob, as on a command line; it need not be a declared one.
+        """Value of `text` for this knob, as on a command line; it need not be a declared one.
 
         Raises:
             SpaceError: `text` is not of the knob's kind.
@@ -102,17 +102,17 @@ class Knob(Expression):
         return from_text(text, self.kind, self._what)
 
     def column(self, codes: np.ndarray) -> np.ndarray:
-        """The values at `codes`, any shape: bool, int64, float64, or object for text."""
+        """Values at `codes`, any shape: bool, int64, float64, or object for text."""
         return self._array[codes]
 
     def set_values(self, values: Sequence[Any]) -> None:
-        """Replaces the values; a default that is gone becomes the nearest value that is left."""
+        """Replaces the values; a default that is missing becomes the nearest remaining value."""
         chosen = self._unique(self._scalars(values, "values"))
         if self.others is not None:
             known = dict.fromkeys((*self.others, *self.values))
             if strange := [value for value in chosen if value not in known]:
                 raise self._unknown(strange[0], [*self.values, *self.others])
-            self.others = tuple(known)  # what is replaced stays reachable for the next fix or override
+            self.others = tuple(known)  # replaced values remain available to the next fix or override
         self._assign(chosen)
         if self.default not in self._codes:
             near = nearest(self.default, self.values) if self.ordered else None
@@ -128,7 +128,7 @@ class Knob(Expression):
         return lookup(self.name)
 
     def hull(self, codes: np.ndarray | slice = slice(None)) -> Interval:
-        """The interval of the values at `codes`; unknown for text."""
+        """Interval of the values at `codes`; unknown for text."""
         if self.kind == TEXT:
             return UNKNOWN
         values = self._array[codes]
@@ -161,7 +161,7 @@ class Knob(Expression):
 
     def _assign(self, values: tuple[Value, ...]) -> None:
         self.values = values
-        """The values to choose from, in the order given."""
+        """Values to choose from, in the given order."""
         self._codes = {value: code for code, value in enumerate(values)}
         dtypes: dict[str | None, type] = {FLAG: bool, INTEGER: np.int64, TEXT: object}
         self._array: np.ndarray = np.array(values, dtypes.get(self.kind, np.float64))
@@ -175,7 +175,7 @@ class Knob(Expression):
 
 
 class DerivedKnob(Knob):
-    """A value that follows from other knobs."""
+    """A value derived from other knobs."""
 
     derived = True
     values = ()
@@ -187,12 +187,12 @@ class DerivedKnob(Knob):
         self.names = (self.name,)
         self._what = f"knob '{name}'"
         self.rule = rule
-        """The expression or callable it is derived by."""
+        """Expression or callable that computes it."""
         self.kind = rule.kind
         self.help = help
 
     def check(self, value: Any) -> Value:
-        """`value` as this knob holds it.
+        """Converts `value` to the knob's type.
 
         Raises:
             SpaceError: `value` is of another kind.
@@ -207,7 +207,7 @@ class DerivedKnob(Knob):
 
 
 def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: bool) -> range | list[int]:
-    """The values of an integer knob, `high` included.
+    """Values of an integer knob, including `high`.
 
     Raises:
         SpaceError: the bounds or the step leave no value.

@@ -1,11 +1,11 @@
-"""What each operator of an expression does: on scalars, on numpy columns, and on intervals.
+"""Semantics of each operator of an expression: on scalars, on numpy columns, and on intervals.
 
-The three agree. Integers are exact: what does not fit 64 bits has no value rather than a wrong one, and
-neither has a division by zero, a negative power of an integer, or a result that is not finite.
+The three agree. Integers are exact: a result that does not fit 64 bits has no value rather than a wrong one, as do a
+division by zero, a negative power of an integer, and a result that is not finite.
 
-Scalars use `UNDEFINED` for "no value"; columns carry a mask that is true where there is none (None: nowhere).
-An interval `(low, high)` holds every value that the operator can give when it gives one; conditions count as
-0 and 1, so that `high == 0` means "never true" and `low == 1` "never false".
+Scalars use `UNDEFINED` for "no value"; columns have a mask that is true where there is none (None: nowhere). An
+interval `(low, high)` contains every value that the operator can return; conditions count as 0 and 1, so that `high ==
+0` means "never true" and `low == 1` "never false".
 """
 
 import math
@@ -26,7 +26,7 @@ _EXACT = 2.0**53  # integers up to here are exact as floats
 
 
 class _Undefined:
-    """The one value of what has no value; as a condition it does not hold."""
+    """The only value for "no value"; as a condition it is false."""
 
     def __bool__(self) -> bool:
         return False
@@ -43,25 +43,25 @@ UNDEFINED: Final = _Undefined()
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator: its sign, how tightly it binds (as in Python), and its three meanings."""
+    """An operator: its sign, its precedence (as in Python), and its three implementations."""
 
     sign: str
     precedence: int
     family: str
-    """`arithmetic`, `order`, `equality`, `membership` or `logic`: which kinds of operands it takes."""
+    """`arithmetic`, `order`, `equality`, `membership` or `logic`: the kinds of operands it takes."""
     scalar: Callable[..., Any] | None
-    """None for `&` and `|`, which also decide where a side has no value: see expression.py."""
+    """None for `&` and `|`, which may also decide if one side has no value: see expression.py."""
     vector: Callable[..., Column] | None
     """None as for `scalar`."""
     bounds: Callable[..., Interval]
     whole: Callable[..., Interval] | None = None
-    """Closer bounds, for where all operands are integers or flags."""
+    """Tighter bounds if all operands are integers or flags."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_sign, (self.sign,)
 
     def kind(self, kinds: tuple[str | None, ...]) -> str | None:
-        """Kind of the result; None where an operand's kind is only known at run time."""
+        """Kind of the result; None if an operand's kind is only known at run time."""
         if self.family != "arithmetic":
             return FLAG
         if self.sign == "/" or NUMBER in kinds:
@@ -69,7 +69,7 @@ class Operator:
         return None if None in kinds else INTEGER
 
     def refusal(self, kinds: tuple[str | None, ...], texts: tuple[str, ...]) -> str | None:
-        """Why operands of these kinds do not fit, or None where they do."""
+        """Reason why operands of these kinds do not fit, or None if they do."""
         known = [(kind, text) for kind, text in zip(kinds, texts) if kind is not None]
         if self.family == "logic":
             for kind, text in known:
@@ -83,7 +83,7 @@ class Operator:
             if len(groups) > 1:
                 (kind, text), (other, other_text) = groups.values()
                 return f"{text} is {article(kind)} and {other_text} is {article(other)}: they are never equal"
-        elif self.family != "membership":  # whose values are made the operand's kind beforehand
+        elif self.family != "membership":  # its values were converted to the operand's kind before
             for kind, text in known:
                 if kind == TEXT:
                     return f"'{self.sign}' needs numbers, but {text} is text"
@@ -95,7 +95,7 @@ def _by_sign(sign: str) -> Operator:
 
 
 def union(*masks: np.ndarray | None) -> np.ndarray | None:
-    """True where any of the masks is; None stands for nowhere."""
+    """True where any of the masks is; None means nowhere."""
     out = None
     for mask in masks:
         if mask is not None:
@@ -107,7 +107,7 @@ def union(*masks: np.ndarray | None) -> np.ndarray | None:
 
 
 def _alike(*values: int | float) -> list[Any]:
-    """Numbers of one type, as numpy would take them: all integers, or all floats."""
+    """Converts numbers to one type, like numpy: all integers, or all floats."""
     for value in values:
         if isinstance(value, float):
             return [float(each) for each in values]
@@ -115,7 +115,7 @@ def _alike(*values: int | float) -> list[Any]:
 
 
 def _numbers(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
-    """Columns of one type: all int64, or all float64."""
+    """Converts columns to one type: all int64, or all float64."""
     for column in columns:
         if column.dtype == object:
             raise TypeError(f"'{sign}' needs numbers, but got {column.ravel()[0]!r}")
@@ -124,7 +124,7 @@ def _numbers(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
 
 
 def _exactly(exact: Callable[..., Any]) -> Callable[..., Any]:
-    """The scalar form of what `exact` computes from numbers of one type."""
+    """Scalar implementation of `exact`, a function of numbers of one type."""
 
     def scalar(*values: int | float) -> Any:
         try:
@@ -148,7 +148,7 @@ def _largest(column: np.ndarray) -> int:
 
 
 def _one_by_one(scalar: Callable[..., Any], a: np.ndarray, b: np.ndarray) -> Column:
-    """Every element by the scalar form: slow and exact, for what numpy would round or wrap."""
+    """Applies the scalar implementation to every element: slow and exact, for cases that numpy would round or wrap."""
     dtype = a.dtype
     a, b = np.broadcast_arrays(a, b)
     results = [scalar(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist())]
@@ -165,8 +165,9 @@ def _arithmetic(
     bounds: Callable[..., Interval],
     reach: Callable[[int, int], int] | None = None,
 ) -> Operator:
-    """An operator that numpy computes, too, where it cannot wrap: where its `reach`, given the largest
-    magnitudes of two integers, fits 64 bits; without one it always does."""
+    """An operator that numpy also computes if it cannot wrap: if its `reach`, given the largest magnitudes of two
+    integers, fits 64 bits; without `reach` it never wraps.
+    """
     scalar = _exactly(exact)
 
     def vector(*columns: np.ndarray) -> Column:
@@ -249,7 +250,7 @@ def _order(sign: str, exact: Callable[[Any, Any], bool], ufunc: np.ufunc) -> Ope
 
 
 def outward(low: Any, high: Any) -> Interval:
-    """Widened by one step where floats no longer hold every integer; unknown where it is not a number."""
+    """Widens an interval by one step if floats cannot represent every integer; unknown if it is NaN."""
     return _away(low, -np.inf), _away(high, np.inf)
 
 
@@ -264,7 +265,7 @@ def _away(end: Any, far: float) -> Any:
 
 
 def _corners(function: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interval:
-    """The hull over the corners: the range of a function that is monotone in each argument."""
+    """Hull over the corners: the range of a function that is monotone in each argument."""
     values = [function(x, y) for x in a for y in b]
     low = high = values[0]
     for value in values[1:]:

@@ -1,4 +1,4 @@
-"""Rules of a space: an expression, or any callable that names knobs as its parameters."""
+"""Rules of a space: an expression, or any callable whose parameters are knobs."""
 
 import ast
 import inspect
@@ -16,15 +16,14 @@ from .values import FLAG, Value, article, python_scalar
 
 
 class RuleError(SpaceError):
-    """A callable of a space raised, or returned what is no value."""
+    """A callable of a space raised, or returned an invalid value."""
 
 
 class Predicate:
     """A callable over knobs: its parameters are their names.
 
-    It is called with plain Python values. `ZeroDivisionError` means that there is no value here, as for an
-    expression; any other exception surfaces as a SpaceError that names the values it was raised for, once
-    the point is one that every other rule allows.
+    It is called with plain Python values. `ZeroDivisionError` means that there is no value, as in an expression; any
+    other exception becomes a SpaceError with the values it was raised for, if the point satisfies every other rule.
     """
 
     kind = None
@@ -43,14 +42,14 @@ class Predicate:
                     "ordinary parameter, as in lambda tp, pp: tp <= pp"
                 )
         self.names: tuple[str, ...] = ()
-        """The knobs it takes, in the order of its parameters; set by `bind`."""
+        """Its knobs, in the order of its parameters; set by `bind`."""
         self.body = _lambda_body(function)
-        """What a lambda returns, as its source writes it; None where there is none to be had."""
+        """Source of a lambda's result; None if it is not available."""
         listed = ", ".join(each.name for each in self.parameters)
         self.text = f"{_named(function)}({listed})" if self.body is None else f"lambda {listed}: {self.body}"
 
     def bind(self, known: Any) -> str | None:
-        """Settles which parameters are knobs; the name of the first that is none, or None if all is well.
+        """Determines which parameters are knobs. Returns the name of the first that is not, or None.
 
         A parameter with a default that is not a knob keeps its default.
         """
@@ -61,14 +60,14 @@ class Predicate:
             elif each.default is each.empty:
                 return each.name
         self.names = tuple(names)
-        # Where the knobs are the first parameters, they can be passed by position, which is faster.
+        # If the knobs are the first parameters, they can be passed by position, which is faster.
         self._by_position = self.names == tuple(each.name for each in self.parameters[: len(names)]) and all(
             each.kind == each.POSITIONAL_OR_KEYWORD for each in self.parameters[: len(names)]
         )
         return None
 
     def call(self, values: Mapping[str, Value]) -> Any:
-        """What the callable returns at a point; `UNDEFINED` for a division by zero.
+        """Result of the callable at a point; `UNDEFINED` for a division by zero.
 
         Raises:
             RuleError: the callable raised something else.
@@ -76,7 +75,7 @@ class Predicate:
         return self.call_all([[values[name]] for name in self.names])[0]
 
     def call_all(self, columns: Sequence[Sequence[Value]]) -> list[Any]:
-        """What the callable returns at many points, given for each of its knobs the values there.
+        """Results of the callable at many points, given the values of each of its knobs there.
 
         Raises:
             RuleError: the callable raised something other than a division by zero.
@@ -88,7 +87,7 @@ class Predicate:
                 out.append(function(*point) if self._by_position else function(**dict(zip(names, point))))
             except ZeroDivisionError:
                 out.append(UNDEFINED)
-            except Exception as error:  # surfaces, with the point that the traceback does not show
+            except Exception as error:  # raised again with the point, which the traceback does not show
                 shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, point))
                 raise RuleError(f"`{self.text}` raised {type(error).__name__}: {error} for {shown}") from error
         return out
@@ -145,7 +144,7 @@ Rule = Expression | Predicate
 
 
 def holds(rule: Rule, values: Mapping[str, Value]) -> bool:
-    """Whether a condition is true at a point; without a value it is not.
+    """True if a condition is true at a point; False without a value.
 
     Raises:
         RuleError: a predicate raised.
@@ -159,7 +158,7 @@ def compute(rule: Rule, values: Mapping[str, Any]) -> Any:
     """The plain value that a rule derives at a point, or `UNDEFINED`.
 
     Raises:
-        RuleError: a callable raised, or returned what is no value of a knob.
+        RuleError: a callable raised, or returned an invalid value for a knob.
     """
     if isinstance(rule, Expression):
         return rule.scalar(values.__getitem__)
@@ -167,7 +166,7 @@ def compute(rule: Rule, values: Mapping[str, Any]) -> Any:
 
 
 def truth(rule: Predicate, result: Any) -> bool:
-    """The truth of what a predicate returned."""
+    """Truth value of a predicate's result."""
     try:
         return bool(result)
     except (TypeError, ValueError) as error:
@@ -175,7 +174,7 @@ def truth(rule: Predicate, result: Any) -> bool:
 
 
 def settled(rule: Predicate, result: Any) -> Any:
-    """The value that a derivation returned, `UNDEFINED` for None and for what is not finite."""
+    """Value of a derivation's result, `UNDEFINED` for None and for values that are not finite."""
     if result is None or result is UNDEFINED or (isinstance(result, float) and result - result != 0):
         return UNDEFINED
     try:
@@ -185,7 +184,7 @@ def settled(rule: Predicate, result: Any) -> Any:
 
 
 def read_rule(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
-    """`given` as a rule over knobs: an expression, its text, or a callable.
+    """Converts `given` to a rule over knobs: an expression, its text, or a callable.
 
     Raises:
         SpaceError: it is none of these, or names an unknown knob, or none.
@@ -215,7 +214,7 @@ def read_rule(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
 
 
 def read_condition(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
-    """`given` as a condition over knobs.
+    """Converts `given` to a condition over knobs.
 
     Raises:
         SpaceError: as `read_rule`, or it is a number or a text.
@@ -228,16 +227,16 @@ def read_condition(given: Any, what: str, knobs: Mapping[str, Expression]) -> Ru
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A condition that every configuration meets where all its knobs are present."""
+    """A condition that every configuration with all its knobs must satisfy."""
 
     rule: Rule
     reason: str = ""
     origin: str = ""
-    """`fix NAME` or `override NAME` for one that stands for a fixed or overridden derived knob."""
+    """`fix NAME` or `override NAME` for the constraint of a fixed or overridden derived knob."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The knobs it mentions."""
+        """Knobs that it mentions."""
         return self.rule.names
 
     @property

@@ -1,4 +1,4 @@
-"""What may vary: knobs and constraints, and the set of configurations they allow."""
+"""Spaces: knobs and constraints, and the set of configurations they allow."""
 
 import copy
 import operator
@@ -14,6 +14,7 @@ import numpy as np
 from ..base.errors import SpaceError, unknown
 from .config import Config
 from .document import read_dict, read_yaml, write_dict, write_yaml
+from .enumeration import Choices
 from .explanation import Point, check_alone, describe, emptied_by, resolve
 from .knob import DerivedKnob, Knob, integer_values
 from .rules import Constraint, Rule, RuleError, holds, read_condition, read_rule
@@ -33,20 +34,20 @@ class Space:
         >>> len(space), space.explain({"tp": 1, "micro_batch": 8, "dp": 8})
         (13, 'violates `micro_batch * dp <= 16` (memory) with micro_batch=8, dp=8: 64 <= 16 is false')
 
-    Rules are expressions (operators over knobs), texts of the same grammar, or callables that name knobs as
-    their parameters. A rule that mentions a knob which is absent (its `when=` is false) does not apply; what
-    is derived from an absent knob is absent. A division by zero, an overflow, None or NaN is no value: a
-    condition without one is false, a configuration with a derived knob without one is not valid.
+    Rules are expressions (operators over knobs), texts of the same grammar, or callables whose parameters are knobs. A
+    rule that mentions an absent knob (its `when=` is false) does not apply; a knob derived from an absent knob is
+    absent. A division by zero, an overflow, None or NaN is not a value: a condition without a value is false, and a
+    configuration with a derived knob without a value is not valid.
 
-    Whatever cannot be meant is refused where it is declared, and leaves the space as it was.
+    Invalid declarations raise at once and do not change the space.
     """
 
     def __init__(self) -> None:
-        self._knobs: dict[str, Knob] = {}  # as declared: each after those it depends on
-        self._derived: list[str] = []  # in the order in which they are listed
+        self._knobs: dict[str, Knob] = {}  # in declaration order: each after those it depends on
+        self._derived: list[str] = []  # in listing order
         self._constraints: list[Constraint] = []
         self._valid: ValidSet | None = None
-        # Choices that were valid when last looked: they answer most checks.
+        # Choices that were valid at the last check: they answer most checks.
         self._witness: Mapping[str, Any] = {}
 
     # -- declaration -----------------------------------------------------------------------------------------
@@ -66,15 +67,15 @@ class Space:
 
         Args:
             name: an identifier.
-            values: at least one, in the order in which they are enumerated.
-            default: the value before anything is tuned; the first of `values` if not given.
-            when: the condition on earlier knobs under which the knob exists.
-            help: what it does, in a line.
+            values: at least one, in the order of enumeration.
+            default: the value before tuning; the first of `values` if not given.
+            when: condition on earlier knobs under which the knob exists.
+            help: description, in a line.
             others: the only further values that `fix` and `override` accept; None for any of the same kind.
-            monotone_memory: 1 where more of it needs more memory, -1 where less.
+            monotone_memory: 1 if larger values need more memory, -1 if less.
 
         Raises:
-            SpaceError: the name is taken, or the values are none, mixed, or listed twice.
+            SpaceError: the name is taken, or there are no values, mixed values, or duplicates.
         """
         rule = None if when is None else read_condition(when, f"when= of knob '{name}'", self._knobs)
         options = {"default": default, "when": rule, "help": help, "others": others}
@@ -94,7 +95,7 @@ class Space:
         others: Sequence[Any] | None = None,
         monotone_memory: int = 0,
     ) -> Knob:
-        """Declares a knob with the integers from `low` to `high`, both included, by step or powers of two.
+        """Declares a knob with the integers from `low` to `high`, inclusive, by step or powers of two.
 
         Raises:
             SpaceError: the name is taken, or the bounds leave no value.
@@ -114,9 +115,9 @@ class Space:
         return self.choice(name, [False, True], default=default, when=when, help=help, monotone_memory=monotone_memory)
 
     def derive(self, name: str, rule: Rule | str | Callable[..., Any], help: str = "") -> Knob:
-        """Declares a knob that follows from earlier ones, by an expression or a callable that names them.
+        """Declares a knob derived from earlier ones, by an expression or a callable with their names.
 
-        Its value may be of any kind. Where there is none, the configuration is not valid.
+        Its value may be of any kind. Without a value, the configuration is not valid.
 
         Raises:
             SpaceError: the name is taken, the rule names an unknown knob, or no configuration is left.
@@ -128,13 +129,13 @@ class Space:
         return knob
 
     def require(self, rule: Rule | str | Callable[..., Any], reason: str = "") -> None:
-        """Declares a condition that every configuration meets.
+        """Declares a condition that every configuration must satisfy.
 
         Args:
-            rule: an expression, its text, another knob's `when`, or a callable that names knobs as parameters
-                and returns a truth. `ZeroDivisionError` counts as false; any other exception surfaces with
-                the values it came for.
-            reason: why, for people; `explain` quotes it.
+            rule: an expression, its text, another knob's `when`, or a callable with knobs as parameters that returns a
+                truth value. `ZeroDivisionError` counts as false; any other exception is raised with the values that
+                caused it.
+            reason: explanation, which `explain` quotes.
 
         Raises:
             SpaceError: the rule names an unknown knob, can never hold, or leaves no configuration.
@@ -142,8 +143,8 @@ class Space:
         self._require(Constraint(read_condition(rule, "a constraint", self._knobs), str(reason)))
 
     def fix(self, name: str, value: Any) -> None:
-        """Leaves a knob one value. It need not be a declared one, if it is of the same kind. For a derived
-        knob this becomes the constraint that it has this value.
+        """Restricts a knob to one value, which must be of the same kind but need not be a declared one. For a derived
+        knob this becomes a constraint.
 
         Raises:
             SpaceError: unknown knob, a value of another kind, or no configuration is left.
@@ -155,8 +156,8 @@ class Space:
         self._require(Constraint(knob == knob.check(value), "fixed", origin=name))
 
     def override(self, name: str, values: Sequence[Any]) -> None:
-        """Replaces a knob's values, in place. They need not be declared ones, if they are of the same kind.
-        For a derived knob this becomes the constraint that it has one of these values.
+        """Replaces a knob's values, in place. They must be of the same kind but need not be declared ones. For a
+        derived knob this becomes a constraint.
 
         Raises:
             SpaceError: unknown knob, values of another kind, or no configuration is left.
@@ -177,18 +178,18 @@ class Space:
             raise
 
     def set_default(self, name: str, value: Any) -> None:
-        """Has `default` begin with another of a knob's values.
+        """Sets a knob's default to another of its values.
 
         Raises:
             SpaceError: unknown or derived knob, or not one of its values.
         """
         knob = self[name]
         if knob.derived:
-            raise SpaceError(f"knob '{name}' follows from others, so that it has no default of its own")
+            raise SpaceError(f"knob '{name}' follows from others and has no default")
         knob.default = knob.check(value)
 
     def copy(self) -> "Space":
-        """A space that can be changed without changing this one."""
+        """An independent copy."""
         out = Space()
         out._knobs = {name: copy.copy(knob) for name, knob in self._knobs.items()}
         out._derived = list(self._derived)
@@ -200,17 +201,17 @@ class Space:
 
     @property
     def knobs(self) -> tuple[Knob, ...]:
-        """The knobs to choose, in the order of declaration, then the derived ones in theirs."""
+        """Knobs to choose, in the order of declaration, then the derived ones in theirs."""
         return (*self._chosen, *(self._knobs[name] for name in self._derived))
 
     @property
     def free(self) -> tuple[Knob, ...]:
-        """The knobs that have more than one value to choose from."""
+        """Knobs with more than one value to choose from."""
         return tuple(knob for knob in self._chosen if len(knob.values) > 1)
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:
-        """The constraints, in the order of declaration."""
+        """Constraints, in the order of declaration."""
         return tuple(self._constraints)
 
     @property
@@ -229,13 +230,14 @@ class Space:
 
     @property
     def enumerable(self) -> bool:
-        """Whether the configurations can be listed. Where they cannot, `len`, iteration, `at`, `index` and
-        `columns` raise; `sample`, `config`, `default`, `explain` and `in` work all the same."""
+        """True if the configurations can be listed. If they cannot, `len`, iteration, `at`, `index` and `columns`
+        raise; `sample`, `config`, `default`, `explain` and `in` still work.
+        """
         return self._set().enumerable
 
     @property
     def size(self) -> int:
-        """How many configurations are valid; `len` for sizes beyond a machine word.
+        """Number of valid configurations; `len` for sizes beyond a machine word.
 
         Raises:
             SpaceError: too many to list.
@@ -244,7 +246,7 @@ class Space:
 
     @property
     def combinations(self) -> int:
-        """How many combinations the knobs' values have, before any rule."""
+        """Number of combinations of the knobs' values, without any rule."""
         return prod(len(knob.values) for knob in self._chosen)
 
     def __len__(self) -> int:
@@ -254,17 +256,17 @@ class Space:
         return size
 
     def __bool__(self) -> bool:
-        return True  # a space is never empty, and its truth need not be counted
+        return True  # a space is never empty, and counting is not needed
 
     def __iter__(self) -> Iterator[Config]:
         return self._set().iterate()
 
     def at(self, index: int) -> Config:
-        """The configuration at an index, in the order of iteration; raises as `take`."""
+        """Configuration at an index, in the order of iteration; raises like `take`."""
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int]) -> list[Config]:
-        """The configurations at these indices.
+        """Configurations at these indices.
 
         Raises:
             SpaceError: no such index, or too many configurations to list.
@@ -275,7 +277,7 @@ class Space:
         return self._set().at(picked) if picked else []
 
     def index(self, config: Mapping[str, Any]) -> int:
-        """The index of a configuration: `space.at(space.index(config)) == config`.
+        """Index of a configuration: `space.at(space.index(config)) == config`.
 
         Raises:
             SpaceError: the configuration is not valid, or there are too many to list.
@@ -290,12 +292,13 @@ class Space:
         return isinstance(config, Mapping) and not self._resolve(config, first=True).problems
 
     def explain(self, config: Mapping[str, Any]) -> str:
-        """`valid`, or a line for everything that is wrong: violated rules with their values, unknown and
-        missing knobs, values that are not among the knob's."""
+        """`valid`, or a line for each problem: violated rules with their values, unknown and missing knobs, values
+        that the knob does not have.
+        """
         return "\n".join(self._resolve(_mapping(config)).problems) or "valid"
 
     def config(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> Config:
-        """The configuration with these values, defaults for the other knobs, and derived knobs computed.
+        """Configuration with these values, defaults for the other knobs, and computed derived knobs.
 
         Raises:
             SpaceError: it is not valid; the message is that of `explain`.
@@ -306,17 +309,17 @@ class Space:
         return self._config(point.values)
 
     def default(self) -> Config:
-        """The valid configuration nearest to the defaults: the fewest knobs differ, and those the least."""
+        """Valid configuration nearest to the defaults: the fewest knobs differ, by the smallest amounts."""
         point = self._resolve({}, complete=True)
         if not point.problems:
             return self._config(point.values)
         return self._set().nearest({knob.name: knob.code(knob.default) for knob in self._chosen})
 
     def sample(self, count: int, seed: int = 0) -> list[Config]:
-        """Up to `count` different configurations in random order; fewer only where there are not as many.
+        """Returns up to `count` distinct configurations in random order; fewer only if there are not as many.
 
-        The same seed gives the same sample. Every configuration is as likely as any other, except in a
-        space that is not `enumerable`, where some are more likely.
+        The same seed gives the same sample. Every configuration has the same probability, except in a space that is
+        not `enumerable`.
 
         Raises:
             SpaceError: `count` is negative, or none was found in a space that is too large to list.
@@ -326,17 +329,31 @@ class Space:
             raise SpaceError(f"count >= 0 must hold, but got {count}")
         return self._set().sample(count, operator.index(seed))
 
-    def near(self, index: int, changes: int) -> np.ndarray:
-        """Indices of the configurations that differ from `space.at(index)` in at most so many knobs, itself too.
+    def choices(self, most: int, seed: int = 0) -> Choices:
+        """Codes of all configurations, or of `most` of a larger space, drawn with a seed (see `sample`): for every
+        chosen knob the index of its value in `knob.values`, -1 if it is absent.
+
+        If the space has too many rules to list its configurations, there may be fewer.
+        """
+        return self._set().choices(most, seed)
+
+    def near(self, codes: Mapping[str, int], changes: int) -> Choices:
+        """Configurations that differ from the one with these codes in at most `changes` knobs, including itself.
+
+        A knob that becomes present or absent by another's change is not counted, and has any value.
 
         Raises:
-            SpaceError: too many configurations to list.
+            SpaceError: more than 5 million.
         """
-        return self._set().near(index, changes)
+        return self._set().near(codes, changes)
+
+    def made(self, choices: Choices) -> list[Config]:
+        """Configurations of these codes."""
+        return self._set().made(choices)
 
     def columns(self, indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """For every free knob the index of its value in `knob.values`: int32, one row a configuration, row i
-        that of `space.at(i)`, or of `space.at(indices[i])`; -1 where the knob is absent.
+        """For every free knob the index of its value in `knob.values`: int32, one row per configuration, row i for
+        `space.at(i)`, or for `space.at(indices[i])`; -1 if the knob is absent.
 
         Raises:
             SpaceError: more rows than fit (5 million).
@@ -346,17 +363,17 @@ class Space:
     # -- as text ---------------------------------------------------------------------------------------------
 
     def to_dict(self, *, describe_callables: bool = False) -> dict[str, Any]:
-        """The space as plain lists and mappings, rules as text; see `to_yaml`.
+        """Converts the space to plain lists and mappings, with rules as text; see `to_yaml`.
 
-        A lambda is written as text, too, where its source is in the grammar and means the same for all values
-        of its knobs: `lambda tp, pp: tp > 1 or pp > 1` becomes `(tp > 1) | (pp > 1)`.
+        A lambda is also written as text if its source is in the grammar and means the same for all values of its
+        knobs: `lambda tp, pp: tp > 1 or pp > 1` becomes `(tp > 1) | (pp > 1)`.
 
         Args:
-            describe_callables: write callables as `{callable: source}`, for a record or a comparison, instead
-                of refusing them; `from_dict` does not take these.
+            describe_callables: write callables as `{callable: source}`, for a record or a comparison, instead of
+                refusing them; `from_dict` does not accept these.
 
         Raises:
-            SpaceError: a rule is a callable that no text stands for.
+            SpaceError: a rule is a callable that cannot be written as text.
         """
         return write_dict(self._knobs, self.knobs, self._constraints, describe_callables=describe_callables)
 
@@ -365,14 +382,14 @@ class Space:
         """The inverse of `to_dict`.
 
         Raises:
-            SpaceError: a wrong shape or an invalid space; the message says at which entry.
+            SpaceError: wrong structure or an invalid space; the message names the entry.
         """
         space = cls()
         read_dict(space, data)
         return space
 
     def to_yaml(self, path: str | PathLike[str]) -> None:
-        """Writes the space to a file that people can read and change.
+        """Writes the space to a file that people can read and edit.
 
             knobs:                                # in order; `type` is choice, integer or flag
             - name: tp
@@ -388,28 +405,28 @@ class Space:
             - require: tp * layers <= 96
               reason: why, for people
 
-        Rules are texts of the grammar in `redline.space.grammar`: they are parsed, never run as Python. The
-        file is written whole or not at all.
+        Rules are texts of the grammar in `redline.space.grammar`: they are parsed, never run as Python. The file is
+        written atomically.
 
         Raises:
-            SpaceError: a rule is a callable that no text stands for; or the file cannot be written.
+            SpaceError: a rule is a callable that cannot be written as text; or the file cannot be written.
         """
         write_yaml(self.to_dict(), path)
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> "Space":
-        """The space in a file written by `to_yaml` or by hand.
+        """Reads a space from a file written by `to_yaml` or by hand.
 
         Raises:
-            SpaceError: not readable, not YAML, a wrong shape, a text outside the grammar, or an invalid
-                space; the message says in which file, line and column.
+            SpaceError: not readable, not YAML, wrong structure, a text outside the grammar, or an invalid space; the
+                message has file, line and column.
         """
         space = cls()
         read_yaml(space, path)
         return space
 
     def describe(self) -> str:
-        """Knobs, derived knobs, constraints and sizes, for people."""
+        """Description of knobs, derived knobs, constraints and sizes."""
         size = self.size if self.enumerable else None
         return describe(self.knobs, self._constraints, size, self.combinations)
 
@@ -418,7 +435,7 @@ class Space:
         return f"Space({chosen}; {len(self._derived)} derived, {len(self._constraints)} constraints)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_valid": None}  # is found again where it is needed
+        return {**self.__dict__, "_valid": None}  # is computed again on use
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -437,7 +454,7 @@ class Space:
         return resolve(self._knobs, self._constraints, given, complete=complete, first=first)
 
     def arrange(self, derived: Sequence[str]) -> None:
-        """Lists the derived knobs in this order of their names; nothing else depends on it."""
+        """Sorts the derived knobs by this list of names; it only affects their order."""
         self._derived = list(derived)
 
     def _config(self, values: Mapping[str, Any]) -> Config:
@@ -464,7 +481,7 @@ class Space:
             self._constraints = [*others, constraint]
 
     def _witnessed(self, constraint: Constraint) -> bool:
-        """Whether the witness is valid, obeys a constraint, and has all its knobs."""
+        """True if the witness is valid, obeys a constraint, and has all its knobs."""
         try:
             point = self._resolve(self._witness, complete=True, first=True)
             here = not point.problems and point.values.keys() >= set(constraint.names)
@@ -474,7 +491,7 @@ class Space:
 
     @contextmanager
     def _change(self, emptied: str) -> Iterator[None]:
-        """Undoes what is done inside where it is refused or leaves no configuration."""
+        """Undoes the changes inside if they are refused or leave no configuration."""
         before = dict(self._knobs), list(self._derived), list(self._constraints)
         try:
             yield

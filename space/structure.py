@@ -1,6 +1,6 @@
-"""How the rules of a space hang together: what depends on what, and which knobs can be enumerated apart.
+"""Structure of a space's rules: dependencies, and independent groups of knobs.
 
-And the order in which the knobs of a component are joined, so that the rules bind early.
+Also determines the order in which the knobs of a component are joined, so that the rules apply early.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,30 +21,30 @@ _SAFE = 2.0**62
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Check:
-    """One thing that must be true of a configuration, as the enumeration sees it."""
+    """A condition on configurations, prepared for the enumeration."""
 
     label: Constraint | DerivedKnob
-    """The rule it comes from: a constraint, or a derived knob that must have a value."""
+    """Its rule: a constraint, or a derived knob that must have a value."""
     rule: Expression | Predicate
-    """The condition; for a derived knob, what must have a value."""
+    """The condition; for a derived knob, the expression that must have a value."""
     bases: frozenset[str]
-    """The knobs to be chosen before it can be checked."""
+    """Knobs to be chosen before it can be checked."""
     conditionals: frozenset[str]
-    """Those of `bases` that may be absent; where one is, the check does not apply."""
+    """Those of `bases` that may be absent; if one is, the check does not apply."""
     opaque: bool
-    """Whether it calls a Python function, itself or through a derived knob."""
+    """True if it calls a Python function, itself or through a derived knob."""
     factors: tuple[Expression, ...] = ()
     """For `a * b * c == total` over integers: a, b, c, each of which must divide the total."""
     total: Expression | None = None
 
     @property
     def equation(self) -> bool:
-        """Whether all knobs but one settle the last."""
+        """True if all knobs but one determine the last."""
         return isinstance(self.rule, Operation) and self.rule.operator.sign == "=="
 
     @property
     def computes(self) -> str | None:
-        """The derived knob that gets its value here, by a callable."""
+        """Derived knob that a callable computes here."""
         if isinstance(self.label, DerivedKnob) and isinstance(self.rule, Predicate):
             return self.label.name
         return None
@@ -53,8 +53,8 @@ class Check:
 class Structure:
     """The rules of a space, resolved.
 
-    Knobs with a single value and no condition are constants and bind nothing together. Everything else falls
-    apart into components: sets of knobs that share no rule, whose valid sets multiply.
+    Knobs with a single value and no condition are constants and do not connect rules. All other knobs are grouped into
+    components: sets of knobs that share no rule, whose valid sets multiply.
 
     Args:
         knobs: every knob by name, each after those it depends on.
@@ -73,7 +73,7 @@ class Structure:
             self._resolve(name, knob)
         self.variables = tuple(name for name, knob in self.knobs.items() if not knob.derived and name not in self.fixed)
         self.contradiction: Constraint | DerivedKnob | None = None
-        """The first rule that fails whatever is chosen, because it depends on constants alone."""
+        """The first rule that fails for every choice, because it depends only on constants."""
         self._settle()
         self.checks = tuple(self._checks()) if self.contradiction is None else ()
         self.components = self._components() if self.contradiction is None else ()
@@ -94,20 +94,20 @@ class Structure:
             self._conditionals[name] = frozenset({name}) if knob.when is not None else frozenset()
 
     def bases_of(self, names: Iterable[str]) -> frozenset[str]:
-        """The knobs to be chosen before all of `names` have a value."""
+        """Knobs to be chosen before all of `names` have a value."""
         return frozenset().union(*(self.bases[name] for name in names))
 
     def conditionals_of(self, names: Iterable[str]) -> frozenset[str]:
-        """The knobs whose absence makes one of `names` absent; a conditional one's own makes it so."""
+        """Knobs whose absence makes one of `names` absent; a conditional knob is one itself."""
         return frozenset().union(*(self._conditionals[name] for name in names))
 
     def needs(self, name: str) -> frozenset[str]:
-        """The knobs to be chosen before it is known whether `name` is present."""
+        """Knobs to be chosen before the presence of `name` is known."""
         when = self.knobs[name].when
         return self.bases_of(when.names) if when is not None else frozenset()
 
     def _settle(self) -> None:
-        """Derives what follows from constants alone, and checks what they alone decide."""
+        """Derives values that depend only on constants, and checks the rules that depend only on them."""
         for name, knob in self.knobs.items():
             if isinstance(knob, DerivedKnob) and not self.bases[name] and self.contradiction is None:
                 value = compute(knob.rule, self.fixed)
@@ -147,7 +147,7 @@ class Structure:
 
     def _check(self, label: Constraint | DerivedKnob, rule: Expression | Predicate) -> Check:
         factors, total = _product(rule) if isinstance(label, Constraint) else ((), None)
-        # The whole constraint does not apply where one of its knobs is absent, whichever part names it.
+        # The whole constraint does not apply if one of its knobs is absent, whichever part names it.
         names = label.names if isinstance(label, Constraint) else rule.names
         return Check(
             label=label,
@@ -180,7 +180,7 @@ class Structure:
                 return False
             if node.operator.family != "arithmetic":
                 return True
-            low, high = node.bounds(interval)  # infinite where it divides by zero
+            low, high = node.bounds(interval)  # infinite for a division by zero
             return bool(low > -_SAFE and high < _SAFE)
 
         with np.errstate(all="ignore"):
@@ -208,7 +208,7 @@ class Structure:
 
 
 def reaching(knobs: Mapping[str, Knob], names: Iterable[str]) -> dict[str, Knob]:
-    """The knobs named, and those that they are derived from or conditional on, in the order of `knobs`."""
+    """The named knobs, and those that they are derived from or conditional on, in the order of `knobs`."""
     found: set[str] = set()
     rest = list(names)
     while rest:
@@ -228,7 +228,7 @@ class Lookup:
 
     Args:
         structure: the rules.
-        load: the column of a knob that is chosen or of a callable's results; None for any other name.
+        load: returns the column of a chosen knob or of a callable's results; None for any other name.
     """
 
     def __init__(self, structure: Structure, load: Callable[[str], np.ndarray | None]) -> None:
@@ -254,11 +254,11 @@ class Lookup:
 
 
 class Ranges:
-    """Intervals by name: exact where a column is known, else the hull of what may still be chosen.
+    """Intervals by name: exact if a column is known, otherwise the hull of the remaining choices.
 
     Args:
-        lookup: the columns of what is chosen.
-        hulls: for each knob yet to be chosen, the interval of its values.
+        lookup: columns of chosen knobs.
+        hulls: interval of the values of each open knob.
     """
 
     def __init__(self, lookup: Lookup, hulls: Mapping[str, Interval]) -> None:
@@ -293,24 +293,24 @@ class Join:
     """One join."""
 
     name: str
-    """The knob that is joined."""
+    """Knob to join."""
     open: frozenset[str]
-    """The component's knobs that are still to be joined after it."""
+    """The component's knobs that are still open after it."""
     complete: tuple[Check, ...]
     """Checks by expressions whose knobs are all joined from here on."""
     partial: tuple[Check, ...]
     """Checks by expressions over this knob and some that are still open."""
     opaque: tuple[Check, ...]
-    """Checks with a Python function in them whose knobs are all joined from here on, in order."""
+    """Checks with a Python function whose knobs are all joined from here on, in order."""
 
 
 def join_order(
     structure: Structure, names: Sequence[str], checks: Sequence[Check], sizes: Mapping[str, int]
 ) -> tuple[Join, ...]:
-    """The joins of a component, so ordered that the rules bind early.
+    """Order of the joins of a component in which the rules apply early.
 
-    Always next is the smallest knob of the rule that is cheapest to complete: whose open knobs have the
-    fewest combinations, where an equation leaves its largest knob no choice. A knob's condition comes first.
+    The next knob is always the smallest one of the rule that is cheapest to complete: the rule whose open knobs have
+    the fewest combinations, where an equation determines its largest knob. A knob's condition comes first.
     """
     place = {name: at for at, name in enumerate(names)}
     joined: set[str] = set()
@@ -321,7 +321,7 @@ def join_order(
         touched = [check for check in checks if name in check.bases]
         opaque = tuple(check for check in touched if check.opaque and check.bases <= joined)
         plain = [check for check in touched if not check.opaque]
-        # Those about this knob alone have chosen its values beforehand.
+        # Checks on this knob alone were applied to its values before.
         complete = tuple(check for check in plain if check.bases <= joined and check.bases != {name})
         partial = tuple(check for check in plain if not check.bases <= joined and check.conditionals <= joined)
         joins.append(Join(name, frozenset(place) - joined, complete, partial, opaque))
@@ -349,7 +349,7 @@ def _next(
 
 
 def _with_conditions(structure: Structure, names: frozenset[str], joined: set[str]) -> frozenset[str]:
-    """The knobs with those that their conditions mention, and theirs."""
+    """The knobs with those that their conditions mention, recursively."""
     out = set(names)
     while True:
         more = frozenset().union(*(structure.needs(name) for name in out)) - joined - out
@@ -362,14 +362,14 @@ def _with_conditions(structure: Structure, names: frozenset[str], joined: set[st
 
 
 def _conjuncts(rule: Any) -> list[Any]:
-    """`a & b & c` as its parts, each of which can be checked as soon as its own knobs are chosen."""
+    """Splits `a & b & c` into its parts, each of which can be checked as soon as its own knobs are chosen."""
     if isinstance(rule, Operation) and rule.operator.sign == "&":
         return [part for side in rule.arguments for part in _conjuncts(side)]
     return [rule]
 
 
 def _product(rule: Any) -> tuple[tuple[Expression, ...], Expression | None]:
-    """Factors and total of `a * b * ... == total` over integers, either way round."""
+    """Factors and total of `a * b * ... == total` over integers, in either order."""
     if not (isinstance(rule, Operation) and rule.operator.sign == "=="):
         return (), None
     for side, total in (rule.arguments, rule.arguments[::-1]):

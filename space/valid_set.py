@@ -1,11 +1,11 @@
 """The set of valid configurations: its size, its order, and samples of it.
 
-The set is the product of its components' tables, indexed in mixed radix: the last component turns fastest.
-So its size may be astronomic as long as each component can be listed.
+The set is the product of its components' tables, indexed in mixed radix: the last component varies fastest. Its size
+may be astronomic as long as each component can be listed.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..base.errors import SpaceError
 from .config import Config, configs
-from .enumeration import MAX_ROWS, Component, Table, TooLarge, objects
+from .enumeration import MAX_ROWS, Choices, Component, TooLarge, objects
 from .structure import Lookup, Structure
 from .values import Value
 
@@ -22,19 +22,24 @@ _BATCH = 4096
 _BEAM = 4096
 
 
+def _beside(tables: Sequence[Choices], rows: int) -> Choices:
+    """Combines tables of different knobs to one."""
+    return Choices(rows, {name: column for table in tables for name, column in table.codes.items()})
+
+
 class ValidSet:
-    """Everything the rules of a structure allow."""
+    """All configurations that the rules of a structure allow."""
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self.components = [Component(structure, names) for names in structure.components]
         self._owners = {name: each for each in self.components for name in (*each.names, *each.interned)}
-        knobs = structure.knobs.values()  # in a configuration, what is chosen comes first
+        knobs = structure.knobs.values()  # in a configuration, chosen knobs come first
         self._names = [knob.name for knob in sorted(knobs, key=lambda knob: knob.derived)]
-        self._tables: list[Table | TooLarge | None] = [None] * len(self.components)
+        self._tables: list[Choices | TooLarge | None] = [None] * len(self.components)
 
-    def table(self, at: int) -> Table:
-        """The valid choices of a component.
+    def table(self, at: int) -> Choices:
+        """Valid choices of a component.
 
         Raises:
             TooLarge: there are too many to list.
@@ -52,7 +57,7 @@ class ValidSet:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many valid choices each component has.
+        """Number of valid choices of each component.
 
         Raises:
             TooLarge: one of them has too many to list.
@@ -61,7 +66,7 @@ class ValidSet:
 
     @cached_property
     def size(self) -> int:
-        """How many configurations there are.
+        """Number of configurations.
 
         Raises:
             TooLarge: a component has too many to list.
@@ -70,14 +75,14 @@ class ValidSet:
 
     @property
     def enumerable(self) -> bool:
-        """Whether every component can be listed."""
+        """True if every component can be listed."""
         try:
             return self.size >= 0
         except TooLarge:
             return False
 
     def witness(self) -> Config | TooLarge | None:
-        """Any configuration; None where there is none; the reason where that takes too long to find out."""
+        """Any configuration; None if there is none; the reason if finding one takes too long."""
         if self.structure.contradiction is not None:
             return None
         doubt, tables = None, []
@@ -91,10 +96,10 @@ class ValidSet:
                 return None
         return self.configs(tables, 1)[0] if doubt is None else doubt
 
-    def _inhabited(self, at: int) -> Table | TooLarge:
+    def _inhabited(self, at: int) -> Choices | TooLarge:
         listed = self._tables[at]
-        if not isinstance(listed, Table) and len(self.components[at].names) > 1:
-            # A few random partial choices that can be completed answer it at once.
+        if not isinstance(listed, Choices) and len(self.components[at].names) > 1:
+            # A few random partial choices that can be completed are found quickly.
             drawn = self.components[at].draw(np.random.default_rng(0), 64)
             if drawn.rows:
                 return drawn
@@ -106,19 +111,19 @@ class ValidSet:
     # -- order -----------------------------------------------------------------------------------------------
 
     def at(self, indices: Sequence[int]) -> list[Config]:
-        """The configurations at these indices."""
+        """Configurations at these indices."""
         tables = [self.table(at) for at in range(len(self.components))]
         rows = self._digits(indices)
         return self.configs([table.take(picked) for table, picked in zip(tables, rows)], len(indices))
 
     def iterate(self) -> Iterator[Config]:
-        """Every configuration, in order."""
+        """Yields every configuration, in order."""
         size = self.size
         for start in range(0, size, _BATCH):
             yield from self.at(range(start, min(start + _BATCH, size)))
 
     def index(self, codes: dict[str, int]) -> int:
-        """The index of the configuration with these codes, which must be valid; knobs left out are absent."""
+        """Index of the configuration with these codes, which must be valid; missing knobs are absent."""
         out = 0
         for at, component in enumerate(self.components):
             table = self.table(at)
@@ -131,7 +136,7 @@ class ValidSet:
         return out
 
     def _digits(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """For every component the row that each index picks."""
+        """Row of every component for each index."""
         sizes = self.sizes
         rest = np.asarray(indices, np.int64) if self.size < 2**62 else np.array([*indices], object)
         digits = []
@@ -140,22 +145,8 @@ class ValidSet:
             rest = rest // size
         return digits[::-1]
 
-    def near(self, index: int, changes: int) -> np.ndarray:
-        """Indices of the configurations that differ from that at `index` in at most so many knobs, itself too, ascending."""
-        found, changed = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        for at, (row,) in enumerate(self._digits([index])):
-            table = self.table(at)
-            differ = np.zeros(table.rows, np.int64)
-            for name in self.components[at].names:
-                differ += table.codes[name] != table.codes[name][row]
-            here = np.flatnonzero(differ <= changes)
-            total = changed[:, None] + differ[here]
-            kept = total <= changes
-            found, changed = (found[:, None] * table.rows + here)[kept], total[kept]
-        return found
-
     def columns(self, names: Sequence[str], indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Codes of the knobs for every configuration, or for those at some indices, int32; -1 where absent.
+        """Codes of the knobs for every configuration, or for those at some indices, int32; -1 if absent.
 
         Raises:
             TooLarge: more than `MAX_ROWS` configurations.
@@ -180,8 +171,8 @@ class ValidSet:
 
     # -- configurations --------------------------------------------------------------------------------------
 
-    def configs(self, tables: Sequence[Table], count: int) -> list[Config]:
-        """The configurations whose choices stand in the rows of the tables, `count` rows each."""
+    def configs(self, tables: Sequence[Choices], count: int) -> list[Config]:
+        """Configurations with the choices in the rows of the tables, `count` rows each."""
         codes = {name: column for table in tables for name, column in table.codes.items()}
         lacking = [name for name in self.structure.variables if (codes[name] < 0).any()]
         if not lacking:
@@ -200,7 +191,7 @@ class ValidSet:
         return [made[at] for at in np.argsort(np.concatenate(order)).tolist()]
 
     def _made(self, codes: dict[str, np.ndarray], absent: frozenset[str], count: int) -> list[Config]:
-        """The configurations with these codes, which all lack the knobs `absent` and what depends on them."""
+        """Configurations with these codes, which all lack the knobs `absent` and those that depend on them."""
         structure = self.structure
 
         def load(name: str) -> np.ndarray | None:
@@ -219,12 +210,51 @@ class ValidSet:
                     columns.append(np.broadcast_to(lookup(name)[0], (count,)).tolist())
         return configs(names, zip(*columns) if columns else [()] * count)
 
+    # -- choices as codes ------------------------------------------------------------------------------------
+
+    def choices(self, most: int, seed: int) -> Choices:
+        """Codes of all configurations, or of `most` of them: drawn uniformly if the set can be listed, otherwise like
+        `sample`.
+        """
+        if self.enumerable:
+            indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
+            tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
+            return _beside(tables, len(indices))
+        tables = self._draw(np.random.default_rng(seed), most) or []
+        return _beside(tables, tables[0].rows if tables else 0).unique()
+
+    def _drawn_indices(self, count: int, seed: int) -> np.ndarray:
+        if self.size <= 2**62:
+            rng = np.random.default_rng(seed)
+            return np.sort(rng.choice(self.size, count, replace=False, shuffle=False))
+        uniform = random.Random(seed)
+        return np.array(sorted({uniform.randrange(self.size) for _ in range(count)}), object)
+
+    def near(self, codes: Mapping[str, int], changes: int) -> Choices:
+        """Configurations that differ from `codes` in at most `changes` knobs, including itself."""
+        rows, tables = np.zeros((0, 1), np.int64), []
+        changed = np.zeros(1, np.int64)
+        for at, component in enumerate(self.components):
+            known = self._tables[at]
+            table = known if isinstance(known, Choices) else component.near(codes, changes)
+            differ = table.changes(codes, component.names)
+            here = np.flatnonzero(differ <= changes)
+            total = changed[:, None] + differ[here]
+            first, second = np.nonzero(total <= changes)
+            rows, changed = np.vstack([rows[:, first], here[second]]), total[first, second]
+            tables.append(table)
+        return _beside([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
+
+    def made(self, choices: Choices) -> list[Config]:
+        """Configurations of rows of codes."""
+        return self.configs([choices], choices.rows)
+
     # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self, count: int, seed: int) -> list[Config]:
-        """Up to `count` distinct configurations, fewer only where there are fewer (or no more are found).
+        """Returns up to `count` distinct configurations, fewer only if there are fewer (or no more are found).
 
-        Uniform where the set can be listed; otherwise by random joins, which favour some over others.
+        Uniform if the set can be listed; otherwise by random joins, which are not uniform.
         """
         if self.enumerable:
             uniform = random.Random(seed)
@@ -251,12 +281,12 @@ class ValidSet:
             )
         return list(found)[:count]
 
-    def _draw(self, rng: np.random.Generator, count: int) -> list[Table] | None:
-        """`count` rows of every component; None where nothing was found for one of them."""
+    def _draw(self, rng: np.random.Generator, count: int) -> list[Choices] | None:
+        """`count` rows of every component; None if nothing was found for one of them."""
         tables = []
         for at, component in enumerate(self.components):
             listed = self._tables[at]
-            if isinstance(listed, Table):
+            if isinstance(listed, Choices):
                 tables.append(listed.take(rng.integers(0, listed.rows, count)))
                 continue
             drawn = component.draw(rng, max(_BEAM, 4 * count))
@@ -267,9 +297,9 @@ class ValidSet:
         return tables
 
     def nearest(self, wanted: dict[str, int]) -> Config:
-        """The configuration that changes the fewest knobs from the codes `wanted`, and those the least.
+        """Configuration that changes the fewest knobs from the codes `wanted`, by the smallest amounts.
 
-        Where the set cannot be listed it is searched with a bounded memory, and may miss the very nearest.
+        If the set cannot be listed it is searched with limited memory, and the result may not be the very nearest.
         """
         rows = []
         for at, component in enumerate(self.components):
@@ -284,14 +314,14 @@ class ValidSet:
             rows.append(table.take(np.array([best])))
         return self.configs(rows, 1)[0]
 
-    def _distance(self, wanted: dict[str, int]) -> Callable[[Table], np.ndarray]:
-        def distance(table: Table) -> np.ndarray:
+    def _distance(self, wanted: dict[str, int]) -> Callable[[Choices], np.ndarray]:
+        def distance(table: Choices) -> np.ndarray:
             out = np.zeros(table.rows)
             for name, codes in table.codes.items():
                 if name in wanted:
                     knob = self.structure.knobs[name]
                     steps = np.abs(codes.astype(np.int64) - wanted[name]) / max(1, len(knob.values) - 1)
-                    # A changed knob counts 1, how far it is changed decides among as many changed ones.
+                    # A changed knob counts 1; the amount of change decides between equal numbers of changes.
                     far = steps if knob.ordered else 1.0
                     out += np.where((codes < 0) | (codes == wanted[name]), 0.0, 1.0 + far / 1000)
             return out

@@ -1,4 +1,4 @@
-"""What a knob's value may be, its kind, and how values from elsewhere become the knob's own."""
+"""Values of knobs: valid types, kinds, and conversion of other values."""
 
 import math
 import numbers
@@ -11,7 +11,7 @@ from ..base.errors import SpaceError
 Value = bool | int | float | str | None
 
 INTEGER_LIMIT = 2**63 - 1
-"""Largest magnitude of an integer: what an int64 column holds, symmetric."""
+"""Largest magnitude of an integer: that of int64, symmetric."""
 
 FLAG, INTEGER, NUMBER, TEXT = "flag", "integer", "number", "text"
 NUMERIC = frozenset({INTEGER, NUMBER})
@@ -19,10 +19,10 @@ _ARTICLE = {FLAG: "a flag", INTEGER: "an integer", NUMBER: "a number", TEXT: "te
 
 
 def python_scalar(value: Any, what: str = "value") -> Value:
-    """The Python scalar behind `value`; numpy's scalars become Python's.
+    """Converts `value` to a Python scalar, such as numpy's scalars.
 
     Raises:
-        SpaceError: not a bool, int, float, str or None; not finite; an integer beyond 64 bits.
+        SpaceError: not a bool, int, float, str or None; not finite; or an integer beyond 64 bits.
     """
     kind = type(value)
     if kind is bool or kind is str or value is None:
@@ -49,11 +49,11 @@ def python_scalar(value: Any, what: str = "value") -> Value:
         return value
     if not math.isfinite(value):
         raise SpaceError(f"{what} must be finite, but got {value}")
-    return value + 0.0  # -0.0 and 0.0 are one value
+    return value + 0.0  # -0.0 and 0.0 are the same value
 
 
 def kind_of(value: Value) -> str:
-    """The kind of one plain value; None counts as text."""
+    """Kind of one plain value; None counts as text."""
     if isinstance(value, bool):
         return FLAG
     if isinstance(value, int):
@@ -62,12 +62,12 @@ def kind_of(value: Value) -> str:
 
 
 def is_number(value: Value) -> TypeGuard[int | float]:
-    """Whether a plain value is an integer or a float; a flag is neither."""
+    """True if a plain value is an integer or a float; a flag is neither."""
     return kind_of(value) in NUMERIC
 
 
 def kind_of_all(values: Iterable[Value], what: str) -> str:
-    """The one kind of all `values`; integers among floats are numbers.
+    """The common kind of all `values`; integers among floats are numbers.
 
     Raises:
         SpaceError: the values are of different kinds.
@@ -84,7 +84,7 @@ def kind_of_all(values: Iterable[Value], what: str) -> str:
 
 
 def coerce(value: Any, kind: str | None, what: str) -> Value:
-    """`value` as a knob of `kind` holds it: 0 becomes 0.0 for a number, 2.0 becomes 2 for an integer.
+    """Converts `value` to the type of a knob of `kind`: 0 becomes 0.0 for a number, 2.0 becomes 2 for an integer.
 
     Raises:
         SpaceError: `value` is of another kind. True is not 1, and '2' is not 2.
@@ -102,10 +102,10 @@ def coerce(value: Any, kind: str | None, what: str) -> Value:
 
 
 def from_text(text: str, kind: str | None, what: str) -> Value:
-    """The value a person means by `text` for a knob of `kind`, as on a command line.
+    """Parses `text` for a knob of `kind`, as on a command line.
 
     Raises:
-        SpaceError: `text` does not read as that kind.
+        SpaceError: `text` is not of that kind.
     """
     text = text.strip()
     if kind == TEXT:
@@ -129,7 +129,7 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def nearest(value: Value, values: Iterable[Value]) -> Value:
-    """The member of `values` closest to `value`; None where nothing is close."""
+    """Member of `values` closest to `value`; None if nothing is close."""
     values = list(values)
     if is_number(value):
         close = [each for each in values if is_number(each)]
@@ -139,7 +139,7 @@ def nearest(value: Value, values: Iterable[Value]) -> Value:
 
 
 def listing(values: Iterable[Value], most: int = 12) -> str:
-    """The values for people, shortened in the middle."""
+    """Formats the values, shortened in the middle."""
     shown = [each if isinstance(each, str) else str(each) for each in values]
     if len(shown) > most:
         shown = [*shown[: most - 2], "...", shown[-1]]

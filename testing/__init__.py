@@ -1,1 +1,1 @@
-"""Checks that other code can inherit or call: numerics of a model, checkpoints across strategies, promises of a sampler."""
+"""Checks for other code: numerics of a model, checkpoints across strategies, conformance of a sampler."""

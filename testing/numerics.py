@@ -1,9 +1,8 @@
-"""Whether a family, spread over devices, still computes what one process computes: a declared table, and its check.
+"""A table of families and parallel configurations, with the check that each computes the same as one process.
 
-A cell is a family at a tiny size and a combination of knobs. It holds where, with dropout off and in
-float32, the first step's loss, every gradient of it, and every weight after three steps are those of one
-process at the same global batch, but for what rounding may do (`schedule/rounding.py`). A combination that a
-family cannot follow has a reason instead.
+A cell is a family at a tiny size and a combination of knobs. It passes if, without dropout and in float32, the loss of
+the first step, all its gradients, and all weights after three steps equal those of one process at the same global
+batch, up to rounding (`schedule/rounding.py`). For a combination that a family does not support there is a reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ SAMPLES = 8
 STEPS = 3
 LEARNING_RATE = 1e-3
 EPSILON = 1e-2
-"""AdamW's, of the size of gradients: with the usual 1e-8 their mere rounding would move weights."""
+"""Epsilon of AdamW, in the order of the gradients: with the usual 1e-8 their rounding errors alone would move weights."""
 
 COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": 2},
@@ -84,7 +83,7 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
     "pp2+kernels": {"pp": 2, "grad_accum": 4, "kernels": True},
 }  # fmt: skip
-"""Every combination of the table by its name: knobs, absent ones neutral."""
+"""Knobs of every combination of the table by name; absent knobs are neutral."""
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = {
@@ -99,7 +98,7 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ENCODER = {**_SIZES, **_TOKENS, **_NO_DROPOUT}
 _DECODER = {**_SIZES, **_TOKENS, "num_key_value_heads": 2}
 
-# Tiny sizes: odd vocabularies, so that padding is tried; fewer key-value heads where there are such.
+# Tiny sizes: odd vocabularies to test padding, and fewer key-value heads where the family supports them.
 FAMILIES: "Mapping[str, tuple[Task, Mapping[str, Any]]]" = {
     "bert": ("masked", _ENCODER),
     "roberta": ("masked", _ENCODER),
@@ -160,18 +159,18 @@ FAMILIES: "Mapping[str, tuple[Task, Mapping[str, Any]]]" = {
     ),
     "wide_resnet": ("image", {"depth": 10, "width": 1, "classes": 10}),
 }  # fmt: skip
-"""Every family of the table: its task and its configuration, tiny, of two blocks and without dropout."""
+"""Task and configuration of every family of the table: tiny, two blocks, without dropout."""
 _DEEPER: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"n_layer": 4},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "t5": {"num_layers": 4},
     "wide_resnet": {"depth": 16},
 }
-"""What of a family's configuration makes four blocks of two, or more; else the number of layers."""
+"""Changes of a family's configuration that make four blocks or more; the default is `num_hidden_layers`."""
 
 
 def tiny(family: str, combination: str = "") -> "Workload":
-    """The workload of a family of the table, with a block for each stage of a combination."""
+    """Returns the workload of a family of the table, with a block for each stage of a combination."""
     from ..models.architecture import Architecture
     from ..models.huggingface import hugging_face_workload
     from ..models.wide_resnet import wide_resnet
@@ -189,25 +188,25 @@ def tiny(family: str, combination: str = "") -> "Workload":
 
 
 def ranks(combination: str) -> int:
-    """How many ranks a combination takes."""
+    """Returns the number of ranks of a combination."""
     config = COMBINATIONS[combination]
     return prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
 
 
 def obstacle(family: str, combination: str) -> str:
-    """Why a family cannot follow a combination; empty where it can."""
+    """Returns the reason why a family does not support a combination; empty if it does."""
     return refusal(tiny(family, combination), COMBINATIONS[combination])
 
 
 def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
-    """Why a workload whose schedule is a StandardSchedule cannot follow a configuration; empty where it can."""
+    """Returns the reason why a workload with a StandardSchedule does not support a configuration; empty if it does."""
     from ..knobs.rules import RuleContext, refusal as broken_rule
     from ..knobs.strategy import Strategy
     from ..models.families.standard import StandardSchedule
     from ..models.skeleton import experts_of, skeleton
     from ..schedule import create_schedule
 
-    assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
+    assert isinstance(workload.schedule, StandardSchedule), "every family in the table has one"
     support = workload.schedule.support(create_schedule(skeleton(workload)))
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
@@ -226,23 +225,23 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
 
 
 def compare_cell(family: str, combination: str, seed: int = 0) -> "Comparison":
-    """One cell, on every rank of an initialised process group of the right size; all call it alike."""
+    """Compares one cell with one process; called alike on every rank of an initialised process group of the right size."""
     return departure(tiny(family, combination), COMBINATIONS[combination], seed)
 
 
 def departure(
     workload: "Workload", config: Mapping[str, Any], seed: int = 0, expected: "Reference | None" = None
 ) -> "Comparison":
-    """By how much a workload in a configuration departs from one process in float32, on this rank.
+    """Returns the deviation of a workload in a configuration from one process in float32, on this rank.
 
-    Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an
-    epsilon of the size of gradients stands in its place.
+    Its model must not draw random numbers (dropout off). Its optimizer is replaced by AdamW with an epsilon in the
+    order of the gradients.
 
     Args:
-        workload: what is trained.
-        config: its configuration, of precision fp32 or bf16; on several ranks, called on every rank alike.
-        seed: of weights and data.
-        expected: what `reference` gave for the workload and the seed, where it is known.
+        workload: the workload to train.
+        config: its configuration, of precision fp32 or bf16; on several ranks, called alike on every rank.
+        seed: seed of weights and data.
+        expected: the result of `reference` for the workload and the seed, if known.
     """
     import torch
 
@@ -251,7 +250,7 @@ def departure(
     expected = expected or reference(workload, seed)
     workload = replace(workload, optimizer=adamw)
     if config.get("fusion"):
-        # The limit on compilations counts by function, and models share some; past it nothing would be compiled.
+        # The limit on compilations counts per function, and models share functions; beyond it nothing is compiled.
         torch.compiler.reset()
     with dynamo.config.patch(fail_on_recompile_limit_hit=True) if config.get("fusion") else nullcontext():
         found, _ = _train(workload, config, seed)
@@ -262,18 +261,18 @@ def departure(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What configurations are held against."""
+    """The expected values of a comparison."""
 
     trained: "Numbers"
-    """By one process in float32."""
+    """Results of one process in float32."""
     allowed: float
-    """What rounding may do to a gradient in float32."""
+    """Allowed rounding error of a gradient in float32."""
     allowed_half: float
-    """In bfloat16."""
+    """Allowed rounding error of a gradient in bfloat16."""
 
 
 def reference(workload: "Workload", seed: int = 0) -> Reference:
-    """What one process computes, on each rank by itself."""
+    """Returns the results of one process, computed on each rank by itself."""
     import torch
 
     from ..schedule.rounding import allowance
@@ -286,15 +285,17 @@ def reference(workload: "Workload", seed: int = 0) -> Reference:
 
 
 def adamw(params: Any, fused: bool = False) -> "torch.optim.Optimizer":
-    """The optimizer of every comparison."""
+    """Returns the optimizer of every comparison."""
     import torch
 
     return torch.optim.AdamW(params, lr=LEARNING_RATE, eps=EPSILON, fused=fused or None)
 
 
 def trained(model: "nn.Module", passes: Callable[[], Any], update: Callable[[], None]) -> "Numbers":
-    """What STEPS steps of a model with `adamw` give: loss and gradients of the first, weights after the last. `passes`
-    returns the loss; after `update` the gradients are gone."""
+    """Returns the results of `STEPS` steps with `adamw`: loss and gradients of the first, weights after the last.
+
+    `passes` returns the loss; `update` discards the gradients.
+    """
     from ..schedule.compare import Numbers, gradients_of, weights_of
 
     loss = float(passes())
@@ -307,8 +308,10 @@ def trained(model: "nn.Module", passes: Callable[[], Any], update: Callable[[], 
 
 
 def compare(expected: "Numbers", found: "Numbers", allowed: float, terms: int) -> "Comparison":
-    """By how much what `trained` gave on this rank departs from what it gave on one process, where rounding may do as much as
-    `allowed` to a gradient, and the loss is a mean of `terms` tokens or samples."""
+    """Returns the deviation of the results of `trained` on this rank from those on one process.
+
+    Rounding may change a gradient by `allowed`; the loss is a mean of `terms` tokens or samples.
+    """
     from ..schedule import rounding
     from ..schedule.compare import compare
 
@@ -320,7 +323,7 @@ def compare(expected: "Numbers", found: "Numbers", allowed: float, terms: int) -
 def _train(
     workload: "Workload", config: Mapping[str, Any], seed: int, alone: bool = False
 ) -> "tuple[Numbers, nn.Module]":
-    """Three steps on the same batches, whatever the configuration; and the model."""
+    """Trains three steps on the same batches in any configuration; returns the results and the model."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""Whether a training goes on in another configuration as if nothing had happened: a declared table, and its check.
+"""A table of strategies, with the check that a training saved in one continues exactly in another.
 
-A cell is a family at a tiny size, the strategy it was saved in, and the one that it is taken up in, with as many ranks as
-that takes. It holds where what is saved again at once is equal bit for bit, weights and optimizer state, and where the
-losses of further steps are those of one process that never stopped.
+A cell is a family at a tiny size, the strategy in which it is saved, and the one in which it is resumed, on the number
+of ranks of each. It passes if weights and optimizer state that are saved again at once are equal bit for bit, and if
+the losses of further steps equal those of one uninterrupted process.
 """
 
 from collections.abc import Mapping
@@ -35,30 +35,30 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
     "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
 }
-"""Every strategy of the table by its name: knobs, absent ones neutral."""
+"""Knobs of every strategy of the table by name; absent knobs are neutral."""
 TABLE_FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
-"""Those of `numerics.FAMILIES` that the table has."""
+"""The families of `numerics.FAMILIES` in the table."""
 BEFORE, AFTER = 4, 5
-"""Steps before the checkpoint, and behind it."""
+"""Steps before the checkpoint, and after it."""
 EXACT = 1e-6
-"""What the losses of strategies that compute in float32 may depart by, relatively: some units in the last place."""
+"""Allowed relative difference of losses if all strategies compute in float32: a few units in the last place."""
 HALF = 2.0**-8
-"""The same where one of them computes in bfloat16: a unit in the last place of that."""
+"""Allowed relative difference if one of them computes in bfloat16: a unit in the last place of bfloat16."""
 _DEEPER = {"gpt2": {"n_layer": 4}, "t5": {"num_layers": 4}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Went:
-    """What a part of a training came to, on one rank."""
+class PartResult:
+    """The result of a part of a training on one rank."""
 
     losses: tuple[float, ...]
-    """Of each step."""
+    """Loss of each step."""
     norms: tuple[float, ...]
-    """Of all gradients together, before they were clipped."""
+    """Norm of all gradients together before clipping, of each step."""
 
 
 def tiny(family: str) -> "Workload":
-    """The workload of a family of the table, of four blocks, with an optimizer whose weight decay differs by parameter."""
+    """Returns the workload of a family with four blocks, and an optimizer whose weight decay differs by parameter."""
     from ..models.architecture import Architecture
     from ..models.huggingface import hugging_face_workload
 
@@ -70,18 +70,18 @@ def tiny(family: str) -> "Workload":
 
 
 def ranks(strategy: str) -> int:
-    """How many ranks a strategy takes."""
+    """Returns the number of ranks of a strategy."""
     config = STRATEGIES[strategy]
     return config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
 
 
 def obstacle(family: str, strategy: str) -> str:
-    """Why a family cannot follow a strategy; empty where it can."""
+    """Returns the reason why a family does not support a strategy; empty if it does."""
     return refusal(tiny(family), STRATEGIES[strategy])
 
 
 def tolerance(*strategies: str) -> float:
-    """What losses may depart by, relatively, where a training went through these strategies."""
+    """Returns the allowed relative difference of losses for a training in these strategies."""
     half = any(STRATEGIES[each].get("precision", "fp32") != "fp32" for each in strategies)
     return HALF if half else EXACT
 
@@ -89,16 +89,16 @@ def tolerance(*strategies: str) -> float:
 def part(
     workload: "Workload", strategy: str, steps: int, *, begin: Path | None = None, copy: Path | None = None,
     save: Path | None = None,
-) -> Went:  # fmt: skip
-    """Trains in a strategy, on every rank of an initialised process group of the right size; all call it alike.
+) -> PartResult:  # fmt: skip
+    """Trains in a strategy; called alike on every rank of an initialised process group of the right size.
 
     Args:
-        workload: of `tiny`.
-        strategy: its name.
-        steps: up to which step.
-        begin: a folder of checkpoints, whose latest it begins with; None for the first step.
-        copy: where what it has begun with is saved again, before any step.
-        save: where it is saved at the end.
+        workload: a workload of `tiny`.
+        strategy: name of the strategy.
+        steps: the step at which it ends.
+        begin: a folder of checkpoints, of which the latest is loaded; None for the first step.
+        copy: folder in which the loaded state is saved again before any step.
+        save: folder in which the state is saved at the end.
     """
     import torch
     import torch.distributed as dist
@@ -127,7 +127,7 @@ def part(
     step = 0
     if begin is not None:
         found = latest(CheckpointFolder(begin), group, print)
-        assert found is not None, "there is a checkpoint to begin with"
+        assert found is not None, "there is a checkpoint to load"
         restore(state, found)
         step = found.step
     if copy is not None:
@@ -142,17 +142,17 @@ def part(
         log=lines.append, average=average,
     )  # fmt: skip
     loop.run()
-    told = [each for each in lines if each["kind"] == "step"]
-    return Went(losses=tuple(each["loss"] for each in told), norms=tuple(each["grad_norm"] for each in told))
+    logged = [each for each in lines if each["kind"] == "step"]
+    return PartResult(losses=tuple(each["loss"] for each in logged), norms=tuple(each["grad_norm"] for each in logged))
 
 
-def _saver(where: Path, rank: int, group: "torch.distributed.ProcessGroup | None") -> Any:
+def _saver(path: Path, rank: int, group: "torch.distributed.ProcessGroup | None") -> Any:
     import torch.distributed as dist
 
     from ..training.checkpoint.folder import CheckpointFolder
     from ..training.checkpoint.saver import Saver
 
-    folder = CheckpointFolder(where)
+    folder = CheckpointFolder(path)
     if rank == 0:
         folder.prepare()
     if group is not None:
@@ -161,7 +161,7 @@ def _saver(where: Path, rank: int, group: "torch.distributed.ProcessGroup | None
 
 
 def unequal(one: Path, other: Path) -> list[str]:
-    """Names of the tensors that are not equal bit for bit in the latest checkpoints of two folders."""
+    """Returns the names of the tensors that differ in the latest checkpoints of two folders."""
     import torch
 
     from ..models.layouts.dcp import dcp_tensors
@@ -174,7 +174,7 @@ def unequal(one: Path, other: Path) -> list[str]:
     ]
 
 
-def departure(expected: Went, found: Went) -> float:
-    """The largest relative difference of losses, step by step from the end."""
+def departure(expected: PartResult, found: PartResult) -> float:
+    """Returns the largest relative difference of losses, matched from the last step backwards."""
     pairs = list(zip(reversed(expected.losses), reversed(found.losses)))
     return max(abs(a - b) / abs(a) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""What every sampler promises, as tests: inherit the class and override its one fixture.
+"""Conformance tests of samplers: inherit the class and override its only fixture.
 
     class TestMine(SamplerConformance):
         @pytest.fixture
@@ -27,7 +27,7 @@ FAILURES = [Status.OOM, Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPP
 
 
 def small_space() -> Space:
-    """14 valid configurations of 16."""
+    """Returns a space of 14 valid configurations out of 16."""
     space = Space()
     tp = space.choice("tp", [1, 2])
     micro = space.choice("micro_batch", [1, 2, 4, 8])
@@ -37,7 +37,7 @@ def small_space() -> Space:
 
 
 def wide_space() -> Space:
-    """210 configurations, one of the knobs without an order."""
+    """Returns a space of 210 configurations; one of the knobs has no order."""
     space = Space()
     space.choice("micro_batch", [1, 2, 4, 8, 16, 32, 64])
     space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1])
@@ -47,7 +47,7 @@ def wide_space() -> Space:
 
 
 def conditional_space() -> Space:
-    """20 configurations; two knobs are absent where what they depend on is off."""
+    """Returns a space of 20 configurations with two conditional knobs."""
     space = Space()
     tp = space.choice("tp", [1, 2, 4])
     space.flag("sequence_parallel", when=tp > 1)
@@ -57,7 +57,7 @@ def conditional_space() -> Space:
 
 
 def vast_space() -> Space:
-    """Some 12 million configurations."""
+    """Returns a space of about 12 million configurations."""
     space = Space()
     knobs = [space.integer(f"k{i}", 0, 15) for i in range(6)]
     space.require(knobs[0] + knobs[1] <= 20, "room")
@@ -65,7 +65,7 @@ def vast_space() -> Space:
 
 
 def boundless_space() -> Space:
-    """More configurations than can be listed: one rule binds ten knobs of sixteen values."""
+    """Returns a space that is too large to be listed: one constraint over ten knobs with sixteen values."""
     space = Space()
     knobs = [space.integer(f"k{i}", 0, 15) for i in range(10)]
     space.require(sum(knobs[1:], knobs[0]) <= 80, "room")
@@ -73,17 +73,17 @@ def boundless_space() -> Space:
 
 
 def ok(throughput: float | None, **more: float) -> Measurement:
-    """A trial that worked."""
+    """Returns the measurement of a successful trial."""
     return Measurement(status=Status.OK, throughput=throughput, **more)
 
 
 def failed(status: Status) -> Measurement:
-    """A trial that did not."""
-    return Measurement(status=status, reason="told so by the test")
+    """Returns the measurement of a failed trial."""
+    return Measurement(status=status, reason="failed by the test")
 
 
 def plausible(config: Config) -> Measurement:
-    """Faster with larger micro-batches until memory runs out; every kind of failure somewhere."""
+    """Returns a throughput that grows with the micro-batch until memory runs out, and some failures of every kind."""
     micro, digits = config.get("micro_batch", 1), int(config.id, 16)
     if micro * (1 - 0.5 * config.get("checkpoint_ratio", 0)) > 16:
         return failed(Status.OOM)
@@ -94,26 +94,26 @@ def plausible(config: Config) -> Measurement:
 
 
 def finished(configs: Sequence[Config], outcome: Outcome, *, first: int = 0) -> list[Trial]:
-    """Trials of these configurations with what `outcome` makes of them, numbered from `first`."""
+    """Returns trials of these configurations with the measurements of `outcome`, numbered from `first`."""
     return [Trial(number=i, config=each, measurement=outcome(each)) for i, each in enumerate(configs, first)]
 
 
 def search(sampler: Sampler, outcome: Outcome, trials: int, *, count: int = 1) -> list[Trial]:
-    """A search of at most that many trials, by batches of `count`; it ends early when nothing is proposed."""
+    """Runs a search of at most `trials` trials in batches of `count`; it ends early if nothing is proposed."""
     done: list[Trial] = []
     while len(done) < trials and (batch := sampler.propose(done, count)):
-        assert len(batch) <= count, "more proposals than were asked for"
+        assert len(batch) <= count, "more proposals than requested"
         done += finished(batch, outcome, first=len(done))
     return done
 
 
 class SamplerConformance:
-    """Every promise of a sampler. Override `make`."""
+    """Tests of everything a sampler must guarantee. Override `make`."""
 
     @pytest.fixture
     def make(self) -> Callable[..., Sampler]:
-        """Builds the sampler under test, called as `make(space, seed=...)`."""
-        raise NotImplementedError("override the fixture `make` with what builds your sampler")
+        """Returns the sampler under test, called as `make(space, seed=...)`."""
+        raise NotImplementedError("override the fixture `make`; it returns your sampler")
 
     def test_it_says_its_name_and_keeps_space_and_seed(self, make):
         space = small_space()
@@ -273,7 +273,7 @@ class SamplerConformance:
         space = wide_space()
         trials = finished(space.sample(14, 4), plausible)
         sampler = make(space, seed=0)
-        sampler.propose(trials, 1)  # imports packages, some of which add warning filters for themselves
+        sampler.propose(trials, 1)  # imports packages, some of which add warning filters
         before = process_state()
         batch = sampler.propose(trials, 2)
         after = process_state()
@@ -320,7 +320,7 @@ class SamplerConformance:
 
 
 def search_on(sampler: Sampler, trials: list[Trial], outcome: Outcome) -> list[Trial]:
-    """The trials that a search adds to `trials` until nothing is proposed."""
+    """Returns the trials that a search adds to `trials` until nothing is proposed."""
     known = list(trials)
     while batch := sampler.propose(known, 3):
         known += finished(batch, outcome, first=len(known))
@@ -329,13 +329,13 @@ def search_on(sampler: Sampler, trials: list[Trial], outcome: Outcome) -> list[T
 
 
 def _share_of_large(make: Callable[..., Sampler], space: Space, trials: list[Trial]) -> float:
-    """Share of proposals with a micro-batch of at least 16, over six seeds and batches of two."""
+    """Returns the share of proposals with a micro-batch of at least 16, over six seeds and batches of two."""
     proposals = [config for seed in range(6) for config in make(space, seed=seed).propose(trials, 2)]
     return float(np.mean([config["micro_batch"] >= 16 for config in proposals]))
 
 
 def process_state() -> dict[str, object]:
-    """What a sampler must leave as it found it: generators, threads, warning filters, verbosity, streams."""
+    """Returns the state that a sampler must not change: generators, threads, warning filters, verbosity, streams."""
     numpy_state = np.random.get_state()
     state: dict[str, object] = {
         "random": random.getstate(),

@@ -1,11 +1,11 @@
-"""The house as docs/architecture.md draws it: rooms stand on floors, and no files import each other in a circle."""
+"""The layers of docs/architecture.md: packages import only from lower layers, and there are no import cycles."""
 
 import re
 
 import pytest
 from house import ROOT, graph, importers, lost, sources
 
-FLOORS = (
+LAYERS = (
     ("base", "knobs"),
     ("space", "schedule", "results"),
     ("frameworks",),
@@ -17,30 +17,30 @@ FLOORS = (
     ("cli",),
     ("train", "errors"),
 )
-"""Rooms, lowest first: each imports from those on floors below. The single files of the lowest may import each other."""
+"""Packages by layer, lowest first: each imports from lower layers. Single files of the lowest may import each other."""
 
 
-def room(name):
+def package(name):
     """The package at the top that a module is in, or the module itself where it stands there."""
     return (name.split(".") + [""])[1]
 
 
 def upward(found):
-    """Imports of a room on a higher floor, or beside one's own."""
-    floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
+    """Returns imports from a package of a higher layer, or of another package of the same one."""
+    layer = {each: number for number, packages in enumerate(LAYERS) for each in packages}
     out = []
     for name, others in found.items():
         for other in sorted(others):
-            mine, its = room(name), room(other)
-            if not mine or not its or mine == its or floor[mine] == floor[its] == 0:
+            mine, its = package(name), package(other)
+            if not mine or not its or mine == its or layer[mine] == layer[its] == 0:
                 continue
-            if floor[mine] <= floor[its]:
+            if layer[mine] <= layer[its]:
                 out.append(f"{name} imports {other}")
     return out
 
 
-def circles(found):
-    """Modules that import each other in a circle: strongly connected components, by Tarjan's algorithm."""
+def cycles(found):
+    """Returns import cycles: strongly connected components, by Tarjan's algorithm."""
     index, low, stack, out = {}, {}, [], []
 
     def visit(name):
@@ -70,12 +70,12 @@ def house():
     return graph(ROOT)
 
 
-def test_every_room_has_its_floor(house):
-    known = {each for rooms in FLOORS for each in rooms}
-    assert {room(name) for name in house} - {""} == known
+def test_every_package_has_its_layer(house):
+    known = {each for packages in LAYERS for each in packages}
+    assert {package(name) for name in house} - {""} == known
 
 
-def test_no_import_runs_up(house):
+def test_no_import_goes_up(house):
     assert upward(house) == []
 
 
@@ -99,11 +99,11 @@ def test_optional_packages_are_imported_in_one_place_only(package, allowed):
     assert all(user.startswith(allowed) for user in users)
 
 
-def test_no_files_import_each_other_in_a_circle(house):
-    assert circles(house) == []
+def test_there_are_no_import_cycles(house):
+    assert cycles(house) == []
 
 
-def test_what_runs_up_or_in_a_circle_is_found(tmp_path):
+def test_upward_imports_and_cycles_are_found(tmp_path):
     files = {
         "space/__init__.py": "from .knob import Knob",
         "space/knob.py": "def f():\n    from ..models import workload",
@@ -125,7 +125,7 @@ def test_what_runs_up_or_in_a_circle_is_found(tmp_path):
         "redline.schedule.calls imports redline.tuner.loop",
         "redline.schedule.calls imports redline.tuner.search",
     }
-    assert sorted(circles(found)) == [
+    assert sorted(cycles(found)) == [
         ["redline.models.batches", "redline.models.workload"],
         ["redline.tuner.loop", "redline.tuner.search"],
     ]

@@ -1,4 +1,4 @@
-"""How a workload is trained in one configuration: mesh, precision, passes, and what it computes."""
+"""Training of a workload in one configuration: mesh, precision, passes, data, checkpoints."""
 
 import lazy_loader
 

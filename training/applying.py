@@ -1,4 +1,4 @@
-"""A configuration applied to a model, for one's own loop."""
+"""Applies a configuration to a model, for the user's own loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,21 +19,21 @@ METHODS = ("uniform", "first")
 def apply_schedule(
     model: "nn.Module", config: Mapping[str, Any], mesh: Any = None, checkpoint_method: str = "uniform"
 ) -> "Schedule":
-    """The schedule of a model with a configuration applied, ready for `redline.build`.
+    """Returns the schedule of a model with a configuration applied, ready for `redline.build`.
 
-    It follows the knobs that rewrite a model (`tp`, `sequence_parallel`, `pp`, `checkpoint_ratio`, `fusion`, `kernels`,
-    `offload`, `zero` and what belongs to it). Micro-batches, their accumulation, autocast and the loop stay the
-    caller's.
+    It applies the knobs that rewrite a model (`tp`, `sequence_parallel`, `pp`, `checkpoint_ratio`, `fusion`,
+    `kernels`, `offload`, `zero` and their options). Micro-batches, their accumulation, autocast and the loop remain
+    the caller's task.
 
     Args:
-        model: any of transformers, or one whose repeated blocks stand in a list.
+        model: any model of transformers, or one with its repeated blocks in a list.
         config: knobs and their values, such as the `best.config` of a search.
-        mesh: a DeviceMesh with axes out of `pp`, `dp` and `tp`, where there are several devices.
+        mesh: a DeviceMesh with axes out of `pp`, `dp` and `tp`, if there are several devices.
         checkpoint_method: which blocks `checkpoint_ratio` recomputes: `uniform` spreads them evenly, `first` takes
             those that run first, whose activations would be kept longest.
 
     Raises:
-        ScheduleError: the mesh is another than the configuration's; the model cannot be rewritten so.
+        ScheduleError: the mesh does not match the configuration, or the model cannot be rewritten.
     """
     from ..schedule import create_schedule
 
@@ -56,10 +56,10 @@ def apply_schedule(
 
 
 def _check_mesh(mesh: Any, config: Mapping[str, Any]) -> int:
-    """How many replicas a mesh has.
+    """Number of replicas of a mesh.
 
     Raises:
-        ScheduleError: its axes have other sizes than the configuration says.
+        ScheduleError: the sizes of its axes differ from the configuration.
     """
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape)) if mesh is not None else {}
     for name in ("tp", "pp"):
@@ -72,12 +72,12 @@ def _check_mesh(mesh: Any, config: Mapping[str, Any]) -> int:
 
 
 def share_out(sch: "Schedule", strategy: Strategy, gathered: Sequence[str]) -> None:
-    """Shares among replicas what a strategy's ZeRO stage cuts, exchanged in its formats.
+    """Shards what a strategy's ZeRO stage shards among replicas, exchanged in its number formats.
 
     Args:
         sch: the root's schedule.
-        strategy: of the configuration.
-        gathered: paths of the blocks whose weights stay whole from forward to backward.
+        strategy: strategy of the configuration.
+        gathered: paths of the blocks whose weights stay gathered from forward to backward.
     """
     formats, exchange = strategy.formats, strategy.exchange
     sch.shard_data(

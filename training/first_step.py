@@ -1,4 +1,4 @@
-"""What the first optimizer step computes, and whether it moves what it must."""
+"""The first optimizer step: computes its loss and gradients, and checks that it moves all trained parameters."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from .training import Training
 
 SAMPLED = 4096
-"""Elements of a tensor that are looked at for whether they have a gradient."""
+"""Number of elements of a tensor that are checked for a gradient."""
 WATCHED = 64
-"""Elements of a tensor whose update is watched, of those that were looked at."""
+"""Number of these elements whose update is checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPart:
-    """What one rank saw of it."""
+    """Observations of one rank."""
 
     computed: Computed
     """Its share of loss and gradients, on the samples of a step."""
     still: tuple[str, ...]
-    """Parameters that have a gradient, and that the step left as they were; of what this rank holds."""
+    """Parameters on this rank with a gradient that the step did not change."""
 
 
 def first_step(training: "Training") -> "tuple[torch.Tensor, StepPart | None]":
-    """`training.step()`, watched.
+    """Runs `training.step()` and observes it.
 
     Returns:
-        What it returns; and what was seen, or None where the step was skipped, as float16 does by design.
+        Result of the step, and the observations, or None if the step was skipped, as float16 may do.
     """
     loss = training.passes()
     scale = training.precision.loss_scale
@@ -47,7 +47,7 @@ _Watched = list[tuple[str, Any, slice, Any, Any]]
 
 
 def _watched(training: "Training") -> _Watched:
-    """Of every parameter with a gradient: name, parameter, a stride, which elements of that, their values."""
+    """Name, parameter, stride, observed elements and their values, for every parameter with a gradient."""
     from ..schedule.parallel.sharding import local
 
     out: _Watched = []
@@ -55,10 +55,10 @@ def _watched(training: "Training") -> _Watched:
         if param.grad is None:
             continue
         weight, gradient = local(param.detach()).reshape(-1), local(param.grad).reshape(-1)
-        # An odd stride walks through the columns of a matrix, too.
+        # An odd stride also covers the columns of a matrix.
         stride = slice(None, None, weight.numel() // SAMPLED | 1)
         weight, gradient = weight[stride].float(), gradient[stride].float()
-        # Those that an update moves most likely: in a narrow format large weights do not move by little.
+        # Elements that an update moves most likely: in a narrow format a small update does not change a large weight.
         promise = gradient.abs() / (weight.abs() + 1e-8)
         best = promise.topk(min(WATCHED, promise.numel())).indices
         best = best[gradient[best] != 0]
@@ -68,8 +68,9 @@ def _watched(training: "Training") -> _Watched:
 
 
 def _still(training: "Training", watched: _Watched) -> tuple[str, ...]:
-    """Names of parameters that did not move. Of weights in a narrow format, which move only where they are
-    small, those of a block are named if none of it moved."""
+    """Names of parameters that did not move. Weights in a narrow format move only if they are small, so those of a
+    block are reported only if none of them moved.
+    """
     import torch
 
     from ..schedule.parallel.sharding import local

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> "torch.Tensor | None":
-    """What the loss of each micro-batch is multiplied by, so that every token that counts does so alike; all ranks call it.
+    """Factors of the losses of micro-batches that give every token the same weight; all ranks call it.
 
     Args:
-        training: whose passes follow.
-        samples: where the batches come from.
+        training: the training.
+        samples: source of the batches.
         batches: as `Training.micro_batches` returns them.
 
     Returns:
-        Shape [micro-batches], on the device; None where all count alike anyway.
+        Shape [micro-batches], on the device; None if all have the same weight.
     """
     if samples.even:
         return None
@@ -42,7 +42,7 @@ def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> 
 
 
 def _cut(batches: list[Batch], count: int) -> list[Batch]:
-    """Micro-batches, also of a pipeline, whose batch is one."""
+    """Micro-batches, also those of a pipeline, which has a single batch."""
     if len(batches) != 1:
         return batches
     (batch,) = batches
@@ -51,19 +51,19 @@ def _cut(batches: list[Batch], count: int) -> list[Batch]:
 
 
 CHUNK = 1 << 22
-"""Elements whose squares are added at a time."""
+"""Number of elements whose squares are summed at a time."""
 
 
 def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: float = 1.0) -> Computed:
-    """This rank's share of what passes computed, while their gradients are there.
+    """This rank's share of the loss and gradients, while the gradients exist.
 
-    What several ranks hold alike counts for each of them by its share.
+    Replicated values count on each rank by its share.
 
     Args:
         training: after `passes`.
-        loss: what they returned.
-        samples: of all ranks.
-        scale: what the loss was multiplied by, for float16.
+        loss: result of `passes`.
+        samples: number of samples of all ranks.
+        scale: factor of the loss, for float16.
     """
     import torch
 
@@ -77,7 +77,7 @@ def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: fl
             all_of[group] = all_of[group] + square
             if gradient.dim() < 2:
                 vectors[group] = vectors[group] + square
-    # One wait for the device, not one a parameter.
+    # Waits for the device once, not for each parameter.
     norms, of_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]).sqrt() / scale).tolist()
     return Computed(
         loss=float(loss),
@@ -89,8 +89,9 @@ def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: fl
 
 
 def square(training: "Training") -> "torch.Tensor":
-    """This rank's share of the squared norm of all gradients: their sum over all ranks is that. float64, a scalar on
-    the device."""
+    """This rank's share of the squared norm of all gradients, which is the sum over all ranks. float64, a scalar on
+    the device.
+    """
     import torch
 
     alike: dict[float, list[torch.Tensor]] = {}
@@ -113,13 +114,14 @@ def multiply(training: "Training", factor: "torch.Tensor") -> None:
 
 
 def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]":
-    """Of every gradient on this rank: the parameter's name, the part that is here, and for how much of itself it counts,
-    as several ranks may hold it alike."""
+    """Yields every gradient on this rank: the parameter's name, the local part, and its weight, if several ranks have
+    copies.
+    """
     from ..schedule.parallel.sharding import copies_of, is_dtensor, local, owner, shards_of
 
     model, world = training.model, training.world
     elsewhere = _held_by_earlier_stages(model)
-    # With ZeRO 1 a gradient is where its owner is; of replicas otherwise each has all.
+    # With ZeRO 1 a gradient is on its owner; otherwise each replica has all gradients.
     replicas = model.__dict__.get("replicas")
     alone = replicas is not None and replicas.owners
     for name, param in model.named_parameters():
@@ -137,7 +139,7 @@ def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]"
 
 
 def _held_by_earlier_stages(model: "nn.Module") -> set[int]:
-    """Ids of tied parameters that count with an earlier stage of the pipeline, where they are held too."""
+    """Ids of tied parameters that count with an earlier stage of the pipeline, which also has them."""
     pipeline = model.__dict__.get("pipeline")
     if pipeline is None:
         return set()

@@ -1,4 +1,4 @@
-"""How fast a training learns: learning rate, weight decay, clipping, averaging; each a function of the step alone."""
+"""Hyperparameters of a training: learning rate, weight decay, clipping, averaging; each a function of the step alone."""
 
 import math
 from collections.abc import Iterable
@@ -18,18 +18,18 @@ DEFAULT_LR = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """What decides how weights move, whatever the configuration.
+    """Hyperparameters of the optimization, which do not depend on the configuration.
 
     Raises:
         UsageError: a value is out of its range.
     """
 
     steps: Annotated[int, Asked("Optimizer steps in all.", type=int, metavar="N")] = 1000
-    """Optimizer steps in all."""
+    """Number of optimizer steps."""
     lr: Annotated[float | None, Asked("Highest learning rate.  [default: 1e-4]", type=float)] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
     lr_schedule: Annotated[str, Asked(f"Learning-rate schedule: {either(LR_SCHEDULES)}.", metavar="NAME")] = "cosine"
-    """How it falls behind the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
+    """Schedule after the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
     lr_steps: Annotated[
         int | None,
         Asked(
@@ -38,29 +38,30 @@ class Hyperparameters:
             metavar="N",
         ),
     ] = None
-    """Steps after which it has fallen, and stays where it is; None for all steps."""
+    """Steps after which the learning rate stays at its minimum; None for all steps."""
     warmup: Annotated[int, Asked("Warm-up steps; the first has lr/N.", type=int, metavar="N")] = 0
-    """Steps over which it rises linearly, n: step k of them, counted from 1, has k/n of the highest. Transformers' Trainer
-    counts from 0: there the first step has a rate of 0, and every other that of the step before here."""
+    """Warm-up steps, n: step k, counted from 1, has k/n of the highest rate. Transformers' Trainer counts from 0: its
+    first step has a rate of 0, and every other step the rate of the previous step here.
+    """
     min_lr: Annotated[float, Asked("Minimum learning rate, as a share of the highest.", type=float)] = 0.1
     """Minimum learning rate, as a share of the highest."""
     decay: Annotated[float, Asked("Share of the steps over which wsd falls.", type=float)] = 0.2
     """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
     weight_decay: Annotated[float, Asked("AdamW's weight decay, for weight matrices.", type=float)] = 0.01
-    """AdamW's, of what has two dimensions or more; biases and norms have none."""
+    """AdamW's weight decay for parameters with two dimensions or more; biases and norms have none."""
     betas: Annotated[
         tuple[float, float], Asked("AdamW's decay rates of gradients and squared gradients.", metavar="X X")
     ] = (
         0.9,
         0.999,
     )
-    """AdamW's, of the moving averages of gradients and of their squares."""
+    """AdamW's decay rates of the moving averages of gradients and of their squares."""
     eps: Annotated[float, Asked("AdamW's epsilon.", type=float)] = 1e-8
-    """AdamW's, added to the root of the average of squares."""
+    """AdamW's epsilon, added to the root of the average of squares."""
     clip: Annotated[float | None, Asked("Largest global gradient norm.", type=float)] = 1.0
     """Largest norm of all gradients together; None or 0 for no limit."""
     average: Annotated[float | None, Asked("Keep a moving average of the weights with this decay.", type=float)] = None
-    """Share of the moving average of the weights that stays at each step, such as 0.999; None keeps no average."""
+    """Decay of the moving average of the weights per step, such as 0.999; None keeps no average."""
 
     def __post_init__(self) -> None:
         if self.lr_schedule not in LR_SCHEDULES:
@@ -87,7 +88,7 @@ class Hyperparameters:
                 raise UsageError(f"{name} must be {rule}, but got {value!r}")
 
     def lr_factor(self, step: int) -> float:
-        """The learning rate of a step, numbered from 0, as a share of the highest."""
+        """Learning rate of a step, numbered from 0, as a share of the highest."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         left = max(1, (self.lr_steps or self.steps) - self.warmup)
@@ -103,7 +104,7 @@ class Hyperparameters:
         return self.min_lr + (1.0 - self.min_lr) * share
 
     def optimizer(self, params: "Iterable[nn.Parameter]", fused: bool = False) -> "torch.optim.Optimizer":
-        """AdamW, with weight decay for what has two dimensions or more."""
+        """AdamW, with weight decay for parameters with two dimensions or more."""
         import torch
 
         groups: dict[bool, list[nn.Parameter]] = {}

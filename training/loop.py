@@ -1,4 +1,4 @@
-"""The loop of a training: steps on real data, evaluated, logged, saved, and ended in good order."""
+"""The training loop: steps on real data, evaluation, logging, checkpoints, and an orderly end."""
 
 import math
 import time
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 LAG = 2
-"""Steps behind which ranks learn what they agreed on, so that none waits for the device."""
+"""Number of steps after which ranks read what they agreed on, so that none waits for the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """What the loop does beside steps.
+    """Actions of the loop apart from steps.
 
     Raises:
         UsageError: a value is out of its range.
@@ -46,7 +46,7 @@ class LoopPlan:
     ] = 0
     """Steps between two evaluations; 0 for none."""
     eval_steps: Annotated[int, Asked("Largest number of global batches in an evaluation.", type=int, metavar="N")] = 16
-    """Steps' worth of held-out samples that an evaluation looks at, at most."""
+    """Largest number of global batches in an evaluation."""
     save_every: Annotated[int, Asked("Steps between two checkpoints; 0 for none by steps.", type=int, metavar="N")] = 0
     """Steps between two checkpoints; 0 for none by steps."""
     save_minutes: Annotated[
@@ -58,9 +58,11 @@ class LoopPlan:
 
     soak: Annotated[
         bool,
-        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save behind the first."),
+        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
     ] = True
-    """Whether a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save behind its first step."""
+    """True if a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save after its
+    first step.
+    """
 
     def __post_init__(self) -> None:
         for name, least in (("log_every", 1), ("eval_every", 0), ("eval_steps", 1), ("save_every", 0), ("keep", 1)):
@@ -73,49 +75,49 @@ class LoopPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How the loop ended."""
+    """Result of the loop."""
 
     step: int
-    """Steps that are done."""
+    """Number of steps done."""
     stopped: bool
-    """Whether it was told to, before the last step."""
+    """True if it was stopped before the last step."""
     failure: str = ""
-    """Why the last step has no checkpoint; empty where it has one."""
+    """Reason why the last step has no checkpoint; empty if it has one."""
     unlogged: tuple[Mapping[str, Any], ...] = ()
-    """Lines of the log, except those of steps, that its disk had no room for."""
+    """Lines of the log, except those of steps, that did not fit on its disk."""
     step_ms: float | None = None
-    """Median time of a step over the intervals of the log, the first one apart, ms; None where there was none."""
+    """Median time of a step over the intervals of the log except the first, ms; None if there was none."""
     samples_per_step: int = 0
     """Samples of one optimizer step over all ranks."""
     tokens_per_step: int | None = None
-    """Tokens of it; None where the data has none."""
+    """Tokens of one optimizer step; None if the data has no tokens."""
     tflops_per_device: float | None = None
-    """Model FLOPs per second and device, 1e12."""
+    """Model FLOP/s per device, 1e12."""
     peak_memory_mib: float | None = None
     """This rank's peak, MiB."""
 
 
 class Loop:
-    """Trains from a step on, on every rank alike.
+    """Trains from a step on, on every rank.
 
-    What follows from the seed and the step alone, whatever the configuration and however often it is taken up again: the
-    samples, their order, the learning rate. Dropout follows from them and from this rank's place.
+    The samples, their order and the learning rate depend only on the seed and the step, whatever the configuration and
+    the number of restarts. Dropout also depends on this rank's position.
 
     Args:
-        training: model and optimizer, made without data of its own.
-        samples: what it trains on.
-        hyperparameters: how it learns, and for how many steps.
-        plan: what else to do.
-        saver: where checkpoints go; None keeps none.
-        step, position: where to go on: steps that are done, and samples that they took.
+        training: model and optimizer, without its own data.
+        samples: training data.
+        hyperparameters: hyperparameters and number of steps.
+        plan: further actions.
+        saver: saver of checkpoints; None saves none.
+        step, position: start: number of steps done, and of samples that they used.
         until: the step to end at; None for the last one.
-        facts: what a checkpoint is to say of the training.
-        log: told, on rank 0, what the log is to hold: a `kind` and numbers by name.
-        stop: whether to end; asked on every rank at every step.
-        memory_mib: this rank's peak memory.
-        peak_flops: of a device, for the utilisation; None where it is not known.
-        average: the moving averages of parameters, where they are kept; see `averages`.
-        phase: told what comes next, so that a failure can say where it happened.
+        facts: description for the checkpoints' manifests.
+        log: receives, on rank 0, the lines of the log: a `kind` and numbers by name.
+        stop: returns True to stop; called on every rank at every step.
+        memory_mib: returns this rank's peak memory.
+        peak_flops: peak FLOP/s of a device, for the utilisation; None if unknown.
+        average: moving averages of parameters, if any; see `averages`.
+        phase: receives the name of the next phase, so that a failure can report it.
     """
 
     def __init__(
@@ -156,10 +158,10 @@ class Loop:
         self._begun, self._first, self._idle_s = time.perf_counter(), step, 0.0
 
     def run(self) -> Ended:
-        """Trains until the last step, or until it is told to stop; then saves.
+        """Trains until the last step, or until it is stopped; then saves.
 
         Raises:
-            Diverged: the loss is not finite any more.
+            Diverged: the loss is not finite.
         """
         stopped = False
         self._begin_interval()
@@ -170,8 +172,8 @@ class Loop:
                 following = self._fetch(self.step + 1)
                 self._one(share)
                 if self.saver is not None and self.step == self._first:
-                    State(self.training, self.average).tensors()  # refused now rather than at the first checkpoint
-                stopped, save = self._heard()
+                    State(self.training, self.average).tensors()  # fails now rather than at the first checkpoint
+                stopped, save = self._next_actions()
                 self.step += 1
                 last = self.step == self.until
                 if self.step % self.plan.log_every == 0 or last or stopped:
@@ -190,7 +192,7 @@ class Loop:
             self._loader.shutdown()
 
     def _fetch(self, step: int) -> "Future[Batch]":
-        """Has this replica's samples of a step read, while another step runs."""
+        """Starts reading this replica's samples of a step, while another step runs."""
         first = self.position + (step - self._first) * self.training.samples_per_step
 
         def read() -> Batch:
@@ -201,7 +203,7 @@ class Loop:
         return self._loader.submit(read)
 
     def _one(self, share: Batch) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         training = self.training
         training.reseed(self.step)
         factor = self._hyper.lr_factor(self.step)
@@ -213,7 +215,7 @@ class Loop:
         self._follow()
 
     def _clip(self) -> None:
-        """Clips gradients by their norm, and lets the ranks agree on what comes next."""
+        """Clips gradients by their norm, and lets the ranks agree on the next actions."""
         import torch
 
         training = self.training
@@ -231,15 +233,15 @@ class Loop:
             factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)
             gradients.multiply(training, factor.float())
 
-    def _heard(self) -> tuple[bool, bool]:
-        """Whether to stop and whether to save, as all ranks have agreed."""
+    def _next_actions(self) -> tuple[bool, bool]:
+        """Returns whether to stop and whether to save, as agreed by all ranks."""
         if len(self._agreed) <= (LAG if self.training.world.size > 1 or self.training.device.type == "cuda" else 0):
             return False, False
         stop, save = self._agreed.popleft().tolist()
         return stop > 0, save > 0
 
     def _follow(self) -> None:
-        """Moves the averages towards the weights."""
+        """Updates the moving averages."""
         if not self.average:
             return
         import torch
@@ -247,7 +249,7 @@ class Loop:
         from ..base._torch import foreach_interpolate
         from ..schedule.parallel.sharding import local
 
-        assert self._hyper.average is not None, "averages are kept where it says how"
+        assert self._hyper.average is not None, "averages need a decay"
         with torch.no_grad():
             held = [local(each) for each in self.average.values()]
             foreach_interpolate(held, [local(each.detach()) for each in self.average], 1 - self._hyper.average)
@@ -285,14 +287,15 @@ class Loop:
             "seconds_left": (self.until - self.step) * seconds,
         }
         if self.saver is not None and not self.saver.busy:
-            self._told(self.saver.wait())
+            self._log_saved(self.saver.wait())
         self._steady.append(line["step_ms"])
         self._log(line)
         self._begin_interval()
 
     def _check(self) -> None:
-        """Refuses to go on where losses are not finite, or gradients were not that no loss has shown yet: they are in the
-        weights already."""
+        """Raises if losses are not finite, or if gradients are not, which the loss may not show yet although the
+        weights are affected.
+        """
         import torch
 
         if self._losses:
@@ -305,13 +308,13 @@ class Loop:
                 raise self._diverged(f"the loss of step {number} is {loss}")
 
     def _check_norm(self) -> None:
-        # A loss that is scaled overflows now and then, and such steps are left out.
+        # A scaled loss overflows now and then, and such steps are skipped.
         if self._norm is not None and not self.training.precision.scaled and not math.isfinite(float(self._norm)):
             raise self._diverged(f"the gradients of step {self.step} are not finite")
 
     def _diverged(self, what: str) -> Diverged:
         if self.saver is not None:
-            self._told(self.saver.wait())
+            self._log_saved(self.saver.wait())
         kept = (
             f"the checkpoint of step {self._kept_step} was saved before"
             if self._kept_step
@@ -320,7 +323,7 @@ class Loop:
         return Diverged(f"{what}: {kept}; a lower --lr or more --warmup may help")
 
     def _evaluate(self) -> None:
-        """The mean loss of held-out samples, with dropout off."""
+        """Returns the mean loss of held-out samples, without dropout."""
         training, begin = self.training, time.perf_counter()
         self._check()
         held = self.samples.num_evaluation
@@ -346,7 +349,7 @@ class Loop:
         return float(total) / steps
 
     def _soak(self) -> None:
-        """Tries what comes later: the longest batch, an evaluation, a save. Nothing of the training changes by it.
+        """Tries later events: the longest batch, an evaluation, a save. It does not change the training.
 
         Raises:
             StudyError: a checkpoint cannot be saved.
@@ -367,11 +370,11 @@ class Loop:
                 self._held_out_loss(1)
                 tried.append("an evaluation")
         if self.saver is not None:
-            self._told(self.saver.wait())
+            self._log_saved(self.saver.wait())
             saved = self.saver.rehearse(State(training, self.average), self.step)
             if saved.failure:
                 raise StudyError(
-                    f"no checkpoint can be saved in '{self.saver.folder.path}', as a trial behind the first step shows: "
+                    f"no checkpoint can be saved in '{self.saver.folder.path}', as a trial after the first step shows: "
                     f"{saved.failure}"
                 )
             tried.append(f"a checkpoint of {saved.bytes / MIB:,.1f} MiB")
@@ -380,23 +383,23 @@ class Loop:
         seconds = time.perf_counter() - begin
         self._idle_s += seconds
         listed = " and ".join(filter(None, (", ".join(tried[:-1]), tried[-1])))
-        text = f"soaked for {seconds:.1f} s{peak}: {listed} went well, and changed nothing"
+        text = f"soaked for {seconds:.1f} s{peak}: {listed} succeeded, without an effect on the training"
         self._log({"kind": "note", "step": self.step, "text": text, "seconds": seconds, "memory_mib": memory_mib})
 
     def _save(self) -> None:
-        """Begins to save a checkpoint of this step."""
+        """Starts to save a checkpoint of this step."""
         if self.saver is None or self._saved_step == self.step:
             return
         begin = time.perf_counter()
         self._check()
         position = self._position(self.step)
         facts = {**self._facts, "samples": position, "loss_scale": self.training.precision.loss_scale}
-        self._told(self.saver.save(State(self.training, self.average), self.step, facts))
+        self._log_saved(self.saver.save(State(self.training, self.average), self.step, facts))
         self._saved_step, self._saved_at = self.step, time.monotonic()
         self._idle_s += time.perf_counter() - begin
 
-    def _told(self, saved: Saved | None) -> None:
-        """Logs how a save has ended."""
+    def _log_saved(self, saved: Saved | None) -> None:
+        """Logs the result of a save."""
         if saved is not None:
             if not saved.failure:
                 self._kept_step = saved.step
@@ -415,11 +418,11 @@ class Loop:
         if self.saver is not None:
             self._save()
             last = self.saver.wait()
-            self._told(last)
+            self._log_saved(last)
             failure = last.failure if last is not None else ""
         self._log({"kind": "end", "step": self.step, "stopped": stopped, "failure": failure})
         training, flops = self.training, self.training.flops_per_step()
-        # The first interval warms up, and compiles.
+        # The first interval includes warm-up and compilation.
         step_ms = median(self._steady[1:] or self._steady) if self._steady else None
         return Ended(
             step=self.step,
@@ -437,5 +440,5 @@ class Loop:
 
 
 def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
-    """Moving averages of what is trained, which begin at the weights: a copy for each parameter on this rank."""
+    """Moving averages of the trained parameters, initialized by the weights: a copy of each parameter on this rank."""
     return {each: each.detach().clone() for each in training.model.parameters() if each.requires_grad}

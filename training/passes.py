@@ -17,16 +17,16 @@ Watch = Callable[[Any], None] | None
 
 
 class Accumulation:
-    """Micro-batches one after the other; gradients add up.
+    """Runs micro-batches one after the other; gradients add up.
 
-    What replicas exchange meanwhile is an `Exchange`: gradients that are whole on every rank are averaged
-    with the last micro-batch only, as groups of replicas sum their pieces, and weights that are gathered once
-    a step stay so until then.
+    Replicas communicate by an `Exchange`. Gradients that are whole on every rank are averaged only with the last
+    micro-batch, as groups of replicas sum their shards. Weights that are gathered once per step stay gathered until
+    then.
     """
 
     def __init__(self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange) -> None:
         self.loss_of = ForwardPass(workload, model)
-        """The loss of one micro-batch."""
+        """Returns the loss of one micro-batch."""
         self._model, self._precision, self._exchange = model, precision, exchange
 
     def __call__(
@@ -36,13 +36,13 @@ class Accumulation:
         watch: Watch = None,
         factors: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
-        """The mean loss; gradients are in place, unless they are switched off.
+        """Returns the mean loss; gradients are in place, unless they are switched off.
 
         Args:
             batches: this replica's micro-batches.
-            device: where batches are to be copied; None where they are there already.
-            watch: called with what the model returned for each of them.
-            factors: what the loss of each is multiplied by, of shape [micro-batches]; None for 1.
+            device: device to copy batches to; None if they are there already.
+            watch: called with the model's output for each of them.
+            factors: factor of the loss of each, shape [micro-batches]; None for 1.
         """
         import torch
 
@@ -61,7 +61,7 @@ class Accumulation:
                 self._precision.scale(loss / len(batches)).backward()
             value = loss.detach().float()
             total = value if total is None else total + value
-        assert total is not None  # there is a micro-batch at least
+        assert total is not None  # there is at least one micro-batch
         return total / len(batches)
 
     def _announce(self, last: bool) -> None:
@@ -75,25 +75,25 @@ class Accumulation:
 
 
 class Pipelined:
-    """All micro-batches at once through `model.pipeline`, which orders them."""
+    """Runs all micro-batches at once through `model.pipeline`, which orders them."""
 
     def __init__(self, workload: Workload, model: "nn.Module", precision: Precision) -> None:
         self._workload, self._model, self._precision = workload, model, precision
         self.loss_of = ForwardPass(workload, model)
-        """Knows what the model's forward takes."""
+        """Filters the arguments of the model's forward."""
         self._batch: Batch = ()
         self._factors: torch.Tensor | None = None
 
     @staticmethod
     def target(batch: Batch) -> "torch.Tensor":
-        """What the pipeline cuts into micro-batches along with the batch: the samples' numbers."""
+        """Numbers of the samples, which the pipeline cuts into micro-batches along with the batch."""
         import torch
 
         tensors = list(batch.values() if isinstance(batch, Mapping) else batch)
         return torch.arange(tensors[0].shape[0])
 
     def loss(self, output: Any, numbers: "torch.Tensor") -> "torch.Tensor":
-        """The workload's own loss of a micro-batch: that of the samples with these numbers."""
+        """The workload's own loss of the micro-batch with these sample numbers."""
         with self._precision.autocast():
             first, behind = int(numbers[0]), int(numbers[-1]) + 1
             loss = self.loss_of.loss(output, batch_slice(self._batch, first, behind))
@@ -106,13 +106,13 @@ class Pipelined:
         watch: Watch = None,
         factors: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
-        """The mean loss, on every rank; gradients are in place, unless they are switched off.
+        """Returns the mean loss, on every rank; gradients are in place, unless they are switched off.
 
         Args:
             batches: this replica's samples, as one batch.
-            device: where they are to be copied; None where they are there already.
-            watch: called on the last stage with what the model returned for each micro-batch.
-            factors: as `Accumulation` takes them.
+            device: device to copy them to; None if they are there already.
+            watch: called on the last stage with the model's output for each micro-batch.
+            factors: as for `Accumulation`.
         """
         (batch,) = batches
         self._batch = to_device(batch, device) if device is not None else batch
@@ -126,10 +126,10 @@ class Pipelined:
 
 
 def check_pipeline(workload: Workload, cuts: int, stages: int) -> None:
-    """Refuses a schedule that follows `pp` not or otherwise.
+    """Checks that a schedule cuts the model into the stages of `pp`.
 
     Raises:
-        WorkloadError: it does not cut the model into as many stages.
+        WorkloadError: it does not.
     """
     if (cuts + 1) % stages or (stages > 1 and not cuts):
         raise WorkloadError(

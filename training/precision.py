@@ -26,15 +26,15 @@ class Precision:
 
     Args:
         name: the knob's value.
-        device: where.
-        ranks: ranks that take a step together; with float16 they must agree on whether to skip it.
+        device: device of the training.
+        ranks: ranks that take a step together; with float16 they must agree on skipping it.
 
     Raises:
-        WorkloadError: the device has no such format, or torchao is missing.
+        WorkloadError: the device does not support the format, or torchao is missing.
     """
 
     pure: bool
-    """Whether the weights are in it too."""
+    """True if the weights are in this format too."""
 
     def __init__(self, name: str, device: "torch.device", ranks: int = 1) -> None:
         import torch
@@ -44,12 +44,12 @@ class Precision:
             raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
         formats = FORMATS[name]
         self.float8 = formats.scaling
-        """What of 8-bit numbers shares a scale; None where nothing is computed in 8 bits."""
+        """Granularity of the scales of 8-bit numbers; None without 8-bit products."""
         if self.float8 and (why := not_installed("torchao", "fp8")):
             raise WorkloadError(f"precision={name}: {why}")
         self.pure = formats.weights == "bf16"
         self.scaled = formats.autocast == "fp16"
-        """Whether the loss is scaled, as float16 needs it."""
+        """True if the loss is scaled, as float16 requires."""
         self._tf32 = formats.compute == "tf32"
         self._name, self._device = name, device
         self._dtype = dtype_of(formats.autocast) if formats.autocast else None
@@ -65,7 +65,7 @@ class Precision:
             self._scaler = torch.amp.GradScaler(device.type)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """For the forward pass."""
+        """Context of the forward pass."""
         import torch
 
         if self._dtype is None:
@@ -74,13 +74,13 @@ class Precision:
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """For the forward and backward passes: products of float32 are made of TensorFloat-32 where asked for.
+        """Context of the forward and backward passes: float32 products use TensorFloat-32 if the knob requests it.
 
-        Elsewhere they stay as the program has them. The switch is the process's own.
+        The switch applies to the whole process and is restored at the end.
         """
         import torch
 
-        # A program that has set `fp32_precision` may not be asked for the older switch: it knows both ways of setting it.
+        # If a program has set `fp32_precision`, reading the older switch raises; the newer one reflects both.
         if not self._tf32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
             yield
             return
@@ -91,10 +91,10 @@ class Precision:
             torch.set_float32_matmul_precision("highest")
 
     def convert(self, blocks: "Sequence[Schedule]") -> None:
-        """Has linear layers of repeated blocks compute in 8 bits, where asked for; a CPU emulates it.
+        """Converts linear layers of repeated blocks to 8-bit products, if requested; a CPU emulates them.
 
         Raises:
-            WorkloadError: nothing in them can.
+            WorkloadError: no layer can be converted.
         """
         if not self.float8:
             return
@@ -108,21 +108,21 @@ class Precision:
                 each.float8(self.float8, emulate=self._device.type != "cuda")
 
     def roundoff(self, model: "nn.Module") -> float:
-        """The unit roundoff of the products in a model: half the distance from 1 to the next number."""
+        """Unit roundoff of the products in a model: half the distance from 1 to the next number."""
         import torch
 
         from ..base._torch import ConvNd
 
         if self.float8:
-            # Where gradients are in e5m2, the other factors of their products are not.
+            # Gradients may be in e5m2, but the other factors of their products are not.
             return torch.finfo(torch.float8_e4m3fn).eps / 2
         if self._dtype is not None or self.pure:
             return torch.finfo(self._dtype or torch.bfloat16).eps / 2
         if self._tf32:
             return torch.finfo(torch.float16).eps / 2
         if self._device.type == "cuda":
-            # Products of float32 may be made of TensorFloat-32, which has as many bits as float16.
-            # `allow_tf32` raises where a program has set `fp32_precision`, which knows both ways of setting it.
+            # Products of float32 may use TensorFloat-32, which has as many bits as float16.
+            # `allow_tf32` raises if a program has set `fp32_precision`, which reflects both settings.
             convolves = any(isinstance(each, ConvNd) for each in model.modules())
             products = [torch.backends.cuda.matmul, *([torch.backends.cudnn.conv] if convolves else [])]
             if any(each.fp32_precision == "tf32" for each in products):
@@ -130,14 +130,14 @@ class Precision:
         return torch.finfo(torch.float32).eps / 2
 
     def scale(self, loss: "torch.Tensor") -> "torch.Tensor":
-        """The loss whose gradients are representable."""
+        """Scales the loss so that its gradients are representable."""
         if self._fixed is not None:
             return loss * self._fixed
         return self._scaler.scale(loss) if self._scaler is not None else loss
 
     @contextlib.contextmanager
     def scaling(self, factor: float | None) -> Iterator[None]:
-        """Scales the loss by this factor instead of the one that training is at; None leaves it."""
+        """Scales the loss by this factor instead of the current one; None changes nothing."""
         self._fixed = factor
         try:
             yield
@@ -146,17 +146,17 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """What training scales the loss by; smaller after a step that was skipped."""
+        """Current scale of the loss; it decreases after a skipped step."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def unscale(self, optimizer: "torch.optim.Optimizer") -> None:
-        """Undoes in the gradients what the loss was multiplied by; before every `step`."""
-        # Fused optimizers would look at their own rank's gradients only, unless these are unscaled before.
+        """Removes the scale of the loss from the gradients; called before every `step`."""
+        # Unless gradients are unscaled before, fused optimizers would check only their own rank's gradients.
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: "torch.optim.Optimizer") -> None:
-        """The optimizer's step; skipped by all ranks where a gradient overflowed."""
+        """Runs the optimizer's step; all ranks skip it if a gradient overflowed."""
         if self._scaler is None:
             optimizer.step()
             return
@@ -164,6 +164,6 @@ class Precision:
         self._scaler.update()
 
     def restore(self, loss_scale: float) -> None:
-        """Goes on from what `loss_scale` was."""
+        """Restores a saved `loss_scale`."""
         if self._scaler is not None:
             self._scaler.update(loss_scale)

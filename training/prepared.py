@@ -1,4 +1,4 @@
-"""The parts of a training loop of somebody's own that `redline.accelerate` returns: model, optimizer, loader, info."""
+"""Parts of the user's training loop that `redline.accelerate` returns: model, optimizer, loader, info."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class PreparedModel(nn.Module):
-    """`loss = model(**batch)`, for a tuple `model(*batch)`, in any configuration; then `loss.backward()`.
+    """`loss = model(**batch)`, or `model(*batch)` for a tuple, in any configuration; then `loss.backward()`.
 
-    A call takes this replica's samples of a step, runs their forward and backward passes (micro-batch by micro-batch, or
-    through the pipeline) and returns the mean loss over the global batch, the same on all ranks. `loss.backward()` makes the
-    gradients those of what it is called on: `(loss / 2).backward()` halves them. Under `torch.no_grad()` the forward passes
-    run alone, with any number of samples.
+    A call takes this replica's samples of a step, runs their forward and backward passes (micro-batch by micro-batch,
+    or through the pipeline) and returns the mean loss over the global batch, the same on all ranks. `loss.backward()`
+    multiplies the gradients by the derivative of the final value: `(loss / 2).backward()` halves them. Under
+    `torch.no_grad()` only the forward passes run, with any number of samples.
 
-    The model that is trained is `model.module`: scheduled, and this rank's part of it.
+    The trained model is `model.module`: this rank's part, as scheduled.
     """
 
     def __init__(self, steps: "Steps") -> None:
@@ -44,7 +44,7 @@ class PreparedModel(nn.Module):
         self.__dict__["anchor"] = torch.zeros((), device=steps.training.device, requires_grad=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         steps: Steps = self.__dict__["steps"]
         batch = kwargs or args
         if not torch.is_grad_enabled():
@@ -53,59 +53,59 @@ class PreparedModel(nn.Module):
         return loss
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `module`: this rank's part, by the names of the original model. `info.state_dict()` puts it together."""
+        """State of `module`: this rank's part, by the names of the original model. `info.state_dict()` assembles the
+        whole.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `module`."""
+        """Loads the state of `module`."""
         return self.module.load_state_dict(*args, **kwargs)
 
 
 class _Computed(torch.autograd.Function):
-    """A loss whose gradients are in place already: going back from it tells what they are to be multiplied by."""
+    """A loss whose gradients are already computed: backward multiplies them by the incoming gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, told: Callable[[torch.Tensor], None]
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, multiply: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.told = told
+        ctx.multiply = multiply
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        ctx.told(gradient)
+        ctx.multiply(gradient)
         return None, None, None
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose `step` does what the configuration needs: unscales float16, clips where asked, steps.
+    """An optimizer whose `step` does what the configuration needs: unscales float16, clips if requested, steps.
 
-    Parameter groups and state are those of `optimizer`, the one that the loop asked for, over this rank's parameters:
-    learning-rate schedulers of PyTorch work on it. Behind `step` the gradients are gone; `zero_grad` without a step drops them.
+    Parameter groups and state are those of `optimizer`, the one requested by the loop, over this rank's parameters:
+    learning-rate schedulers of PyTorch work on it. After `step` the gradients are gone; `zero_grad` without a step
+    drops them.
     """
 
     def __init__(self, steps: "Steps") -> None:
         self._steps = steps
         self.optimizer = steps.training.optimizer
-        """The one that steps."""
+        """The wrapped optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:
-        """That of the optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of the optimizer."""
         return self.optimizer.defaults
 
     def step(self, closure: Any = None) -> None:
-        """One step.
+        """Runs one step.
 
         Raises:
             UsageError: a closure is given, or there are no gradients.
@@ -119,15 +119,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._steps.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of this rank's part; `info.save` keeps the whole, for any other configuration."""
+        """State of this rank's part; `info.save` saves the whole, for any other configuration."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """That of this rank's part."""
+        """Loads the state of this rank's part."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters are cut and exchanged by what was known when they were prepared."""
+        """Always raises: parameters are sharded and communicated as they were prepared."""
         raise UsageError("parameters cannot be added to a prepared optimizer; freeze or group them in optimizer=")
 
     def __repr__(self) -> str:
@@ -135,32 +135,33 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 class Loader:
-    """This replica's samples of one step after another, on the device, while those of the next are read.
+    """Yields this replica's samples of one step after another, on the device, and reads the next ones meanwhile.
 
-    `for batch in loader` runs to the end of the epoch, and the next loop goes on with the next one; data without epochs, as a
-    workload makes it, goes on for ever. Which samples a step has follows from the seed and from how many steps there were
-    before, whatever the configuration and however often the training was taken up again. A loop that ends earlier, with a
-    batch that it was handed and took no step of, leaves that batch to the next loop.
+    `for batch in loader` runs to the end of the epoch, and the next loop continues with the next epoch; data without
+    epochs, such as a workload's own, never ends. The samples of a step depend on the seed and the number of steps
+    before it, whatever the configuration and the number of restarts. If a loop ends early, with a batch that was
+    yielded but not used in a step, the next loop yields that batch again.
 
     Args:
-        steps: of the training whose replica this is.
-        samples: what it is trained on.
+        steps: steps of the training.
+        samples: training data.
     """
 
     def __init__(self, steps: "Steps", samples: TrainingData) -> None:
         self.samples = samples
         self._steps, self._training = steps, steps.training
         self._begun, self._since = 0, steps.step
-        """A position, and the steps that were done there."""
+        """A position, and the number of steps done at it."""
         self._set = 0
-        """How often the position was set."""
+        """Number of times that the position was set."""
         self._past = 0
-        """Where the last loop that came to an epoch's end was."""
+        """Position at which the last complete loop ended its epoch."""
 
     @property
     def position(self) -> int:
-        """Samples that the steps so far took, of all replicas together, whatever else was handed out, as by `zip` or ahead of
-        the steps; set it to go on from there."""
+        """Number of samples used by the steps so far, of all replicas together, whatever else was yielded, as by
+        `zip` or by reading ahead; set it to continue from there.
+        """
         return self._begun + (self._steps.step - self._since) * self._training.samples_per_step
 
     @position.setter
@@ -169,7 +170,7 @@ class Loader:
         self._set += 1
 
     def __len__(self) -> int:
-        """Steps that are left of this epoch.
+        """Number of steps left in this epoch.
 
         Raises:
             TypeError: the data has no epochs.
@@ -180,14 +181,14 @@ class Loader:
         return -(-(end - self.position) // self._training.samples_per_step)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.position < self._past:  # batches of the epoch that no step was taken of are over as well
+        if self.position < self._past:  # skips batches of the epoch that no step used
             self.position = self._past
         end, step, known = self._end(), self._training.samples_per_step, self._set
         with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
             at = self.position
             following = reader.submit(self._read, at)
             while end is None or at < end:
-                if known != self._set:  # somebody has set it
+                if known != self._set:  # set by the user
                     at, known = self.position, self._set
                     following = reader.submit(self._read, at)
                 share = following.result()
@@ -198,7 +199,7 @@ class Loader:
         self._past = at
 
     def _end(self) -> int | None:
-        """Behind the epoch that the position is in."""
+        """Position of the end of the current epoch."""
         size = self.samples.num_training
         return None if size is None else (self.position // size + 1) * size
 
@@ -208,14 +209,14 @@ class Loader:
 
 
 class Steps:
-    """Optimizer steps of a training, in the parts that a loop calls one by one.
+    """Optimizer steps of a training, in parts that a loop calls one by one.
 
     A step is the same in every configuration: the loss of this replica's share of the global batch, its gradients, the
-    optimizer's part. How many micro-batches it is made of, and in what order stages of a pipeline run them, is its own affair.
+    optimizer's update. The number of micro-batches, and the order of pipeline stages, are internal.
 
     Args:
-        training: made without data of its own.
-        samples: where batches come from.
+        training: a training without its own data.
+        samples: source of the batches.
         clip: largest norm of all gradients together; None for no limit.
     """
 
@@ -224,26 +225,26 @@ class Steps:
             raise UsageError(f"clip must be a norm above 0, or None for no limit, but got {clip!r}")
         self.training, self.samples = training, samples
         self.step = 0
-        """Steps that are done."""
+        """Number of steps done."""
         self.norm: torch.Tensor | None = None
-        """Norm of all gradients of the last step that was clipped, before that; float64, a scalar on the device."""
+        """Norm of all gradients before the last clipping; float64, a scalar on the device."""
         self._clip = clip
         self._computed = self._unscaled = self._clipped = False
 
     def loss(self, batch: Batch) -> "torch.Tensor":
-        """The mean loss over the global batch, the same on all ranks; its gradients are in place afterwards.
+        """Returns the mean loss over the global batch, the same on all ranks; its gradients are in place afterwards.
 
         Args:
             batch: this replica's samples of a step.
 
         Raises:
-            UsageError: they are not as many, or the step before was not ended.
+            UsageError: the number of samples is wrong, or the previous step has not ended.
         """
         training = self.training
         if self._computed:
             raise UsageError(
                 "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
-                "included, so that every call with gradients is followed by loss.backward() and optimizer.step()"
+                "included; loss.backward() and optimizer.step() must follow every call with gradients"
             )
         mine, given = training.micro_batch * training.grad_accum, _size(batch)
         if given != mine:
@@ -258,10 +259,11 @@ class Steps:
         return total.detach()
 
     def evaluated(self, batch: Batch) -> "torch.Tensor":
-        """The mean loss over what all replicas give, without gradients; all ranks call it, with as many samples.
+        """Returns the mean loss over the batches of all replicas, without gradients. All ranks call it, with the same
+        number of samples.
 
         Raises:
-            UsageError: a step is under way whose gradients this would take away.
+            UsageError: it would delete the gradients of the current step.
         """
         training = self.training
         if training.world.pp > 1:
@@ -282,9 +284,9 @@ class Steps:
         return training.passes(batches, factors=weights)
 
     def backward(self, factor: "torch.Tensor | float" = 1.0) -> None:
-        """Makes the gradients those of the loss times a factor."""
+        """Multiplies the gradients by a factor."""
         if not self._computed:
-            raise UsageError("there is no loss to go back from: call the model first, with gradients switched on")
+            raise UsageError("there is no loss for backward: call the model first, with gradients switched on")
         if isinstance(factor, float) and factor == 1.0:
             return
         import torch
@@ -295,7 +297,7 @@ class Steps:
         gradients.multiply(self.training, scale.float())
 
     def clip(self, max_norm: float) -> "torch.Tensor":
-        """Clips all gradients by their norm together, over all ranks.
+        """Clips all gradients by their common norm, over all ranks.
 
         Returns:
             The norm before, float64, a scalar on the device.
@@ -315,7 +317,7 @@ class Steps:
         return self.norm
 
     def update(self) -> None:
-        """The optimizer's part; the gradients are gone after it.
+        """Runs the optimizer's update; the gradients are gone after it.
 
         Raises:
             UsageError: there are none.
@@ -332,7 +334,7 @@ class Steps:
         self.drop()
 
     def drop(self) -> None:
-        """Takes the gradients away, be they used or not."""
+        """Deletes the gradients."""
         self.training.optimizer.zero_grad(set_to_none=True)
         self._computed = self._unscaled = self._clipped = False
 
@@ -343,7 +345,7 @@ class Steps:
 
 
 def _size(batch: Batch) -> int:
-    """Samples of a batch."""
+    """Number of samples of a batch."""
     parts = entries(batch)
     if not parts:
         kind = "names" if isinstance(batch, Mapping) else "positions"
@@ -352,15 +354,15 @@ def _size(batch: Batch) -> int:
 
 
 class Info:
-    """The configuration of a training, why it is that, and what acts on all ranks together.
+    """The configuration of a training, the reason for it, and operations on all ranks together.
 
     Args:
-        steps: of the training.
-        loader: of its batches.
-        why: why it is that configuration, in a sentence for people.
-        notes: what of a strategy could not be followed, a sentence each.
-        predicted: throughput, as it was measured in a dry run or estimated; None where neither was.
-        group: of all ranks, of the gloo backend; None for one rank.
+        steps: steps of the training.
+        loader: loader of its batches.
+        why: reason for the configuration, in a sentence.
+        notes: parts of the strategy that could not be followed, one sentence each.
+        predicted: throughput, measured in a dry run or estimated; None if neither was done.
+        group: gloo group of all ranks; None for one rank.
     """
 
     def __init__(
@@ -378,7 +380,7 @@ class Info:
         """Model, optimizer and sizes in this configuration."""
         self._steps, self._loader, self._group = steps, loader, group
         self._found: Checkpoint | None = None
-        """The latest checkpoint of this course of steps: loaded, or saved."""
+        """The latest checkpoint that was loaded or saved."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -387,17 +389,17 @@ class Info:
 
     @property
     def world(self) -> World:
-        """What this rank is: its `rank` among `size`, and the degrees `tp`, `pp` and `dp`."""
+        """Position of this rank: its `rank` among `size`, and the degrees `tp`, `pp` and `dp`."""
         return self.training.world
 
     @property
     def main(self) -> bool:
-        """Whether this is rank 0, which prints."""
+        """True on rank 0, which prints."""
         return self.world.rank == 0
 
     @property
     def device(self) -> "torch.device":
-        """Where this rank trains."""
+        """Device of this rank."""
         return self.training.device
 
     @property
@@ -412,26 +414,26 @@ class Info:
 
     @property
     def unit(self) -> str:
-        """What throughput counts."""
+        """Unit that throughput counts."""
         return self.training.workload.unit
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are done."""
+        """Number of optimizer steps done."""
         return self._steps.step
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of all gradients of the last step that was clipped, before that. Reading it waits for the device."""
+        """Norm of all gradients before the last clipping. Reading it waits for the device."""
         return None if self._steps.norm is None else float(self._steps.norm)
 
     def backward(self, loss: "torch.Tensor") -> None:
-        """`loss.backward()`, for loops that are written so."""
+        """Calls `loss.backward()`."""
         loss.backward()
 
     def clip(self, max_norm: float) -> "torch.Tensor":
-        """Clips the norm of all gradients together, whatever is cut over ranks how; all ranks call it, between `backward` and
-        `step`. PyTorch's `clip_grad_norm_` would see this rank's part only.
+        """Clips the norm of all gradients together, whatever is sharded over ranks. All ranks call it, between
+        `backward` and `step`. PyTorch's `clip_grad_norm_` would use only this rank's part.
 
         Returns:
             The norm before, a scalar on the device.
@@ -439,20 +441,20 @@ class Info:
         return self._steps.clip(max_norm)
 
     def save(self, path: str | Path, *, keep: int = 3, facts: Mapping[str, Any] | None = None) -> Path:
-        """Saves a checkpoint of model, optimizer and position in a folder of checkpoints, for any configuration and any
-        number of ranks; all ranks call it.
+        """Saves a checkpoint of model, optimizer and position in a folder of checkpoints, for any configuration and
+        any number of ranks. All ranks call it.
 
         Args:
-            path: the folder, on a file system that all ranks share: a new one, an empty one, or one of checkpoints.
-            keep: checkpoints that it keeps.
-            facts: what the checkpoint is to say beside, as plain data.
+            path: the folder, on a file system that all ranks share: new, empty, or with checkpoints.
+            keep: number of checkpoints to keep.
+            facts: further description for the checkpoint, JSON-ready.
 
         Returns:
-            Where it is.
+            Folder of the checkpoint.
 
         Raises:
-            StudyError: it cannot be written, or the folder holds checkpoints of later steps, or something else and no
-                checkpoint; what is there is untouched.
+            StudyError: it cannot be written, or the folder contains checkpoints of later steps, or other files and no
+                checkpoint; nothing is changed.
         """
         folder = CheckpointFolder(Path(path).absolute(), keep)
         self._prepare(folder)
@@ -475,7 +477,7 @@ class Info:
         return self._found.path
 
     def _prepare(self, folder: CheckpointFolder) -> None:
-        """Has rank 0 make a folder, before any rank writes into it."""
+        """Creates the folder on rank 0, before any rank writes into it."""
         failure = [self._made(folder) if self.main else ""]
         if self._group is not None:
             import torch.distributed as dist
@@ -485,7 +487,7 @@ class Info:
             raise StudyError(failure[0])
 
     def _made(self, folder: CheckpointFolder) -> str:
-        """Makes a folder; why it cannot take a checkpoint of this step, empty where it can."""
+        """Creates a folder. Returns the reason why it cannot take a checkpoint of this step, or an empty text."""
         here = self._found if self._found is not None and self._found.path.parent == folder.path else None
         try:
             folder.prepare(here)
@@ -497,19 +499,19 @@ class Info:
         if not later:
             return ""
         return (
-            f"'{folder.path}' holds checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did not "
-            "go on from them; call info.load before the loop, or give another folder"
+            f"'{folder.path}' contains checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did "
+            "not continue from them; call info.load before the loop, or give another folder"
         )
 
     def load(self, path: str | Path) -> bool:
-        """Goes on from the latest checkpoint in a folder, whatever configuration it was saved in; all ranks call it, before
+        """Loads the latest checkpoint in a folder, whatever configuration it was saved in. All ranks call it, before
         the loop.
 
         Returns:
-            Whether there was one.
+            True if there was one.
 
         Raises:
-            StudyError: all there are damaged.
+            StudyError: all checkpoints are damaged.
             WorkloadError: it is of another model.
         """
         import warnings
@@ -528,10 +530,10 @@ class Info:
         return True
 
     def state_dict(self) -> "dict[str, torch.Tensor]":
-        """A copy of the whole model's state by the names of the original, on the CPU; all ranks call it.
+        """Copies the whole model's state by the names of the original, on the CPU. All ranks call it.
 
         Returns:
-            On rank 0; empty on the others.
+            The state on rank 0; empty on the others.
         """
         from ..schedule import full_state_dict
 

@@ -1,21 +1,22 @@
-"""The probe of a candidate: one fixed batch through the built model, for its loss, logits and gradients.
+"""The probe of a candidate: passes one fixed batch through the built model for its loss, logits and gradients.
 
 Notation:
 
-| symbol | meaning |
-|---|---|
-| P | samples of the probe, the same in every configuration |
-| k | samples of this replica, P / dp of them, the same on all its ranks |
-| T, V | positions of a sample and logits of a position |
-| R | random projections |
+ symbol | meaning |
+---|---|
+ P | samples of the probe, the same in every configuration |
+ k | samples of this replica, P / dp of them, the same on all its ranks |
+ T, V | positions of a sample and logits of a position |
+ R | random projections |
 
-Each replica first trains on its k samples as in a step. If that drew random numbers (dropout), the pass is repeated with
-everything random off, and of the first pass only the departure of its logits is kept. A rank reports its part; sums over ranks
-are made when all parts have arrived (`runners.numerics_check.together`). The samples are few, so that a probe is cheap, and
-run in smaller micro-batches than training's. The first step covers the full size (`first_step`).
+Each replica first trains on its k samples as in a step. If that drew random numbers (dropout), the pass is repeated
+without randomness, and only the change of the logits by the first pass is kept. Each rank reports its part; sums over
+ranks are made when all parts have arrived (`runners.numerics_check.together`). There are few samples, so that a probe
+is cheap, and they run in smaller micro-batches than training's. The first step covers the full size (`first_step`).
 
-Parameters that begin as all zeros or all ones are perturbed for the probe: while a bias is zero it can be added twice, and while
-the outer half of an adapter is zero the inner one can be left out, without an effect on what the model computes.
+Parameters that are initialized to all zeros or all ones are perturbed for the probe: while a bias is zero it could be
+added twice, and while the outer half of an adapter is zero the inner one could be left out, without an effect on the
+results.
 """
 
 import contextlib
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 
 
 STIR = 2.0**-5
-"""By how much constant parameters are moved: a number that every format has, about 0 and about 1."""
+"""Size of the perturbation: representable in every format, around 0 and around 1."""
 
 
 @contextlib.contextmanager
 def perturbed(training: "Training") -> Iterator[None]:
-    """Such parameters hold a pattern around their value, the same in every configuration; all ranks enter."""
+    """Sets such parameters to a pattern around their value, the same in every configuration; all ranks enter."""
     import torch
 
     from ..schedule.parallel.sharding import local
@@ -67,7 +68,7 @@ def perturbed(training: "Training") -> Iterator[None]:
 
 
 def _constants(training: "Training", held: "Mapping[str, torch.Tensor]") -> dict[str, float]:
-    """The parameters, by name, that are 0 everywhere, or 1: on every rank that holds a piece."""
+    """Parameters, by name, that are 0 or 1 everywhere, on every rank with a piece."""
     import torch
 
     names, values = sorted(set(training.outline.names.values())), (0.0, 1.0)
@@ -103,7 +104,7 @@ def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -
     if shard is not None:
         signs = shard.cut(signs)
     if is_dtensor(param):
-        # FSDP cuts as torch.chunk does; ranks beyond the last piece have none.
+        # FSDP shards like torch.chunk; ranks after the last piece have none.
         dim, ranks, rank = piece_of(param)
         pieces = signs.chunk(ranks, dim)
         signs = pieces[rank] if rank < len(pieces) else signs[:0]
@@ -111,55 +112,57 @@ def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -
 
 
 PROJECTIONS = 16
-"""R. Enough for a departure of the logits to show in one of them, few enough to keep with every trial."""
+"""R: enough for a change of the logits to show in one of them, few enough to keep with every trial."""
 ROOMY = 8
-"""Samples of a step for every device from which on the probe has two for each of them instead of one."""
+"""Samples of a step per device from which the probe has two samples per device instead of one."""
 LOSS_SCALES = (2.0**16, 2.0**11, 2.0**6)
-"""What float16 scales the probe's loss by: the first at which no gradient overflows."""
+"""Scales of the probe's loss for float16; the first one without an overflow is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbePart:
-    """What one rank contributes to a `Probe`."""
+    """One rank's contribution to a `Probe`."""
 
     share: Probe
-    """Its share, with nothing random: of loss and gradients, and of each projection where it sees logits; of parameters,
-    those that it holds. Without noise, and without a first step."""
+    """Its share, without randomness: of loss and gradients, of each projection if it has logits, and of the
+    parameters that it holds. Without noise, and without a first step.
+    """
     changed: float
-    """Its part of the squared departure of the logits in training."""
+    """Its part of the squared change of the logits in training."""
     size: float
-    """Its part of their square."""
+    """Its part of the squared logits."""
     by_batch: bool
-    """Whether training computes statistics over the samples of a micro-batch, so that their number decides what it
-    computes, as batch normalisation does: then only what it does without them can be compared."""
+    """True if training computes statistics over the samples of a micro-batch, like batch normalisation, so that
+    results depend on their number. Then only results without these statistics can be compared.
+    """
     rows: Mapping[str, list[int]] = field(default_factory=dict)
-    """How many of its rows went to each expert, by the path of the mixture; those of replicas and stages add up."""
+    """Number of its rows routed to each expert, by the path of the mixture; replicas and stages add up."""
 
 
 def samples(world: int, global_batch: int) -> int:
-    """P: one or two samples for every rank, so that any number of replicas can share them."""
+    """P: one or two samples per rank, so that any number of replicas can share them."""
     return 2 * world if global_batch >= ROOMY * world else world
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a replica's samples fill micro-batches: position j holds sample j mod k."""
+    """Assignment of a replica's samples to micro-batches: position j is sample j mod k."""
 
     size: int
     """Samples of a micro-batch."""
     count: int
-    """Micro-batches."""
+    """Number of micro-batches."""
 
     @staticmethod
     def of(samples: int, micro: int, *, least: int, exact: bool) -> "Cut":
-        """The least work in which every sample occurs equally often.
+        """Returns the smallest cut in which every sample occurs equally often.
 
         Args:
             samples: k.
-            micro: samples of a micro-batch, which are not exceeded.
-            least: micro-batches come in multiples of it: the stages of a pipeline, or 2 where gradients are
-                accumulated, so that this is seen.
-            exact: only micro-batches of that size, for which compiled code is made.
+            micro: limit on the samples of a micro-batch.
+            least: divisor of the number of micro-batches: the stages of a pipeline, or 2 if gradients are accumulated,
+                so that accumulation is tested.
+            exact: use only micro-batches of size `micro`, which code is compiled for.
         """
         sizes = [micro] if exact else range(1, micro + 1)
         ways = [
@@ -171,19 +174,19 @@ class Cut:
         return min(ways, key=lambda each: (each.size * each.count, each.count))
 
     def positions(self, number: int, samples: int) -> "torch.Tensor":
-        """The samples of a micro-batch."""
+        """Sample indices of a micro-batch."""
         import torch
 
         return torch.arange(number * self.size, (number + 1) * self.size) % samples
 
 
 def take(training: "Training") -> ProbePart:
-    """Probes a candidate before its first step, and leaves weights, buffers, random streams as they were.
+    """Probes a candidate before its first step, and restores weights, buffers and random streams.
 
-    Every rank calls it alike.
+    Every rank calls it.
 
     Raises:
-        WorkloadError: the workload's batch or loss is not what it must be.
+        WorkloadError: the workload's batch or loss is invalid.
     """
     probed = _Probed(training)
     by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
@@ -207,7 +210,7 @@ def take(training: "Training") -> ProbePart:
         brought=tuple(name for name, _ in training.model.named_parameters() if name not in names),
         depth=training.outline.depth,
         roundoff=roundoff,
-        # A loss of somebody's own is computed as they like.
+        # The roundoff of a user's loss is unknown.
         loss_roundoff=probed.loss_roundoff if training.workload.loss is None else roundoff,
     )
     sent = {path: each.tolist() for path, each in rows.items()}
@@ -218,9 +221,9 @@ def take(training: "Training") -> ProbePart:
 class _Pass:
     computed: Computed
     logits: "torch.Tensor | None"
-    """Projected over V, (positions, T, R), float32; None where this rank sees none."""
+    """Projected over V, (positions, T, R), float32; None if this rank has none."""
     random: bool
-    """Whether random numbers were drawn."""
+    """True if random numbers were drawn."""
 
 
 class _Probed:
@@ -239,10 +242,10 @@ class _Probed:
         self._signs: dict[tuple[str, int], torch.Tensor] = {}
 
     def run(self, *, as_trained: bool) -> _Pass:
-        """One pass over the samples. The gradients are gone after it.
+        """Runs one pass over the samples. The gradients are gone after it.
 
         Args:
-            as_trained: what is compiled runs as that, for which micro-batches are of the size it is made for.
+            as_trained: run compiled code, for which micro-batches have the compiled size.
         """
         import torch
 
@@ -265,13 +268,13 @@ class _Probed:
     def _cut(self, as_trained: bool) -> Cut:
         training, pp = self.training, self.training.world.pp
         exact = as_trained and training.compiled
-        # Code that runs as written keeps more activations than compiled code.
+        # Uncompiled code keeps more activations than compiled code.
         micro = 1 if training.compiled and not exact else training.micro_batch
         accumulates = training.grad_accum > 1 and not exact
         return Cut.of(self.mine, micro, least=pp if pp > 1 else 2 if accumulates else 1, exact=exact)
 
     def _batches(self, cut: Cut) -> list[Batch]:
-        """The micro-batches on the device; for a pipeline, these as one batch."""
+        """Micro-batches on the device; for a pipeline, one batch."""
         training = self.training
         pipeline = training.model.__dict__.get("pipeline")
         if pipeline is not None:
@@ -281,7 +284,7 @@ class _Probed:
         return [to_device(each_tensor(self.share, itemgetter(at)), training.device) for at in picked]
 
     def agree(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank."""
+        """True if a flag is set on any rank."""
         if self.training.world.size == 1:
             return flag
         import torch
@@ -300,17 +303,17 @@ class _Probed:
         over, positions = kept.logits.shape[:2]
         samples = self.first + torch.arange(over, device=kept.logits.device) % self.mine
         by_sample = self._sign("samples", self.total)[samples].double()
-        # Ranks that share sequences see a piece of each.
+        # Ranks that share sequences have a piece of each.
         world, sharing = self.training.world, self.training.world.sharing
         by_position = sharing.piece(self._sign("positions", positions * sharing.ranks), 0).double()
         found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
         copies = over / self.mine
-        # Over a number of terms the sum grows as its root. Ranks that share a layer have the same.
+        # The sum grows as the root of the number of terms. Ranks that share a layer have the same values.
         scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * sharing.ranks * self.width)
         return tuple((found * scale).tolist())
 
     def departure(self, lively: _Pass, kept: _Pass) -> tuple[float, float]:
-        """This rank's part of the squared departure of the logits in training, and of their square."""
+        """This rank's part of the squared change of the logits in training, and of the squared logits."""
         if lively.logits is None or kept.logits is None:
             return 0.0, 0.0
         quiet = kept.logits.unflatten(0, (-1, self.mine)).mean(0)
@@ -320,13 +323,13 @@ class _Probed:
         return float(change.square().mean()), float(quiet.square().mean())
 
     def noise_numbers(self, kept: _Pass) -> int:
-        """How many numbers `departure` is made of, at most: of many logits no more than are projected on."""
+        """Upper bound on the number of values in `departure`: at most the number of projections per position."""
         if kept.logits is None:
             return 0
         return self.total * kept.logits.shape[1] * self.training.world.sharing.ranks * min(self.width, PROJECTIONS)
 
     def _see(self, output: Any, size: int, seen: "list[torch.Tensor]") -> None:
-        """Projects the logits of a micro-batch over V, which may be cut over ranks."""
+        """Projects the logits of a micro-batch over V, which may be sharded over ranks."""
         import torch
 
         from ..schedule.fused_logits import FusedLogits
@@ -339,11 +342,11 @@ class _Probed:
             self.loss_roundoff = torch.finfo(loss.dtype).eps / 2
         logits, axis = logits_of(output), None
         if logits is None or logits.dim() < 2 or logits.shape[0] != size:
-            return  # nothing tells which of them belong to which sample
+            return  # unknown which of them belong to which sample
         self.width, columns = logits.shape[-1], logits.shape[-1]
         pieces: Iterable[torch.Tensor]
         if isinstance(logits, FusedLogits):
-            # As the loss forms them, a few tokens at a time.
+            # Computed as in the loss, a few tokens at a time.
             axis, self.width, pieces = logits.product.axis, logits.product.vocabulary, logits.chunks()
         elif isinstance(logits, SplitLogits):
             axis, self.width = logits.axis, logits.vocabulary
@@ -353,7 +356,7 @@ class _Probed:
         low = 0 if axis is None else axis.rank * columns
         signs = self._sign("logits", self.width)[low : low + columns]
         with torch.no_grad(), torch.autocast(self.training.device.type, enabled=False):
-            # Signs are exact in any format. Columns with which a piece is filled up have none.
+            # Signs are exact in any format. Padding columns of a piece have none.
             columns = signs.shape[0]
             found = torch.cat([(each[..., :columns] @ signs.to(each.dtype)).float() for each in pieces])
             found = found if axis is None else all_reduce(found, axis)
@@ -371,7 +374,7 @@ class _Probed:
 
 @contextlib.contextmanager
 def _undisturbed(training: "Training") -> Iterator[None]:
-    """Random streams and buffers are as before after it."""
+    """Restores random streams and buffers at the end."""
     import torch
 
     from .training import streams_kept
@@ -392,9 +395,9 @@ def _undisturbed(training: "Training") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _at_rest(training: "Training") -> Iterator[None]:
-    """Nothing random, no statistics over the batch; what is compiled runs as it was written.
+    """Disables randomness and statistics over the batch, and runs compiled code as written.
 
-    Compiled code is made for training's mode: for another it would be compiled anew, which takes long.
+    Code is compiled for training mode; for another mode it would be compiled again, which takes long.
     """
     import torch
 

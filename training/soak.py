@@ -1,7 +1,8 @@
-"""The soak of a training: the longest batch, an evaluation and a save, tried behind its first step, of which nothing changes.
+"""The soak of a training: tries the longest batch, an evaluation and a save after the first step, without an effect
+on it.
 
-What would run out of memory, or of disk, hours later does so in the first minute. The optimizer's state is there then; the
-passes of the longest batch run with gradients, which are dropped, so that no weight and no state is touched.
+A lack of memory, or of disk space, that would show hours later shows in the first minute. The optimizer's state exists
+then. The passes of the longest batch run with gradients, which are dropped, so that weights and state do not change.
 """
 
 import random
@@ -22,31 +23,31 @@ if TYPE_CHECKING:
     from .training import Training
 
 LONG = 100
-"""Steps from which on a training is long, and soaked."""
+"""Number of steps from which a training is soaked."""
 LOOK_S = 5.0
-"""How long batches that have to be made are looked through for the longest, s."""
+"""Time limit for the search for the longest batch, if batches have to be made, s."""
 _SAMPLES = 1 << 22
-"""Samples whose lengths are looked at, at most."""
+"""Largest number of samples whose lengths are checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Longest:
-    """The longest batch of those that were looked at."""
+    """The longest batch that was found."""
 
     step: int
-    """Whose it is, numbered from the first that was looked at, 0."""
+    """Its step, numbered from the first checked step, 0."""
     looked_at: int
-    """Steps whose batches were looked at."""
+    """Number of steps whose batches were checked."""
 
 
 def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batch: int) -> Longest:
-    """The step whose batch needs most: that with the most tokens in a micro-batch, padding left out where samples are
-    padded to one length; with the largest batch where somebody's own function makes batches.
+    """Returns the step whose batch needs the most memory: the one with the most tokens in a micro-batch, without
+    padding if samples are padded to one length; the largest batch if the user's function makes batches.
 
     Args:
-        samples: of the training.
+        samples: training data.
         first: position of the first step's first sample.
-        steps: that are left.
+        steps: number of steps left.
         size: samples of a step.
         micro_batch: samples of a forward pass.
     """
@@ -58,7 +59,7 @@ def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batc
         passes = lengths.reshape(steps, -1, micro_batch if size % micro_batch == 0 else size).sum(axis=2)
         return Longest(step=int(passes.max(axis=1).argmax()), looked_at=steps)
     if not isinstance(samples, FromWorkload) or isinstance(samples.workload.batch, TokenBatches):
-        return Longest(step=0, looked_at=steps)  # all are alike
+        return Longest(step=0, looked_at=steps)  # all are equal
     until, sizes = time.monotonic() + LOOK_S, list[int]()
     while len(sizes) < steps and (not sizes or time.monotonic() < until):
         batch = samples(first + len(sizes) * size, size)
@@ -67,22 +68,23 @@ def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batc
 
 
 def agreed(training: "Training", found: Longest | None) -> Longest:
-    """What rank 0 has found, on every rank; all call it."""
+    """Broadcasts rank 0's result; all ranks call it."""
     if training.world.size == 1:
-        assert found is not None, "the only rank looks"
+        assert found is not None, "a single rank searches"
         return found
     import torch
 
-    told = torch.tensor([0, 0] if found is None else [found.step, found.looked_at], device=training.device)
-    torch.distributed.broadcast(told, src=0)
-    step, looked_at = told.tolist()
+    values = torch.tensor([0, 0] if found is None else [found.step, found.looked_at], device=training.device)
+    torch.distributed.broadcast(values, src=0)
+    step, looked_at = values.tolist()
     return Longest(step=step, looked_at=looked_at)
 
 
 @contextmanager
 def unchanged(training: "Training") -> Iterator[None]:
-    """Gives back what passes change beside gradients, and drops these: random numbers, and the model's buffers, such as the
-    running means of norms."""
+    """Restores everything that passes change: random numbers, and the model's buffers, such as running means of
+    norms. Drops the gradients.
+    """
     import torch
 
     cuda = training.device.type == "cuda"

@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStructure:
-    """The repeated blocks, names and depth of a model as its constructor made it."""
+    """Repeated blocks, names and depth of a model as constructed."""
 
     blocks: tuple[str, ...]
     """Paths of the repeated blocks, in order."""
     names: Mapping[str, str]
-    """The name of every parameter by each of its names: pipeline stages hold tied ones under several."""
+    """Name of every parameter by each of its names: pipeline stages have tied parameters under several."""
     shapes: Mapping[str, tuple[int, ...]]
-    """The shape of every parameter and of every buffer that belongs to its state, by that name."""
+    """Shape of every parameter and of every persistent buffer, by that name."""
     frozen: frozenset[str]
     """Names of the parameters that are not trained."""
     depth: int
-    """Modules that hold a weight of at least two dimensions themselves."""
+    """Number of modules that directly have a weight of at least two dimensions."""
 
     @staticmethod
     def of(module: "nn.Module", blocks: Sequence[str]) -> "ModelStructure":
-        """The outline of a model as its constructor made it."""
+        """Returns the structure of a model as constructed."""
         first: dict[Any, str] = {}
         names = {}
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -58,56 +58,53 @@ class ModelStructure:
         return ModelStructure(blocks=tuple(blocks), names=names, shapes=shapes, frozen=frozen, depth=max(1, len(deep)))
 
     def group(self, name: str) -> int:
-        """The number of the block that a parameter lies in; as many as there are blocks for one in none."""
+        """Index of a parameter's block; the number of blocks for one outside all blocks."""
         name = self.names.get(name, name)
         inside = (at for at, path in enumerate(self.blocks) if name.startswith(path + "."))
         return next(inside, len(self.blocks))
 
 
 MAX_STEPS_OF_DATA = 8
-"""Steps whose data is made ahead of time and then repeated."""
+"""Number of steps whose data is made in advance and then repeated."""
 MAX_BYTES_OF_DATA = 64 * 1024 * 1024
-"""Data kept on the device; more than this stays in host memory and is copied for each micro-batch."""
+"""Limit on data kept on the device; more stays in host memory and is copied for each micro-batch."""
 
 
 class Training:
     """A workload's model, optimizer and data on a device, in one configuration.
 
-    Steps are numbered from 0; the samples of step s depend on the seed and s alone, not on how they are cut
-    into micro-batches or shared among ranks, so that losses of configurations can be compared. Those that the
-    workload itself makes are repeated after a few steps: a dry run times steps and not its data.
+    Steps are numbered from 0. The samples of step s depend only on the seed and s, not on micro-batches or replicas,
+    so that losses of configurations can be compared. The workload's own samples are repeated after a few steps,
+    because a dry run times steps and not the data.
 
     Args:
         workload: what is trained.
-        config: its configuration. Knobs that it does not hold have their neutral value.
-        device: where.
-        seed: of weights and data.
-        rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
-        world_size: processes, tp * sp * cp * pp * dp of them.
-        own_data: make the workload's own data of the first few steps, which dry runs repeat; False where `passes` is given
-            that of every step.
-        collective_timeout_s: how long a rank may wait for others in a collective of its mesh, s; None leaves
-            torch's default.
+        config: its configuration. Missing knobs have their neutral value.
+        device: device of this rank.
+        seed: seed of weights and data.
+        rank: rank of this process among `world_size`. With more than one, `torch.distributed` must be initialised.
+        world_size: number of processes, tp * sp * cp * pp * dp.
+        own_data: make the workload's own data of the first few steps, which dry runs repeat; False if `passes` gets
+            the data of every step.
+        collective_timeout_s: timeout of collectives of its mesh, s; None leaves torch's default.
 
     Raises:
-        WorkloadError: the workload does not return what it must, or the configuration does not fit it.
+        WorkloadError: a function of the workload returns an invalid value, or the configuration does not fit it.
         ScheduleError: its schedule cannot be applied.
     """
 
     strategy: Strategy
-    """The standard knobs of the configuration."""
+    """Standard knobs of the configuration."""
     model: "nn.Module"
-    """The module, scheduled and materialised: this rank's part of it."""
+    """This rank's part of the model, scheduled and materialised."""
     optimizer: "torch.optim.Optimizer"
-    """The optimizer."""
     world: World
-    """What this rank is."""
+    """Position of this rank."""
     precision: Precision
-    """The number formats."""
     outline: ModelStructure
     """The model before its schedule rewrote it."""
     compiled: bool
-    """Whether torch.compile is part of its schedule."""
+    """True if its schedule uses torch.compile."""
     micro_batch: int
     """Samples of one forward pass of one replica."""
     grad_accum: int
@@ -115,7 +112,7 @@ class Training:
     samples_per_step: int
     """Samples of one optimizer step over all ranks."""
     tokens_per_step: int | None
-    """Tokens of one optimizer step over all ranks; None where samples are not made of tokens."""
+    """Tokens of one optimizer step over all ranks; None if samples have no tokens."""
 
     def __init__(
         self,
@@ -152,18 +149,18 @@ class Training:
         """Runs one optimizer step over the global batch.
 
         Returns:
-            Its mean loss over the global batch, the same on all ranks, float32, a scalar on the device. Reading
-            it waits for the device.
+            Its mean loss over the global batch, the same on all ranks, float32, a scalar on the device. Reading it
+                waits for the device.
         """
         total = self.passes()
         self.update()
         return total
 
     def update(self, adjust: Callable[[], None] = lambda: None) -> None:
-        """The optimizer's part of a step; the gradients are gone after it.
+        """Runs the optimizer's part of a step; the gradients are gone after it.
 
         Args:
-            adjust: called before, with the gradients as they are of the loss; may change them.
+            adjust: called before with the unscaled gradients in place; may change them.
         """
         self.precision.unscale(self.optimizer)
         adjust()
@@ -171,7 +168,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def short_step(self, micro_batches: int) -> "torch.Tensor":
-        """As `step`, of the first so many micro-batches unless a pipeline orders them; from two on its memory is that of a step."""
+        """As `step`, of the first micro-batches unless a pipeline orders them; from two on its memory is that of a step."""
         if self.world.pp > 1:
             return self.step()
         total = self.passes([to_device(each, self.device) for each in self._data[0][:micro_batches]])
@@ -184,20 +181,20 @@ class Training:
         watch: Callable[[Any], None] | None = None,
         factors: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
-        """The forward and backward passes of a step, without the optimizer's part: gradients stay in place. Where
-        gradients are switched off (`torch.no_grad`), the forward passes alone.
+        """Runs the forward and backward passes of a step, without the optimizer's part: gradients stay in place. If
+        gradients are switched off (`torch.no_grad`), only the forward passes run.
 
         Args:
             batches: this replica's micro-batches, on the device; None for those of the next step.
-            watch: called with what the model returned for each of them; in a pipeline, on the last stage.
-            factors: what the loss of each micro-batch is multiplied by, of shape [grad_accum], on the device; None for 1.
+            watch: called with the model's output for each of them; in a pipeline, on the last stage.
+            factors: factor of the loss of each micro-batch, shape [grad_accum], on the device; None for 1.
 
         Returns:
             As `step`.
         """
         on_device = True
         if batches is None:
-            assert self._data, "a training without data of its own is given that of every step"
+            assert self._data, "a training without its own data needs the data of every step"
             on_device = self._resident
             batches = self._data[self._step % len(self._data)]
             self._step += 1
@@ -206,7 +203,7 @@ class Training:
         return self.over_replicas(total) / self.world.replicas
 
     def over_replicas(self, value: "torch.Tensor") -> "torch.Tensor":
-        """The sum of what each replica has, in place; all ranks call it."""
+        """Sums a value over replicas, in place; all ranks call it."""
         if self._mesh is not None and self.world.replicas > 1:
             import torch.distributed as dist
 
@@ -214,17 +211,17 @@ class Training:
         return value
 
     def share(self, samples: Callable[[int, int], Batch], first: int) -> Batch:
-        """This replica's samples of a step.
+        """Returns this replica's samples of a step.
 
         Args:
-            samples: `samples(start, count)` are those at `count` positions from `start` on.
-            first: where those of the step begin.
+            samples: `samples(start, count)` returns the samples at `count` positions from `start` on.
+            first: position of the step's first sample.
         """
         mine = self.micro_batch * self.grad_accum
         return samples(first + self.world.dp_rank * mine, mine)
 
     def micro_batches(self, share: Batch) -> list[Batch]:
-        """A replica's samples as `passes` takes them: micro-batch by micro-batch; for a pipeline, as one batch."""
+        """Cuts a replica's samples for `passes`: into micro-batches; for a pipeline, into one batch."""
         if self.world.pp > 1:
             return [share]
         return [
@@ -233,21 +230,23 @@ class Training:
         ]
 
     def flops_per_step(self) -> float | None:
-        """Model FLOPs of one optimizer step over all ranks, recomputation not included; None where the model
-        cannot be traced (`flops_of(workload).reason` says why)."""
+        """Model FLOPs of one optimizer step over all ranks, without recomputation; None if the model cannot be traced
+        (`flops_of(workload).reason` says why).
+        """
         per_sample = flops_of(self.workload).per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
 
     def reseed(self, step: int) -> None:
-        """Has dropout follow from the seed, the step and this rank's place. Replicas and stages differ; the ranks that share
-        a layer draw alike except where its schedule forks their streams."""
+        """Seeds dropout by the seed, the step and this rank's position. Replicas and stages differ; ranks that share
+        a layer draw the same numbers except where its schedule forks their streams.
+        """
         import torch
 
         place = self.world.replica * self.world.pp + self.world.pp_rank
         torch.manual_seed((self.seed_of(place) * 1_000_003 + step) % 2**63 if step else self.seed_of(place))
 
     def seed_of(self, number: int) -> int:
-        """The seed of a step's data, by its number."""
+        """Seed of a step's data, by the step's number."""
         return step_seed(self._seed, number)
 
     def _build(self) -> tuple["nn.Module", "torch.optim.Optimizer"]:
@@ -257,8 +256,8 @@ class Training:
             with seeded(self._seed, self.device):
                 return self._build_within(deferred(self.device))
         except ScheduleError:
-            # Not every model can be made without its weights: its constructor may look at values. Such a model is
-            # made in place; what is really wrong shows again.
+            # Not every model can be made without its weights: its constructor may read values. Such a model is
+            # made in place; actual errors show again.
             pass
         with seeded(self._seed, self.device):
             return self._build_within(self.device)
@@ -274,7 +273,7 @@ class Training:
         with making:
             module = self.workload.build_model(self.config)
         if left := stray(module):
-            raise ScheduleError(f"{left} is a tensor on the meta device that is no parameter and no buffer")
+            raise ScheduleError(f"{left} is a tensor on the meta device that is neither a parameter nor a buffer")
         sch = create_schedule(module, self._mesh)
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
@@ -299,22 +298,22 @@ class Training:
         )
 
     def _passes_of(self, module: "nn.Module") -> "tuple[Callable[..., torch.Tensor] | None, Accumulation | Pipelined]":
-        """The loss that a pipeline is built with, where the workload has one of its own; and how steps are made."""
+        """Returns the loss for building a pipeline, if the workload has its own, and the passes of a step."""
         if self.world.pp > 1:
             passes = Pipelined(self.workload, module, self.precision)
             return passes.loss if self.workload.loss is not None else None, passes
         return None, Accumulation(self.workload, module, self.precision, self.strategy.exchange)
 
     def _distribute(self, sch: "Schedule") -> None:
-        """What every model's schedule needs besides its own: replicas, the pipeline's order, offloading.
+        """Adds the common part of every model's schedule: replicas, the pipeline's order, offloading.
 
-        A schedule of somebody's own may have done any of it.
+        A user's schedule may have done any of it.
         """
         done = {step.primitive for step in sch.tree.steps if not step.path}
         if self.world.pp > 1:
             check_pipeline(self.workload, len(sch.tree.cuts), self.world.pp)
             if "pipeline" not in done:
-                # The standard way of splitting the batch: its micro-batches are the pipeline's.
+                # The standard split of the batch: its micro-batches are the pipeline's.
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
@@ -326,13 +325,13 @@ class Training:
             share_out(sch, self.strategy, self._gathered())
 
     def _gathered(self) -> list[str]:
-        """Paths of the blocks that `gathered_blocks` names."""
+        """Paths of the blocks named by `gathered_blocks`."""
         blocks = self.outline.blocks
         named = indices_of(self.strategy.gathered_blocks or "none", len(blocks))
         return [blocks[index] for index in named]
 
     def _make_data(self) -> list[list[Batch]]:
-        """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""
+        """This replica's micro-batches of each step of the cycle; for a pipeline, one batch per step."""
         steps: list[Batch] = []
         held = 0
         while len(steps) < MAX_STEPS_OF_DATA:
@@ -351,20 +350,19 @@ class Training:
     def _share_of(self, step: int) -> Batch:
         """This replica's samples of a step, on the CPU."""
         share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
-        # Made for all replicas and then cut, so that the samples do not depend on their number.
+        # Made for all replicas and then cut, so that samples do not depend on the number of replicas.
         whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
         mine = batch_slice(whole, replica * share, (replica + 1) * share)
         return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
 
 
 def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int = 1) -> Strategy:
-    """The strategy of a configuration of a workload on so many ranks.
+    """Returns the strategy of a configuration of a workload on `ranks` ranks.
 
     The samples of a step are the workload's global batch, unless both `micro_batch` and `grad_accum` are knobs.
 
     Raises:
-        WorkloadError: a knob has a value that it cannot have, or the configuration breaks one of
-            `redline.knobs.rules.RULES`.
+        WorkloadError: a knob has an invalid value, or the configuration breaks one of `redline.knobs.rules.RULES`.
     """
     try:
         strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
@@ -385,7 +383,7 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
 
 @contextmanager
 def streams_kept(device: "torch.device") -> Iterator[None]:
-    """PyTorch's, NumPy's and Python's global generators are as they were at the end."""
+    """Restores the global generators of PyTorch, NumPy and Python at the end."""
     import numpy
     import torch
 
@@ -400,7 +398,7 @@ def streams_kept(device: "torch.device") -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: "torch.device") -> Iterator[None]:
-    """Within it these generators are seeded."""
+    """Seeds these generators within the context."""
     import numpy
     import torch
 

@@ -1,4 +1,4 @@
-"""The ranks of one trial and what each of them is: its stage, its replica, its piece."""
+"""Ranks of a trial and their positions in the grid of stages, replicas and pieces."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,39 +15,40 @@ if TYPE_CHECKING:
     from ..knobs.sequence import SequenceShards
 
 AXES = ("pp", "dp", "tp")
-"""Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
-with ranks numbered host by host, on one host. Those that share a sequence come next: along `dp`, of which groups of
-neighbours have the same samples, as to weights and gradients they are replicas like all others. Within such a group
-those that exchange heads are neighbours, and a ring goes through the groups of these."""
+"""Axes of the mesh, outermost first. Ranks that share a layer communicate the most, so they are neighbours and, with
+ranks numbered host by host, on one host. Ranks that share a sequence come next: they are on the `dp` axis, where
+groups of neighbours have the same samples, because for weights and gradients they are replicas like all others.
+Within such a group the ranks that exchange heads are neighbours, and a ring connects these subgroups.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """This process among the ranks of a trial, arranged as a grid of pipeline stages, replicas and pieces."""
+    """Position of this process in the grid of pipeline stages, replicas and pieces."""
 
     rank: int = 0
     """Global rank."""
     size: int = 1
-    """Ranks; the product of the degrees."""
+    """Number of ranks, the product of the degrees."""
     pp: int = 1
     """Pipeline stages."""
     dp: int = 1
-    """Replicas that have samples of their own."""
+    """Replicas with their own samples."""
     sp: int = 1
-    """Ranks that share each sequence, and exchange heads."""
+    """Ranks that share each sequence by exchanging heads."""
     cp: int = 1
-    """Ranks, or groups of those, that share each sequence in a ring."""
+    """Ranks, or groups of ranks, that share each sequence in a ring."""
     tp: int = 1
     """Ranks that share each layer."""
     ep: int = 1
-    """Neighbours among the replicas that share the experts."""
+    """Neighbouring replicas that share the experts."""
 
     @staticmethod
     def of(config: Mapping[str, Any], rank: int = 0, size: int = 1) -> "World":
-        """The world of a configuration on `size` ranks. Without `dp` it is what tp, sp, cp and pp leave.
+        """Returns the world of a configuration on `size` ranks. Without `dp`, it is size / (tp * sp * cp * pp).
 
         Raises:
-            WorkloadError: a degree below 1, or degrees whose product is not the number of ranks.
+            WorkloadError: a degree is below 1, or the product of the degrees is not the number of ranks.
         """
         try:
             degrees = Strategy.of({name: config[name] for name in (*DEGREES, "ep") if name in config}, devices=size)
@@ -61,45 +62,45 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """Ranks of the mesh's `dp` axis: those that hold the same weights."""
+        """Number of ranks of the mesh's `dp` axis, which have the same weights."""
         return self.dp * self.sp * self.cp
 
     @property
     def replica(self) -> int:
-        """Which of them."""
+        """Index on the `dp` axis."""
         return self.rank // self.tp % self.replicas
 
     @property
     def tp_rank(self) -> int:
-        """Which piece of a layer."""
+        """Index of the piece of a layer."""
         return self.rank % self.tp
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the samples."""
+        """Index of the share of the samples."""
         return self.replica // (self.sp * self.cp)
 
     @property
     def sharing(self) -> "SequenceShards":
-        """Which piece of their sequences."""
+        """Piece of the sequences."""
         from ..knobs.sequence import SequenceShards
 
         return SequenceShards(sp=self.sp, cp=self.cp, rank=self.replica % (self.sp * self.cp))
 
     @property
     def pp_rank(self) -> int:
-        """Which stage."""
+        """Index of the stage."""
         return self.rank // (self.tp * self.replicas)
 
     def mesh(self, device: "torch.device", timeout_s: float | None = None) -> "DeviceMesh | None":
-        """A `DeviceMesh` with the axes of a size above 1, in the order of AXES; None for one rank.
+        """Returns a `DeviceMesh` with the axes of a size above 1, in the order of AXES; None for one rank.
 
         With several ranks `torch.distributed` must be initialised.
 
         Args:
-            device: where.
-            timeout_s: how long a rank may wait for the others of its axis, s; None leaves torch's default. An
-                axis of all ranks is the group of all ranks, with that group's own time.
+            device: device of this rank.
+            timeout_s: timeout of collectives of an axis, s; None leaves torch's default. An axis of all ranks is the
+                group of all ranks, with that group's own timeout.
         """
         sizes = {name: self.replicas if name == "dp" else getattr(self, name) for name in AXES}
         names = tuple(name for name in AXES if sizes[name] > 1)
@@ -118,7 +119,7 @@ class World:
         groups = []
         for axis, name in enumerate(names):
             lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
-            # Groups that `init_device_mesh` makes wait as long as is torch's default, whatever the whole group does.
+            # Groups made by `init_device_mesh` have torch's default timeout, whatever that of the whole group.
             mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{name}")
             groups.append(mine)
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)

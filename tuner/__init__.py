@@ -1,4 +1,4 @@
-"""How the next candidate is chosen: samplers, budget, the search loop, and `redline.tune`."""
+"""Samplers, budget, the search loop, and `redline.tune`."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""How much a search may spend."""
+"""Limits of a search: trials, time and device-hours."""
 
 import math
 import re
@@ -17,21 +17,22 @@ _SIZES |= {"KIB": 1 / 1024, "TIB": 1024.0**2, "TB": 1e12 / 2**20}
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of a search; whichever is reached first ends it.
+    """Limits of a search. The first one that is reached ends it.
 
     Raises:
         UsageError: a limit is not positive.
     """
 
     trials: int | None = None
-    """Trials in all, a resumed run's earlier ones included; None for no limit."""
+    """Number of trials, including the earlier ones of a resumed run; None for no limit."""
     seconds: float | None = None
-    """Wall time of a search from its beginning to its winner, s; None for no limit."""
+    """Wall time from the start of a search to its winner, s; None for no limit."""
     device_hours: float | None = None
-    """Device time of all trials, hours: seconds of a trial times its devices; None for no limit."""
+    """Device time of all trials (seconds of a trial times its devices), hours; None for no limit."""
     patience: int = 0
-    """Stop once that many of the most promising candidates together are unlikely to bring another 1 %; 0 never
-    stops early."""
+    """Stop when this many of the most promising candidates together are unlikely to gain another 1 %; 0 never stops
+    early.
+    """
 
     def __post_init__(self) -> None:
         if self.trials is not None and (isinstance(self.trials, bool) or int(self.trials) != self.trials):
@@ -46,11 +47,11 @@ class Budget:
             raise UsageError(f"patience must be a whole number, 0 for no early stop, but got {self.patience!r}")
 
     def check_against(self, timeout_s: float | None, at_once: int, devices: int) -> None:
-        """Raises UsageError where limits contradict each other.
+        """Raises UsageError if limits contradict each other.
 
         Args:
-            timeout_s: deadline of a trial that was asked for, s; None for the default.
-            at_once: trials at the same time.
+            timeout_s: requested deadline of a trial, s; None for the default.
+            at_once: number of concurrent trials.
             devices: devices of one trial.
         """
         if self.seconds is not None and timeout_s is not None and timeout_s > self.seconds:
@@ -68,7 +69,7 @@ class Budget:
 
 
 def device_hours_of(trials: Sequence[Trial], devices: int) -> float:
-    """Device-hours that trials took; `devices` for those that do not say on how many they ran."""
+    """Device-hours of these trials. `devices` is the default for trials that do not record their number of devices."""
     seconds = 0.0
     for trial in trials:
         if not trial.pending and trial.measured.seconds_total:
@@ -77,7 +78,7 @@ def device_hours_of(trials: Sequence[Trial], devices: int) -> float:
 
 
 class Stopwatch:
-    """Time left of a budget, counted from when it was made."""
+    """Remaining time of a budget, counted from construction."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -96,7 +97,7 @@ class Stopwatch:
 
 
 def parse_duration(text: str | float | None, what: str = "time") -> float | None:
-    """Seconds of `30m`, `1h30m`, `90s`, `5 min` or a number of seconds; None stays None.
+    """Converts `30m`, `1h30m`, `90s`, `5 min` or a number of seconds to seconds; None stays None.
 
     Raises:
         UsageError: it is not a duration, or not positive.
@@ -122,7 +123,7 @@ def parse_duration(text: str | float | None, what: str = "time") -> float | None
 
 
 def parse_memory(text: str | float | None, what: str = "memory limit") -> float | None:
-    """MiB of `8GiB`, `512MiB`, `1.5G` or a number of MiB; None stays None.
+    """Converts `8GiB`, `512MiB`, `1.5G` or a number of MiB to MiB; None stays None.
 
     Raises:
         UsageError: it is not an amount of memory, or not positive.

@@ -1,15 +1,16 @@
-"""The leaders measured again in interleaved turns, and the winner soaked before it is named.
+"""Measures the leaders again in interleaved turns, and soaks the winner.
 
-Logarithms of throughput are compared, of contender i in round r:
+The logarithms of throughput of contender i in round r are compared by the model:
 
     y[i, r] = level[i] + round[r] + slope * load[i, r] + noise
 
-The term of a round absorbs what the machine did to all contenders, and the slope what the cores that other processes used
-(`Measurement.foreign_cores`) did within a round, so that levels compare although the load varies and not all take part in
-every round (a randomised block design with a covariate; Montgomery, Design and Analysis of Experiments, chapters 4 and 15).
-One slope for all is an approximation, because a load costs one candidate more than another: where each contender has had
-enough rounds without load, only these count. The noise's variance is that of the residuals, moderated by the errors of the
-measurements themselves (Smyth 2004, Linear models and empirical Bayes methods, section 3).
+The round term absorbs what changed the speed of all contenders in a round. The slope absorbs the cores used by other
+processes (`Measurement.foreign_cores`) within a round. Levels are therefore comparable although the load varies and
+not every contender takes part in every round (a randomised block design with a covariate; Montgomery, Design and
+Analysis of Experiments, chapters 4 and 15). One slope for all is an approximation, because a load slows some
+candidates more than others: if each contender has enough rounds without load, only these count. The variance of the
+noise is that of the residuals, moderated by the errors of the measurements themselves (Smyth 2004, Linear models and
+empirical Bayes methods, section 3).
 """
 
 import math
@@ -33,42 +34,40 @@ from .listener import SearchListener
 
 @dataclass(frozen=True, kw_only=True)
 class Soaking:
-    """Soaks the winner, and where it does not hold up the next one, until one holds."""
+    """Soaks the winner. If it fails, soaks the next best trial, until one succeeds."""
 
     run_folder: RunFolder
-    """Trials and files."""
     plan: SoakPlan
-    """How long each is soaked."""
     measure: Callable[[Trial, SoakPlan], Measurement]
-    """A trial's configuration dry-run and soaked."""
+    """Dry-runs and soaks a trial's configuration."""
     say: Callable[[str], None]
-    """Told what came of each."""
+    """Receives a message about the outcome of each soak."""
     watch: Stopwatch
-    """Time left of the search."""
+    """Remaining time of the search."""
 
     def expected_s(self, typical_s: float) -> float:
-        """What a soak of the winner takes, s.
+        """Expected time of a soak of the winner, s.
 
         Args:
-            typical_s: what a trial takes.
+            typical_s: typical time of a trial, s.
         """
         winner = summary.best(self.run_folder.trials())
         step_ms = None if winner is None else winner.measured.step_ms
         return 0.0 if step_ms is None else typical_s + (self.plan.steps + 2) * step_ms / 1e3
 
     def run(self) -> None:
-        """A trial that does not hold up has the status of its soak from then on, and leads no more."""
+        """Runs the soaks. A trial that fails its soak gets the status of the soak and is no longer a leader."""
         while (winner := summary.best(self.run_folder.trials())) is not None:
             if self.watch.left <= 0:
-                self.say(f"the time was up before trial {winner.number}, which leads, was soaked")
+                self.say(f"the time was up before the leader, trial {winner.number}, was soaked")
                 return
             found = self.measure(winner, self.plan)
             if found.ok:
-                self.say(f"trial {winner.number} held up: {found.reason}{_memory(found, winner)}")
+                self.say(f"trial {winner.number} succeeded: {found.reason}{_memory(found, winner)}")
                 return
             failed = replace(found, reason=f"in its soak: {found.reason or found.status}")
             self.run_folder.remeasure(winner.number, winner.remeasured, failed)
-            self.say(f"trial {winner.number} led, and did not hold up: {found.status} {failed.reason}")
+            self.say(f"trial {winner.number} led, but failed: {found.status} {failed.reason}")
 
 
 def _memory(found: Measurement, winner: Trial) -> str:
@@ -77,76 +76,83 @@ def _memory(found: Measurement, winner: Trial) -> str:
 
 
 LEADERS, LEADER_WITHIN = 3, 0.85
-"""Contenders beside the default configuration, at first, and the share of the best throughput they must have reached."""
+"""Number of contenders at first, apart from the default configuration, and their least share of the best throughput."""
 UNSTEADY_LEADERS, UNSTEADY_WITHIN = 8, 0.67
-"""The same where the machine's load has changed, so that first measurements say little of who leads."""
+"""The same if the machine's load has changed, which makes first measurements less reliable."""
 LOAD_COSTS_MORE = 0.4
-"""Log throughput that a core which others keep busy may cost one candidate more than the default configuration, by which
-first measurements are corrected: on two cores a load that took 37 % off the one took 66 % off another."""
+"""Loss of log throughput per core kept busy by others that one candidate may suffer beyond the default
+configuration's loss. First measurements are corrected by it: on two cores a load that took 37 % off the one took
+66 % off another.
+"""
 CHALLENGE_WITHIN = 0.97
-"""Share of the best that one never measured again must have reached at first, all told, to be measured beside it."""
+"""Share of the best throughput that a trial without re-measurement must have reached at first, after corrections, to
+be measured beside the best.
+"""
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
-"""How often each contender is measured again. Where contenders are in memory together and take short turns, a stretch of
-these takes as long as the fewest rounds, and counts as them."""
+"""Bounds of the number of rounds of each contender. A stretch of short turns of contenders that are in memory
+together takes as long as the fewest rounds, and counts as them.
+"""
 MOST_ROUNDS_OF_PAIR = 18
-"""Rounds in all after which the winner and the default configuration are not measured further to show a gain."""
+"""Total number of rounds after which the winner and the default configuration are not measured further to show a gain."""
 ERROR = 0.05
-"""Chance that a contender that is the best is dropped, over all rounds and contenders (Bonferroni)."""
+"""Probability of dropping the best contender, over all rounds and contenders (Bonferroni)."""
 ROUNDS_TO_TIE = 3
-"""Rounds after which what is no farther apart than `EQUAL` is as good as equal."""
+"""Rounds after which contenders closer than `EQUAL` count as equal."""
 SHARE_OF_SEARCH = 0.3
-"""Of the time the trials took, what further rounds than the fewest, and waiting for the load of others to pass, may take."""
+"""Limit on the time of rounds beyond the fewest and of waiting for the load of others to end, as a share of the
+trials' time.
+"""
 CALM_ROUNDS = 5
-"""Rounds without others' load that each contender must have had for the rest to be left out."""
+"""Rounds without others' load that each contender needs so that the other rounds can be left out."""
 FAR_OFF = 1.25
-"""Ratio of a first measurement to what came of measuring again from which it is said."""
+"""Ratio of the first measurement to the re-measurement (or its inverse) above which the user is informed."""
 ROBUST_ROUNDS = 8
-"""Rounds from which what lies far off weighs less: so many turns tell noise from its exceptions."""
+"""Rounds from which outliers get a lower weight: with this many rounds they can be told from noise."""
 HUBER, HUBER_STEPS = 1.345, 20
-"""From how many standard deviations on, and in how many steps that is found."""
+"""Threshold of Huber's weights, in standard deviations, and the number of iterations."""
 _TYPICAL_NOISE, _PRIOR_DEGREES = 0.01, 4.0
 
 
 @dataclass
 class Confirmation:
-    """Measures leaders again and keeps in the run's folder what came of it. Call `run` once."""
+    """Measures leaders again and saves the results in the run's folder. Call `run` once."""
 
     run_folder: RunFolder
-    """Trials and files."""
     measure: Callable[[Trial], Measurement]
-    """A trial's configuration measured anew, to the end."""
+    """Measures a trial's configuration again, completely."""
     take_turns: Callable[[Sequence[Trial], float], list[list[Measurement]] | None] | None
-    """Trials' configurations in memory together and measured in turns, given the patience in s (see
-    `Runner.take_turns`); None where the runner measures one after the other only."""
+    """Measures trials' configurations in turns, all of them in memory; takes the patience in s (see
+    `Runner.take_turns`). None if the runner measures only one after the other.
+    """
     listener: SearchListener
-    """Hears of progress."""
     watch: Stopwatch
-    """Time left of the search."""
+    """Remaining time of the search."""
     settle_s: float = 0.0
-    """What measuring a trial again takes longer than its first measurement, s."""
+    """Time that a re-measurement takes beyond that of the first measurement, s."""
     rounds: list[dict[int, Measurement]] = field(default_factory=list)
-    """What each contender that ran measured, by its trial's number, a round an entry."""
+    """Measurements of the contenders that ran, by trial number, one entry per round."""
     failed: dict[int, Measurement] = field(default_factory=dict)
-    """Contenders that did not run to the end again."""
+    """Failed re-measurements, by trial number."""
     _times: Counter[int] = field(default_factory=Counter)
-    """How often each was measured again, in rounds."""
+    """Number of rounds of each contender."""
     _rounds_done: int = 0
     _done: int = 0
 
     @property
     def seconds(self) -> float:
-        """What the fewest rounds would take with the contenders so far, s."""
+        """Expected time of the fewest rounds with the current contenders, s."""
         contenders = self._contenders(())
         return self._fewest_s(contenders) if len(contenders) > 1 else 0.0
 
     def run(self) -> None:
-        """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
-        the time are used up. Contenders that fail are replaced by the next best. Then the winner and the default
-        configuration are measured further while the interval of the gain includes 1 and time is left."""
+        """Measures until the best is separated from the rest, or differs from the rest by less than `EQUAL`, or the
+        rounds or the time are used up. Contenders that fail are replaced by the next best. Then the winner and the
+        default configuration are measured further while the interval of the gain includes 1 and time is left.
+        """
         begin = self.watch.elapsed
         spent = sum(trial.measured.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending)
         active = self._contenders(())
-        if len(active) == 1:  # nobody to compare it with
+        if len(active) == 1:  # nothing to compare it with
             return
         try:
             while active and self._rounds_done < MOST_ROUNDS:
@@ -170,7 +176,9 @@ class Confirmation:
         self._say_far_off()
 
     def _pair_in_question(self) -> list[Trial]:
-        """Winner and default configuration, where the interval of the gain includes 1 and further rounds can change that."""
+        """Returns the winner and the default configuration if the interval of the gain includes 1 and further rounds
+        can change that.
+        """
         if not any(self.rounds):
             return []
         self._keep()
@@ -178,12 +186,13 @@ class Confirmation:
         gain, winner, base = summary.gain(trials), summary.best(trials), summary.default(trials)
         if gain is None or gain.half_width is None or gain.shown or winner is None or base is None:
             return []
-        # What is no farther apart is as good as equal, however long it is measured.
+        # Closer contenders count as equal, however long they are measured.
         return [winner, base] if gain.ratio > 1 + EQUAL else []
 
     def _contenders(self, known: Iterable[int]) -> list[Trial]:
-        """Those who can have led, beyond the trials of the numbers `known`, and who is to stand beside the
-        winner: the default configuration, and the best without lossy values."""
+        """Returns the possible leaders among trials that are not in `known`, and those to compare the winner with:
+        the default configuration, and the best without lossy values.
+        """
         beyond = {*known, *self.failed}
         left = [trial for trial in self.run_folder.trials() if trial.ok and trial.number not in beyond]
         left.sort(key=lambda trial: -_at_first(trial))
@@ -195,22 +204,23 @@ class Confirmation:
             floor = UNSTEADY_WITHIN * _at_first(left[0])
             more = [trial for at, trial in enumerate(hoped) if at < 2 or _hoped(trial, left) >= floor]
             leaders = more if self._fewest_s(more) < self.watch.left else leaders
-        # Beside lossy leaders the best without lossy values is to be compared with what holds up.
+        # Lossy leaders are compared with the best trial without lossy values.
         exact = next((trial for trial in left if not trial.lossy), None)
         beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
         return leaders + [trial for trial in beside if trial not in leaders]
 
     def _fewest_s(self, contenders: Iterable[Trial]) -> float:
-        """What their fewest rounds take, s; turns take less."""
+        """Time of the fewest rounds of these contenders, s. Turns take less."""
         return FEWEST_ROUNDS * sum((trial.measured.seconds_total or 0.0) + self.settle_s for trial in contenders)
 
     def _stretch(self, active: Sequence[Trial], patience_s: float) -> bool:
-        """Has all of them take turns, for so much longer where the load of others has to pass; False where they cannot,
-        or in too little time for their fewest rounds."""
+        """Measures all active trials in turns, up to `patience_s` longer if others' load has to pass. Returns False
+        if turns are not possible, or there is no time for the fewest rounds.
+        """
         if self.take_turns is None or len(active) < 2 or self.watch.left < self._fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
-        self.listener.alternating(list(active), _turns_s(active))
+        self.listener.on_alternate(list(active), _turns_s(active))
         found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - self._fewest_s(active))))
         if found is None:
             self.take_turns = None
@@ -220,45 +230,45 @@ class Confirmation:
         for trial, turns in zip(active, found, strict=True):
             self._times[trial.number] += FEWEST_ROUNDS
             for taken, each in zip(rounds, turns, strict=False):
-                self._heard(trial, each, taken)
+                self._record(trial, each, taken)
         self.rounds += rounds
-        self.listener.remeasuring(list(active), self._done, total)
+        self.listener.on_remeasure(list(active), self._done, total)
         return True
 
-    def _heard(self, trial: Trial, again: Measurement, taken: dict[int, Measurement]) -> None:
+    def _record(self, trial: Trial, again: Measurement, taken: dict[int, Measurement]) -> None:
         if again.status is Status.OK:
             taken[trial.number] = again
             return
         self.failed[trial.number] = again
-        self.listener.said(f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})")
+        self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")
 
     def _round(self, active: Sequence[Trial]) -> None:
         taken: dict[int, Measurement] = {}
         self.rounds.append(taken)
         self._rounds_done += 1
         total = self._done + sum(max(1, FEWEST_ROUNDS - self._times[trial.number]) for trial in active)
-        # Another one goes first each time, so that no one's turn comes always after the same.
+        # Each round starts with another contender, so that none is always measured after the same one.
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
             left = max(1, total - self._done)
             each_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
-            self.listener.remeasuring(list(active), self._done, total, left * each_s)
+            self.listener.on_remeasure(list(active), self._done, total, left * each_s)
             if self.watch.left <= 0:
                 if taken and not any(self.rounds[:-1]):
-                    # Who was not measured beside the others cannot be compared with them.
+                    # A contender that was not measured beside the others cannot be compared with them.
                     taken.clear()
-                    self.listener.said(
-                        "the time was up before all leaders were measured again: the first figures stand"
+                    self.listener.on_message(
+                        "the time was up before all leaders were measured again: their first measurements count"
                     )
                 return
             again = self.measure(trial)
             self._done += 1
             self._times[trial.number] += 1
-            self._heard(trial, again, taken)
-        self.listener.remeasuring(list(active), self._done, max(total, self._done))
+            self._record(trial, again, taken)
+        self.listener.on_remeasure(list(active), self._done, max(total, self._done))
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:
-        """Who takes part in the next round; nobody where the winner is found."""
+        """Returns the contenders of the next round; none if the winner is found."""
         if not active:
             return self._contenders(())
         if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
@@ -266,8 +276,8 @@ class Confirmation:
         found = self.comparison()
         top = max(found.level, key=lambda number: found.level[number])
         by_number = {trial.number: trial for trial in self.run_folder.trials()}
-        # Would those who were never measured again be as fast as the best, had they been measured beside it?
-        # The default configuration tells what has changed: it does not take part for having been lucky once.
+        # Estimates how fast trials that were never measured again would have been beside the best.
+        # The default configuration shows the change best: it was not selected for a high first measurement.
         shifts = {n: found.level[n] - math.log(_at_first(by_number[n])) for n in found.level}
         base = next((n for n in shifts if by_number[n].sampler == "default"), None)
         shift = statistics.median(shifts.values()) if base is None else shifts[base]
@@ -289,16 +299,16 @@ class Confirmation:
         return [by_number[top], *rivals, *challengers] if rivals or challengers else []
 
     def comparison(self) -> "Comparison":
-        """The contenders' levels, from all rounds so far."""
+        """Compares the contenders by all rounds so far."""
         return compare_rounds(self._held())
 
     def _held(self) -> list[dict[int, Measurement]]:
-        """The rounds that count, without those that failed in one of them."""
+        """Returns the rounds that count, without contenders that failed in any round."""
         rounds = [{n: each for n, each in taken.items() if n not in self.failed} for taken in self.rounds]
         return calm_rounds([taken for taken in rounds if taken])
 
     def _keep(self) -> None:
-        """Stores the re-measurements, each with what its round did to all taken off."""
+        """Saves the re-measurements, each corrected for the disturbance of its round."""
         kept: dict[int, list[float]] = {number: [] for number in self.failed}
         rounds = self._held()
         disturbances = compare_rounds(rounds).disturbance if rounds else []
@@ -309,40 +319,40 @@ class Confirmation:
             self.run_folder.remeasure(number, throughputs, self.failed.get(number))
 
     def _say_far_off(self) -> None:
-        told = []
+        changes = []
         for trial in self.run_folder.trials():
             if not trial.ok or trial.first is None:
                 continue
             now, unit = trial.throughput, trial.measured.unit
             if max(now / trial.first, trial.first / now) > FAR_OFF:
-                told.append(f"trial {trial.number} ran at {speed(trial.first, unit)}, then at {speed(now, unit)}")
-        if told:
-            self.listener.said(
-                f"measured again, much has changed: {'; '.join(told)}. The machine's load is not steady; what counts "
-                "are the later figures, which were taken in turns"
+                changes.append(f"trial {trial.number} ran at {speed(trial.first, unit)}, then at {speed(now, unit)}")
+        if changes:
+            self.listener.on_message(
+                f"re-measurements differ much from the first: {'; '.join(changes)}. The machine's load is not steady; the "
+                "re-measurements count, because they were taken in turns"
             )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What rounds say of their contenders."""
+    """Contenders' levels, estimated from rounds."""
 
     level: dict[int, float]
     """Log throughput of each contender in an average round."""
     disturbance: list[dict[int, float]]
-    """What the machine did to each measurement of each round, log; nothing on average."""
+    """Effect of the machine on each measurement of each round, log; zero on average."""
     variance: float
-    """Of the noise."""
+    """Variance of the noise."""
     degrees: float
-    """Degrees of freedom of that."""
+    """Degrees of freedom of the variance."""
     _covariance: dict[tuple[int, int], float]
 
     def gap(self, first: int, other: int) -> float:
-        """How much faster the first is, log."""
+        """Difference of the levels of two contenders, log."""
         return self.level[first] - self.level[other]
 
     def ahead(self, first: int, other: int, comparisons: int) -> bool:
-        """Whether the first is faster than the other, at `ERROR` over all rounds and so many comparisons."""
+        """True if the first is faster than the other, at `ERROR` over all rounds and this many comparisons."""
         from scipy.stats import t
 
         at = self._covariance
@@ -352,8 +362,9 @@ class Comparison:
 
 
 def calm_rounds(rounds: Sequence[dict[int, Measurement]]) -> list[dict[int, Measurement]]:
-    """Those in which others kept hardly more cores busy than in the calmest one; all of them where that would leave a
-    contender too few."""
+    """Returns the rounds in which others kept hardly more cores busy than in the calmest round; all rounds if that
+    would leave a contender with too few.
+    """
     loads = [max(each.foreign_cores or 0.0 for each in taken.values()) for taken in rounds]
     calm = [taken for taken, load in zip(rounds, loads, strict=True) if load <= min(loads) + CHANGED_CORES]
     counts = Counter(number for taken in calm for number in taken)
@@ -362,10 +373,10 @@ def calm_rounds(rounds: Sequence[dict[int, Measurement]]) -> list[dict[int, Meas
 
 
 def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
-    """Levels by least squares (see the top of this file).
+    """Estimates levels by least squares (see the module's docstring).
 
     Args:
-        rounds: what the contenders that took part in it measured, by number; none is empty.
+        rounds: measurements of the contenders of each round, by number; no round is empty.
     """
     numbers = list(dict.fromkeys(number for taken in rounds for number in taken))
     cells = [(at, number, each) for at, taken in enumerate(rounds) for number, each in taken.items()]
@@ -374,10 +385,10 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
     design = np.zeros((len(cells), first + len(rounds) + 1))
     for row, (at, number, _) in enumerate(cells):
         design[row, numbers.index(number)] = design[row, first + at] = 1.0
-    # Where the load hardly changed its slope would only follow the noise.
+    # If the load hardly changed, its slope would only follow the noise.
     if np.ptp(loads) > CHANGED_CORES:
         design[:, -1] = loads
-    # A disturbance is nothing on average, so that levels are those of average rounds.
+    # Disturbances are zero on average, so that levels are those of average rounds.
     design[:, first:] -= design[:, first:].mean(axis=0)
     y = np.array([math.log(each.reached) for _, _, each in cells])
     found, inverse, weights = _fit(design, y, len(rounds) >= ROBUST_ROUNDS)
@@ -398,14 +409,15 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
 
 
 def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[Trial]:
-    """The first, at most so many, that reach that share of the best. The second is among them however far behind: the
-    first may have been lucky once."""
+    """Returns at most `many` first trials that reach the share `within` of the best. The second is always included,
+    because the first may have been lucky.
+    """
     floor = within * _at_first(sorted_trials[0])
     return [trial for at, trial in enumerate(sorted_trials[:many]) if at < 2 or _at_first(trial) >= floor]
 
 
 def _turns_s(contenders: Iterable[Trial]) -> float:
-    """What building all of them and their turns are expected to take, s. What was compiled is in a cache by then."""
+    """Expected time to build all contenders and to measure them in turns, s. Compiled code is in a cache by then."""
     parts = [each.measured for each in contenders]
     return sum(
         (each.seconds_total or 0.0) - (each.seconds_compile or 0.0) + (each.seconds_measure or 0.0) for each in parts
@@ -413,12 +425,12 @@ def _turns_s(contenders: Iterable[Trial]) -> float:
 
 
 def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Least squares: what was found, its covariance over the noise's variance, and the weights of `y`.
+    """Least squares: coefficients, their covariance over the noise's variance, and the weights of `y`.
 
     Args:
         design: (n, m).
         y: (n,).
-        robust: whether what lies far off weighs less (Huber 1964, Robust estimation of a location parameter).
+        robust: give outliers a lower weight (Huber 1964, Robust estimation of a location parameter).
     """
     weights = np.ones(len(y))
     for _ in range(HUBER_STEPS if robust else 1):
@@ -432,7 +444,9 @@ def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, n
 
 
 def _hoped(trial: Trial, trials: Sequence[Trial]) -> float:
-    """What it may have in the least load of these, in the conditions in which the search began."""
+    """Throughput that the trial may reach under the least load of `trials`, in the conditions at the start of the
+    search.
+    """
     loads = [each.measured.foreign_cores or 0.0 for each in trials]
     beyond = (trial.measured.foreign_cores or 0.0) - min(loads)
     return _at_first(trial) * math.exp(LOAD_COSTS_MORE * max(0.0, beyond))

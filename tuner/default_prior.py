@@ -1,5 +1,6 @@
-"""What the standard names of knobs say where nobody named a model: how throughput and memory depend on them in a
-transformer of a usual size."""
+"""Prior for a search without a known model: effects of the standard knobs on throughput and memory of a typical
+transformer.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,13 @@ MODELS = (
     (Shape(layers=24, hidden=2048, heads=16, intermediate=5632, vocabulary=50304), 2048),
     (Shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=50304), 4096),
 )
-"""What the model may be like, and tokens of its sequences: depths and widths of GPT-3 medium, XL and 6.7B (Brown et al.
-2020, table 2.1) with the blocks of Llama."""
+"""Typical models, and their sequence lengths in tokens: depths and widths of GPT-3 medium, XL and 6.7B (Brown et al.
+2020, table 2.1) with the blocks of Llama.
+"""
 LEVEL, MEMORY_LEVEL = 2.0, 1.0
-"""How far off all throughputs may be together, and all peaks beyond what the models differ by; natural logarithms."""
+"""Common uncertainty of all throughputs, and of all peaks beyond the differences of the models; natural logarithms."""
 GPU = "a100-80gb"
-"""What GPUs are like that nothing is known of."""
+"""Assumed for GPUs that are not in the table."""
 _MEMORY_BUS = Link(name="shared memory", gb_per_s=5.0, latency_us=50.0)
 CPU = Hardware(
     name="cpu",
@@ -38,7 +40,7 @@ CPU = Hardware(
     devices_per_node=64,
     kind="cpu",
 )
-"""What a rank on a CPU is like, by the order of magnitude."""
+"""Order of magnitude of a rank on a CPU."""
 
 
 KNOWN: Mapping[str, Callable[[Any], bool]] = {
@@ -51,16 +53,17 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
     },
     "attention": lambda value: value in ("eager", *FLASH),
 }  # fmt: skip
-"""Knobs whose effect is known, and which values they can have."""
+"""Knobs with a known effect, each with a test of its values."""
 
 
 def default_prior(space: Space, devices: int, hardware: Hardware) -> "DefaultPrior | None":
-    """What the names of the knobs say; None where fewer than two that vary are standard, with values that they can have.
+    """Returns the prior that follows from the knobs' names; None if fewer than two knobs that vary are standard with
+    valid values.
 
     Args:
         space: what may vary.
-        devices: of a trial.
-        hardware: what kind of devices they are; nothing is measured.
+        devices: devices of a trial.
+        hardware: kind of the devices; nothing is measured.
     """
     known = [
         knob.name
@@ -72,7 +75,7 @@ def default_prior(space: Space, devices: int, hardware: Hardware) -> "DefaultPri
 
 
 def assumed_hardware(device: Device, space: Space, devices: int) -> Hardware:
-    """What trials probably run on: the devices here, but GPUs somewhere else where there are too few of them here."""
+    """Hardware that trials probably run on: the devices here, or GPUs elsewhere if there are too few devices here."""
     if device.type == "cuda":
         return recognise(device.name, device.memory_mib) or find_hardware(GPU)
     degrees = [value for knob in space.free if knob.name in DEGREES for value in knob.values]
@@ -81,15 +84,15 @@ def assumed_hardware(device: Device, space: Space, devices: int) -> Hardware:
 
 
 class DefaultPrior(ShapePrior):
-    """Means over some models of what the estimator says, and how far these are apart as what is unsure of it.
+    """Mean of the estimator's predictions for several models. Their differences are the prior's uncertainty.
 
-    Each model's own uncertainty stays beside that: so the covariance before any trial is that of a mixture of the
-    models (law of total variance).
+    Each model's own uncertainty is added, so the covariance before any trial is that of a mixture of the models (law
+    of total variance).
 
     Args:
-        names: the knobs that mean what they usually do.
-        devices: of a trial, where no knob says how many replicas there are.
-        hardware: what kind of devices they are.
+        names: knobs with their standard meaning.
+        devices: devices of a trial, if no knob sets the number of replicas.
+        hardware: kind of the devices.
     """
 
     def __init__(self, names: Sequence[str], devices: int, hardware: Hardware) -> None:
@@ -103,12 +106,13 @@ class DefaultPrior(ShapePrior):
             self._estimators.append((Estimator(facts, hardware, setup), facts.blocks, flops))
 
     def table(self, configs: Sequence[Config]) -> Any:
-        """Predictions of many configurations, as `Prior` reads them: FLOP/s in place of a throughput, MiB of a usual
-        model, both with what is unsure of them; arrays of shape (n,), effects (n, factors)."""
+        """Predictions of many configurations, as `Prior` reads them: FLOP/s in place of a throughput, MiB of a
+        typical model, both with their uncertainty; arrays of shape (n,), effects (n, factors).
+        """
         columns = self._columns(configs)
         speeds, needs, own = [], [], []
         for estimator, blocks, flops in self._estimators:
-            # What has more stages than this model has blocks is taken for the deepest that it can have.
+            # A configuration with more stages than this model has blocks gets one stage per block.
             found = estimator.table({**columns, "pp": np.minimum(columns["pp"], blocks)})
             speeds.append(np.log(found.throughput) + flops)
             needs.append(np.log(found.fullest_memory_mib))
@@ -127,7 +131,9 @@ class DefaultPrior(ShapePrior):
         )
 
     def _columns(self, configs: Sequence[Config]) -> dict[str, Any]:
-        """The standard knobs, each of all configurations; None where one has none, or none that it can have."""
+        """Values of the standard knobs for all configurations; None for a configuration without the knob or with an
+        invalid value.
+        """
         columns: dict[str, Any] = {
             name: [value if name in config and KNOWN[name](value := config[name]) else None for config in configs]
             for name in self._names

@@ -291,11 +291,11 @@ class EmulatedCommands(Runner):
     def _why(self, measured: Measurement) -> str:
         """Why it failed; where the framework does not know the mode, that it is too old."""
         command = self._task.command
-        assert command is not None and command.asked.launcher is not None
-        mode = find_launcher(command.asked.launcher).emulated
+        assert command is not None and command.requested.launcher is not None
+        mode = find_launcher(command.requested.launcher).emulated
         option, _, value = mode.partition(" ")
         if measured.status is Status.CRASH and (option in measured.reason or (value and value in measured.reason)):
-            return f"this version of {command.asked.launcher} has no {mode}: {measured.reason}"
+            return f"this version of {command.requested.launcher} has no {mode}: {measured.reason}"
         return measured.reason
 
     def stop(self, log: str) -> None:

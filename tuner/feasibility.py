@@ -1,4 +1,4 @@
-"""What an out-of-memory failure says of other configurations."""
+"""Rules out configurations that need at least the memory of one that failed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,18 +7,18 @@ from ..results import Trial, summary
 from ..space import Config, Space
 
 ACCUMULATION = "grad_accum"
-"""The standard knob of micro-batches per optimizer step, chosen or derived."""
+"""Standard knob of micro-batches per optimizer step, chosen or derived."""
 
 
 class OutOfMemoryKnowledge:
-    """Which configurations need at least as much memory as one that is known not to fit.
+    """Finds configurations that need at least as much memory as one that is known not to fit.
 
-    Knobs say how memory follows them (`monotone_memory`): a configuration that has, against a known OOM, at
-    least as much of every knob that raises memory, at most as much of every one that lowers it, and the same
-    of all others, needs at least as much memory. Derived knobs follow the others and are left out, but for one:
-    with a single micro-batch per step (`grad_accum`) gradients come into being while activations go, so that
-    an OOM beside gradients kept from an earlier micro-batch says nothing of it. An OOM that a success
-    contradicts, because that needed at least as much, says nothing either: it was a fluke.
+    Knobs declare how memory depends on them (`monotone_memory`). A configuration needs at least the memory of a known
+    OOM if it has at least as much of every knob that raises memory, at most as much of every one that lowers it, and
+    equal values of all others. Derived knobs follow the others and are left out, with one exception: with a single
+    micro-batch per step (`grad_accum`) gradients are allocated while activations are freed, so an OOM of a
+    configuration that keeps gradients of earlier micro-batches does not rule it out. An OOM is ignored if a
+    configuration that needs at least as much memory succeeded.
     """
 
     def __init__(self, space: Space) -> None:
@@ -27,7 +27,7 @@ class OutOfMemoryKnowledge:
         self._same = [knob.name for knob in chosen if not knob.monotone_memory]
 
     def blocked_by(self, config: Config, trials: Sequence[Trial]) -> Trial | None:
-        """The OOM among `trials` that rules `config` out; None if none does."""
+        """Returns the OOM among `trials` that rules `config` out; None if there is none."""
         if not self._signs:
             return None
         known = [t for t in trials if not t.pending and t.measured.did_not_fit]
@@ -40,7 +40,7 @@ class OutOfMemoryKnowledge:
         return None
 
     def needs_as_much(self, config: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Whether `config` is known to need at least the memory of `other`."""
+        """True if `config` is known to need at least the memory of `other`."""
         if any(config.get(name) != other.get(name) for name in self._same):
             return False
         if config.get(ACCUMULATION) == 1 and other.get(ACCUMULATION, 1) != 1:
@@ -54,14 +54,14 @@ class OutOfMemoryKnowledge:
         return True
 
     def say(self, trial: Trial, config: Config) -> str:
-        """Why `config` is not run, in a line."""
+        """Reason why `config` is not run, in a line."""
         differ = [name for name in self._signs if config.get(name) != trial.config.get(name)]
         more = ", ".join(f"{name} {config.get(name)} instead of {trial.config.get(name)}" for name in differ)
         return f"needs at least the memory of trial {trial.number}, which did not fit" + (f" ({more})" if more else "")
 
 
 def tight_winner(trials: Sequence[Trial], headroom: float) -> str:
-    """What to say where the winner leaves less memory free than `headroom`, a share; empty where it does not."""
+    """Warning if the winner leaves less memory free than `headroom`, a share; otherwise empty."""
     winner = summary.best(trials)
     if winner is None:
         return ""

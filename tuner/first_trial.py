@@ -1,7 +1,7 @@
-"""The trial that a search begins with, which its gain is measured against.
+"""The first trial of a search, which the gain is measured against.
 
-It is the default configuration, what `transformers.Trainer` runs. Where that is predicted not to fit, it is
-what a person would come to who starts from it: the first of `ladder` that is predicted to fit.
+It is the default configuration, which corresponds to `transformers.Trainer`. If that is predicted not to fit, it is
+the first configuration of `ladder` that is predicted to fit, as a person would find it by hand.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,24 +21,23 @@ MICRO_BATCH = "micro_batch"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstTrial:
-    """What a search begins with."""
+    """First trial of a search, and its fallback."""
 
     config: Config
-    """The configuration of trial 0."""
     fallback: Config | None = None
-    """What is tried where that fails all the same: it needs less memory. None where nothing does."""
+    """Configuration with less memory to try if the first one fails; None if there is none."""
     note: str = ""
-    """Why it is not the default configuration; empty where it is."""
+    """Reason why it is not the default configuration; empty if it is."""
 
 
 def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> FirstTrial:
-    """The default configuration, or what takes its place because it is predicted not to fit.
+    """Returns the default configuration, or its replacement if it is predicted not to fit.
 
     Args:
         space: what may vary.
-        prior: what the search begins with; only an `Estimator` is asked. With anything else, and where it
-            cannot predict, trial 0 is the default configuration.
-        headroom: share of memory that is to stay free.
+        prior: prior of the search. Only an `Estimator` is used. With any other prior, and if it cannot predict, trial
+            0 is the default configuration.
+        headroom: share of memory to keep free.
     """
     from ..estimator import Estimator
 
@@ -53,7 +52,7 @@ def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> First
             return plain
         below = [config for rung in ladder(space) for config in rung]
         needs = _needs(prior, below)
-    except UsageError:  # the model cannot be traced; whoever asks the estimate next says so
+    except UsageError:  # the model cannot be traced; the next user of the estimate reports it
         return plain
     if not below:
         return plain
@@ -62,7 +61,7 @@ def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> First
     if needs[place] >= need:
         return plain
     taken = below[place]
-    less = (each for each, their in zip(below[place + 1 :], needs[place + 1 :]) if their < needs[place])
+    less = (each for each, needed in zip(below[place + 1 :], needs[place + 1 :]) if needed < needs[place])
     smaller = _smallest(space, taken)
     return FirstTrial(
         config=taken,
@@ -72,13 +71,14 @@ def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> First
 
 
 def ladder(space: Space) -> Iterator[list[Config]]:
-    """What a person tries in turn whose default configuration does not fit, a list a rung. Each keeps what
-    those before have changed, and goes from the Trainer's micro-batch down to the smallest.
+    """Yields what a person would try one after the other if the default configuration does not fit, one list per
+    rung. Each rung keeps the changes of those before it, and goes from the Trainer's micro-batch down to the
+    smallest.
 
-    In the order of what each costs in speed where the devices are there, and in work for who does it by
-    hand: a smaller micro-batch; half precision; ZeRO 2 and 3 (FSDP); recomputing every block, a third more
-    arithmetic; tensor parallelism within a node, whose collectives every block waits for; optimizer states
-    in host memory; a pipeline, which has to be kept full; sequences cut over ranks. Never what is lossy.
+    Rungs are ordered by their cost in speed, if the devices are there, and in manual work: a smaller micro-batch; half
+    precision; ZeRO 2 and 3 (FSDP); recomputing every block (a third more arithmetic); tensor parallelism within a node
+    (every block waits for its collectives); optimizer states in host memory; a pipeline (which has to be kept full);
+    sequences cut over ranks. Lossy values are never tried.
     """
     chosen = _chosen(space, space.default())
     sizes = _numbers(space.by_name[MICRO_BATCH])[::-1] if MICRO_BATCH in chosen else []
@@ -95,7 +95,7 @@ def ladder(space: Space) -> Iterator[list[Config]]:
 
 
 def _steps(space: Space) -> list[tuple[str, Any]]:
-    """The changes of the ladder that the space has, in their order."""
+    """Changes of the ladder that the space offers, in order."""
     knobs = {knob.name: knob for knob in space.knobs if not knob.derived}
 
     def offered(name: str, wanted: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -118,19 +118,19 @@ def _steps(space: Space) -> list[tuple[str, Any]]:
 
 
 def _numbers(knob: Knob) -> list[int]:
-    """The whole numbers among a knob's values, ascending."""
+    """Integers among a knob's values, ascending."""
     return sorted(value for value in knob.values if isinstance(value, int))
 
 
 def _with_sizes(space: Space, chosen: Mapping[str, Any], sizes: Sequence[int]) -> list[Config]:
-    """The valid configurations with these micro-batches; without that knob the configuration itself."""
+    """Valid configurations with these micro-batches; without that knob, the configuration itself."""
     points = [{**chosen, MICRO_BATCH: size} for size in sizes] if MICRO_BATCH in chosen else [chosen]
     found = [_config(space, point) for point in points]
     return list(dict.fromkeys(config for config in found if config is not None))
 
 
 def _config(space: Space, chosen: Mapping[str, Any]) -> Config | None:
-    """The configuration with these values; a knob that exists under a condition gives way where it must."""
+    """Returns the configuration with these values. Conditional knobs are left out if they make it invalid."""
     always = {name: value for name, value in chosen.items() if space.by_name[name].when is None}
     for values in (chosen, always):
         with suppress(SpaceError):
@@ -139,7 +139,7 @@ def _config(space: Space, chosen: Mapping[str, Any]) -> Config | None:
 
 
 def _smallest(space: Space, config: Config) -> Config | None:
-    """The same with the smallest micro-batch; None where that is not valid."""
+    """The same configuration with the smallest micro-batch; None if that is not valid."""
     knob = space.by_name.get(MICRO_BATCH)
     if knob is None or knob.derived or MICRO_BATCH not in config:
         return None
@@ -149,12 +149,12 @@ def _smallest(space: Space, config: Config) -> Config | None:
 
 
 def _chosen(space: Space, config: Config) -> dict[str, Any]:
-    """The configuration without what is derived."""
+    """The configuration without derived knobs."""
     return {knob.name: config[knob.name] for knob in space.knobs if not knob.derived and knob.name in config}
 
 
 def _needs(estimator: Any, configs: Sequence[Config]) -> np.ndarray:
-    """Predicted peak memory of the fullest rank, MiB; infinite for what cannot run. Shape (n,)."""
+    """Predicted peak memory of the fullest rank, MiB; infinite for configurations that cannot run. Shape (n,)."""
     if not configs:
         return np.zeros(0)
     table = estimator.table(configs)
@@ -170,10 +170,10 @@ def _note(config: Config, default: Config, need_mib: float, limit_mib: float, he
     ]
     unit, by = ("GiB", 1024.0) if limit_mib >= 4096 else ("MiB", 1.0)
     digits = 0 if need_mib / by >= 100 else 1
-    kept = "" if need_mib > limit_mib else f", of which {100 * headroom:g} % are to stay free"
-    said = (
+    kept = "" if need_mib > limit_mib else f", of which {100 * headroom:g} % have to stay free"
+    text = (
         f"trial 0 is {' '.join(changed)}, otherwise the default configuration, because that is predicted to "
         f"need {need_mib / by:,.{digits}f} of {limit_mib / by:,.{digits}f} {unit}{kept}"
     )
-    either = "; it is not predicted to fit either, but needs the least of what one would try next"
-    return said if fits else said + either
+    either = "; it is not predicted to fit either, but needs the least of the configurations that one would try next"
+    return text if fits else text + either

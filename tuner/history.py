@@ -1,4 +1,4 @@
-"""The trials of a run, and whether the machine still runs as fast as when the search began."""
+"""Trials of a run, and changes of the machine's speed since the search began."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +13,11 @@ from ..runners.load import CHANGED_CORES
 from .listener import SearchListener
 
 WORTH_SAYING = 0.1
-"""Share by which the default configuration's speed must differ from the last one told."""
+"""Relative change of the default configuration's speed that is reported."""
 
 
 def at_first_speed(trial: Trial) -> Trial:
-    """The trial with the throughput it would have had in the conditions in which the search began."""
+    """Returns the trial with the throughput that it would have had in the conditions at the start of the search."""
     measured = trial.measurement
     if measured is None or not measured.ok or not measured.machine_speed:
         return trial
@@ -25,7 +25,7 @@ def at_first_speed(trial: Trial) -> Trial:
 
 
 def unsteady(trials: Sequence[Trial]) -> bool:
-    """Whether what others took of the machine was not the same for all of these."""
+    """True if the load of other processes differed between these trials."""
     loads = [trial.measured.foreign_cores for trial in trials]
     known = [each for each in loads if each is not None]
     return bool(known) and max(known) - min(known) > CHANGED_CORES
@@ -33,25 +33,25 @@ def unsteady(trials: Sequence[Trial]) -> bool:
 
 @dataclass
 class Conditions:
-    """Compares what others take of the machine now with what they took when the default configuration, the canary, was
-    last measured; where that has changed, measures it again."""
+    """Compares the current load of other processes with their load when the default configuration, the canary, was
+    last measured. If it has changed, measures the canary again.
+    """
 
     measure: Callable[[Trial], Measurement]
-    """A trial's configuration measured anew, to the end."""
+    """Measures a trial's configuration again, completely."""
     listener: SearchListener
-    """Hears when the machine has become slower or faster."""
     speed: float = 1.0
-    """How fast the canary ran last over how fast it ran at first."""
+    """Last speed of the canary over its first."""
     _seen: list[tuple[float, float]] = field(default_factory=list)
-    """Others' load and the canary's speed, of every time that it was measured; the last is the newest."""
-    _told: float = 1.0
+    """Others' load and the canary's speed of each of its measurements, the newest last."""
+    _reported: float = 1.0
 
     def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
-        """A new outcome with the machine's speed at its time.
+        """Returns the measurement with the machine's speed at its time.
 
         Args:
-            trials: those that are finished.
-            measured: what has just been measured.
+            trials: finished trials.
+            measured: the new measurement.
         """
         canary = next((trial for trial in trials if trial.ok), None)
         if canary is None:
@@ -70,35 +70,37 @@ class Conditions:
         return measured if speed == 1.0 else replace(measured, machine_speed=speed)
 
     def _at(self, load: float) -> float:
-        """How fast the canary would have run under a load: the load may have gone before it ran again."""
+        """Speed of the canary under a load, which may have ended before the canary ran again."""
         for seen, speed in reversed(self._seen):
             if abs(seen - load) <= CHANGED_CORES:
                 return speed
-        known = dict(sorted(dict(self._seen).items()))  # the newest of equal loads
+        known = dict(sorted(dict(self._seen).items()))  # keeps the newest of equal loads
         loads, logs = np.array(list(known)), np.log(list(known.values()))
-        # Beyond the heaviest a core costs what it did before.
+        # Beyond the heaviest known load, a core costs as much as below it.
         slope = min(0.0, (logs[-1] - logs[0]) / (loads[-1] - loads[0])) if len(loads) > 1 else 0.0
         return float(np.exp(np.interp(load, loads, logs) + slope * max(0.0, load - loads[-1])))
 
     def _say(self, canary: Trial) -> None:
-        if abs(self.speed / self._told - 1) > WORTH_SAYING:
-            self._told = self.speed
-            slower = "other work slows the machine down: " if self.speed < 1 else ""
-            self.listener.said(
-                f"{slower}trial {canary.number} now runs at {100 * self.speed:.0f} % of its first speed; trials are "
-                "compared as if all had run at that"
-            )
+        if abs(self.speed / self._reported - 1) > WORTH_SAYING:
+            self._reported, name = self.speed, f"trial {canary.number}"
+            if self.speed < 1:
+                change = (
+                    f"other work slows the machine down: {name} now runs at {100 * self.speed:.0f} % of its first speed"
+                )
+            else:
+                change = f"the machine is less busy: {name} now runs {self.speed:.1f} times as fast as at first"
+            self.listener.on_message(f"{change}; trials are compared as if all had run under that load")
 
 
 REFINEMENT = "layerwise"
-"""Who proposed the trial that refines the winner, in place of a sampler."""
+"""Sampler name of the trial that refines the winner."""
 
 
 class History:
-    """What follows from a run's trials, brought up to date by those alone that have changed.
+    """Summary of a run's trials. `update` processes only the trials that have changed.
 
     Args:
-        trials: the run's trials in the order of their numbers. One that has not changed is the same object.
+        trials: returns the run's trials, ordered by number. An unchanged trial is the same object.
     """
 
     def __init__(self, trials: Callable[[], Sequence[Trial]]) -> None:
@@ -110,11 +112,12 @@ class History:
         self._probed: dict[int, Reference] = {}
         self._places: dict[int, int] = {}
         self.comparable: list[Trial] = []
-        """The trials of the space, at the throughput they would have had when the search began. A refined
-        configuration is beyond the space, so it says nothing to who proposes from it."""
+        """Trials of the space, with their throughput in the conditions at the start of the search. A refined
+        configuration is outside the space and not included.
+        """
 
     def update(self) -> "History":
-        """This, as the trials are now."""
+        """Reads the current trials and returns itself."""
         now = self._trials()
         # Compared in C: five thousand take a tenth of a millisecond.
         changed = list(compress(count(), map(is_not, now, self._known)))
@@ -125,21 +128,21 @@ class History:
 
     @property
     def tried(self) -> int:
-        """Trials of the space that were not skipped, pending ones too."""
+        """Number of trials of the space that were not skipped, including pending ones."""
         return len(self.comparable) - len(self._skipped)
 
     @property
     def best(self) -> float | None:
-        """The highest throughput, as it would have been when the search began; None where nothing worked."""
+        """Highest throughput in the conditions at the start of the search; None if no trial succeeded."""
         if self._best is None:
             self._best = max(self._speeds.values(), default=None)
         return self._best
 
     def reference(self, number: int) -> Reference | None:
-        """What trial `number` must reproduce: the first that ran in the finest number format, other than itself.
+        """Reference that trial `number` must reproduce: the first other trial in the finest number format.
 
-        Trial 0 is the default configuration, which applies nothing, so it sets it where it runs until one in a finer
-        format has run: on a GPU the default computes in bf16.
+        Trial 0 is the default configuration, which applies no rewrites, so it is the reference until a trial in a
+        finer format has run: on a GPU the default computes in bf16.
         """
         others = {at: each for at, each in self._probed.items() if at != number}
         if not others:

@@ -1,4 +1,4 @@
-"""What a search tells while it runs."""
+"""Events of a search."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,63 +12,62 @@ if TYPE_CHECKING:
 
 
 class SearchListener:
-    """Hears of a search's progress; the calls come from the search's own thread. By default does nothing."""
+    """Receives the events of a search, in the search's own thread. Override any method; by default each does nothing."""
 
-    def began(self, plan: "SearchPlan") -> None:
-        """The search starts, or goes on after a resume."""
+    def on_start(self, plan: "SearchPlan") -> None:
+        """Called when the search starts or resumes."""
 
-    def waiting(self, what: str) -> None:
-        """Something slow is being prepared."""
+    def on_wait(self, what: str) -> None:
+        """Called before a slow preparation step, which `what` describes."""
 
-    def started(self, trial: Trial) -> None:
-        """A trial was handed to the runner."""
+    def on_trial_start(self, trial: Trial) -> None:
+        """Called when a trial is handed to the runner."""
 
-    def finished(self, trial: Trial) -> None:
-        """A trial has an outcome."""
+    def on_trial_end(self, trial: Trial) -> None:
+        """Called when a trial has an outcome."""
 
-    def remeasuring(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        """The leaders are measured again: `done` of `total` turns are over, and those that follow are expected to take
-        `seconds`, all of them together."""
+    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
+        """Called when the leaders are measured again: `done` of `total` turns are over, and the others should take
+        `seconds` in all.
+        """
 
-    def alternating(self, leaders: list[Trial], seconds: float) -> None:
-        """The leaders are measured again in short turns, all of them in memory, which takes about `seconds`."""
-        self.remeasuring(leaders, 0, 1, seconds)
+    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
+        """Called when the leaders are measured again in short turns, all of them in memory, which should take `seconds`."""
+        self.on_remeasure(leaders, 0, 1, seconds)
 
-    def said(self, message: str) -> None:
-        """Something the user should know."""
+    def on_message(self, message: str) -> None:
+        """Called with a note or warning for the user."""
 
-    def ended(self, result: "Result") -> None:
-        """The search is over, and this came of it."""
+    def on_end(self, result: "Result") -> None:
+        """Called with the result when the search is over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchPlan:
-    """What a search sets out to do."""
+    """Scope and limits of a search."""
 
     name: str
-    """What is tuned."""
+    """Name of the target."""
     where: str
-    """On what, in words."""
+    """Description of the hardware."""
     valid: int | None
-    """Valid configurations; None where there are too many to count."""
+    """Number of valid configurations; None if there are too many to count."""
     trials: int | None
-    """Trials in all, or None for no limit."""
+    """Limit on the number of trials, or None."""
     seconds: float | None
     """Time limit, or None."""
     sampler: str
-    """Who proposes."""
     runner: str
-    """Who runs."""
     default: Mapping[str, Any] | None = None
-    """The configuration that others are compared with; None for none."""
+    """Configuration that others are compared with, or None."""
     derived: frozenset[str] = frozenset()
-    """Knobs that follow from others."""
+    """Knobs whose values follow from others."""
     earlier: tuple[Trial, ...] = ()
     """Trials finished before a resume."""
     folder: Path | None = None
-    """Where the run is kept; None where it is not."""
+    """Folder of the run, or None if it is not saved."""
 
     @property
     def done(self) -> int:
-        """How many trials finished before a resume."""
+        """Number of trials finished before a resume."""
         return len(self.earlier)

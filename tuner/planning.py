@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 COMPUTED: Mapping[str, str] = {"precision": "fp32", "reduce_dtype": "fp32"}
-"""The knobs that say what is computed beside how fast, those of `LOSSY`, and what a configuration without them has.
-Attention, fusion and kernels compute the same up to rounding."""
+"""Knobs of `LOSSY`, which change the results of the computation, with the value that a configuration without them
+has. Attention, fusion and kernels compute the same up to rounding.
+"""
 
 
 def training_space(
@@ -39,23 +40,24 @@ def training_space(
     like: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
 ) -> tuple[Space, tuple[str, ...]]:
-    """The default space without what would make it another training, and what had to change all the same, in words.
+    """Returns the default space restricted to configurations that compute the same training as `like`, and a note for
+    each knob that had to change.
 
     Args:
         workload: what is trained.
         device, devices: as for `make_space`.
-        like: the configuration of before; None where the training begins.
-        fixed: knobs that do not vary, whatever was before.
+        like: the previous configuration; None at the start of a training.
+        fixed: values of knobs that do not vary, whatever their previous values.
 
     Raises:
-        SpaceError: the devices cannot share the global batch; a knob cannot have the value that is fixed.
+        SpaceError: the devices cannot share the global batch, or a knob cannot have its fixed value.
     """
     fixed = fixed or {}
     lossy = like is not None and any(like.get(name) in values for name, values in LOSSY.items())
     space = make_space(workload, device, devices, allow=("lossy",) if lossy and workload.space is None else ())
     for name, value in fixed.items():
         fix_knob(space, name, value)
-    told = []
+    notes = []
     for name, plain in COMPUTED.items() if like is not None else ():
         assert like is not None
         if name not in space.by_name or space[name].derived or name in fixed:
@@ -66,13 +68,14 @@ def training_space(
         except SpaceError as error:
             exact = [each for each in space[name].values if each not in LOSSY[name]]
             space.override(name, exact or list(space[name].values))
-            told.append(f"{name}={value} could not be kept: {error}")
-    return space, tuple(told)
+            notes.append(f"{name}={value} could not be kept: {error}")
+    return space, tuple(notes)
 
 
 def with_samples_of(workload: Workload, like: Mapping[str, Any] | None) -> Workload:
-    """The workload with as many samples of a step as a configuration has that says it all, be that the workload's own
-    global batch or one that was chosen with the configuration."""
+    """Returns the workload with the samples per step of a configuration that determines them: either the workload's
+    own global batch, or one that was chosen with the configuration.
+    """
     if like is None or "micro_batch" not in like or "grad_accum" not in like:
         return workload
     total = like["micro_batch"] * like["grad_accum"] * like.get("dp", 1)
@@ -80,7 +83,7 @@ def with_samples_of(workload: Workload, like: Mapping[str, Any] | None) -> Workl
 
 
 def beginning_with(space: Space, config: Config) -> Space:
-    """A copy of a space of which this is the default configuration."""
+    """Returns a copy of a space with `config` as the default configuration."""
     made = space.copy()
     for knob in made.knobs:
         if not knob.derived and knob.name in config:
@@ -89,45 +92,44 @@ def beginning_with(space: Space, config: Config) -> Space:
 
 
 def smallest(space: Space) -> Space:
-    """The part of a space that needs the least memory, as far as its knobs say so one by one."""
+    """Returns the part of a space that needs the least memory, by the effect that each knob declares."""
     made = space.copy()
     for knob in space.free:
         if knob.monotone_memory and knob.ordered:
             ascending = sorted(knob.values, key=lambda value: float(value or 0))
             value = ascending[0 if knob.monotone_memory > 0 else -1]
-            with suppress(SpaceError):  # not beside the others
+            with suppress(SpaceError):  # not valid together with the others
                 made.fix(knob.name, value)
     return made
 
 
 CLEARLY_LESS = 0.9
-"""Share of what the smallest of the failed configurations is predicted to need, below which another counts as safer.
+"""Share of the smallest failed configuration's predicted memory below which another configuration counts as safer.
 
-The configurations of one model share most of a prediction's error; what they do not share is some 5 % of memory, which
-the headroom allows for, and an allocator whose cache is cut up holds a few percent more than is alive. A step of 10 % is
-beyond both together, and gives little speed away. Where it is not enough the next failure takes another 10 % off, so that
-the need is halved after seven.
+The configurations of one model share most of a prediction's error. The rest is about 5 % of memory, which the headroom
+covers, and a fragmented allocator cache holds a few percent more than the live tensors. A step of 10 % exceeds both
+together, and costs little speed. If it is not enough, the next failure takes another 10 % off, so that the need is
+halved after seven failures.
 """
 GROWTH = (2, 4, 8, 16, 32, 64)
-"""Times the devices that are looked at for a number on which something fits."""
+"""Multiples of the devices that are tried to find a number on which a configuration fits."""
 LEADERS = 64
-"""How many of the fastest are looked at for one that no failure speaks against."""
+"""Number of the fastest configurations that are checked against known failures."""
 DIGITS = 4
-"""Of the predictions that decide what is safer. What differs beyond may be the rounding of another host's processor."""
+"""Significant digits of the predictions that decide what is safer. Further digits may depend on the host's processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What to train with."""
+    """A configuration to train with."""
 
     config: Config
-    """The configuration."""
     estimate: "Estimate | None"
-    """What is predicted of it; None where the model or the machine cannot be predicted."""
+    """Estimate of the configuration; None if the model or the machine cannot be predicted."""
     why: str
-    """Why this one, in a sentence for people."""
+    """Reason for this configuration, in a sentence."""
     trials: tuple[Trial, ...] = ()
-    """Dry runs made for it."""
+    """Dry runs that were made."""
 
 
 def plan(
@@ -146,39 +148,40 @@ def plan(
     out: str | Path | None = None,
     listener: SearchListener | None = None,
 ) -> Planned:
-    """The configuration to train with on these devices: the estimate's best, or that of a short search that begins there.
+    """Returns the configuration to train with on these devices: the estimate's best, or the best of a short search
+    that starts from it.
 
-    Of several processes of one training one calls it and tells the others: free memory and the machine's speed are
-    looked up, and dry runs are measured.
+    Only one process of a training may call it and has to send the result to the others: it looks up free memory and
+    the machine's speed, and measures dry runs.
 
     Args:
         workload: what is trained.
-        devices: how many; None for all that are present.
-        memory_limit_mib: of a device; None for what it has, and on a CPU for a rank's share of what is free.
-        like: the configuration of before, where there is one: what it computes and its samples of a step are kept.
-        trials: dry runs; 0 takes the estimate's word for it.
-        runner: who makes them.
-        ray_address: a Ray cluster to join for them.
-        fixed: knobs that do not vary.
-        hardware: a name, a file or `Hardware`: what the devices are taken for; None for those at hand.
-        headroom: share of a device's memory that is to stay free, if anything fits so.
-        seed: of the dry runs.
-        out: a new folder for the search; None keeps none.
-        listener: hears of the search.
+        devices: number of devices; None for all.
+        memory_limit_mib: memory of a device; None for all of it, on a CPU for a rank's share of the free memory.
+        like: the previous configuration, if any: its results and its samples per step are kept.
+        trials: dry runs; 0 uses the estimate's best.
+        runner: runner of the dry runs.
+        ray_address: a Ray cluster to join for the dry runs.
+        fixed: values of knobs that do not vary.
+        hardware: a name, a file or `Hardware` that describes the devices; None for those at hand.
+        headroom: share of a device's memory to keep free, if any configuration then fits.
+        seed: seed of the dry runs.
+        out: a new folder for the search; None saves nothing.
+        listener: receives the events of the search.
 
     Raises:
         NothingFound: no configuration fits; the message says what would.
-        UsageError: something asked for is invalid, or no configuration is valid.
+        UsageError: an argument is invalid, or no configuration is valid.
         KeyboardInterrupt: the search was interrupted.
     """
     site = _site(with_samples_of(workload, like), devices, memory_limit_mib, hardware, like, fixed or {})
     space, kept = site.space(site.devices)
     outlook = _outlook(site, space, headroom)
     if not trials:
-        return _told(_by_estimate(site, space, outlook), kept)
+        return _with_notes(_by_estimate(site, space, outlook), kept)
     where = {"runner": runner, "ray_address": ray_address, "hardware": hardware, "out": out}
     search = {"trials": trials, "headroom": headroom, "seed": seed, **where}
-    return _told(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
+    return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
 
 
 def safer(
@@ -191,22 +194,23 @@ def safer(
     fixed: Mapping[str, Any] | None = None,
     hardware: "str | Path | Hardware | None" = None,
 ) -> Planned | None:
-    """The fastest configuration, by estimate, of those that need clearly less memory than what failed (`CLEARLY_LESS`).
+    """Returns the fastest configuration, by estimate, of those that need clearly less memory than the failed ones
+    (`CLEARLY_LESS`).
 
-    It follows from the arguments, the kind of device and what is installed: nothing is measured, so that every rank of a
-    training comes to the same by itself.
+    The result depends only on the arguments, the kind of device and the installed packages. Nothing is measured, so
+    all ranks of a training get the same result without communication.
 
     Args:
         workload: what is trained.
-        config: what ran out of memory.
-        devices: as they are.
-        memory_limit_mib: of a device; None for what it has.
-        failed: what ran out of memory before, on as many devices.
-        fixed: knobs that do not vary.
+        config: the configuration that ran out of memory.
+        devices: number of devices.
+        memory_limit_mib: memory of a device; None for all of it.
+        failed: configurations that ran out of memory before, on the same number of devices.
+        fixed: values of knobs that do not vary.
         hardware: a name, a file or `Hardware`; None for the kind of the devices at hand.
 
     Returns:
-        None where nothing needs clearly less.
+        None if no configuration needs clearly less.
 
     Raises:
         UsageError: the model cannot be predicted.
@@ -239,21 +243,21 @@ def safer(
         return None
     ratio = taken.estimate.throughput / float(known.throughput[0])
     why = (
-        f"the fastest that is predicted to need clearly less memory than what ran out of it: "
+        f"the fastest configuration that is predicted to need clearly less memory than the one that failed: "
         f"{_mib(taken.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
     )
-    return _told(Planned(config=taken.config, estimate=taken.estimate, why=why), kept)
+    return _with_notes(Planned(config=taken.config, estimate=taken.estimate, why=why), kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Site:
-    """What is trained, and where."""
+    """Workload and devices of a plan."""
 
     workload: Workload
     device: Device
     devices: int
     machine: "Hardware | None"
-    """None where it cannot be measured, and `note` says why."""
+    """None if it cannot be measured; `note` says why."""
     limit_mib: float | None
     like: Config | None
     fixed: Mapping[str, Any]
@@ -266,7 +270,7 @@ class _Site:
         from ..estimator import Estimator, TrainingSetup
         from ..estimator.request import without_knobs
 
-        assert self.machine is not None, "without a machine nothing is predicted"
+        assert self.machine is not None, "predictions need a machine"
         setup = TrainingSetup(
             devices=devices,
             seq_len=self.workload.seq_len,
@@ -285,12 +289,12 @@ class _Site:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outlook:
-    """What is predicted of the configurations of a space."""
+    """Predictions for the configurations of a space."""
 
     estimator: "Estimator | None"
     survey: "Survey | None"
     note: str
-    """Why there is no prediction, or what is to be known of the best."""
+    """Why there is no prediction, or a remark on the best configuration."""
 
     @property
     def best(self) -> "Ranked | None":
@@ -334,8 +338,9 @@ def _device(machine: "Hardware | None") -> Device:
 
 
 def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
-    """The best first: by throughput, each weighed by its chance to run. What leaves no headroom counts only where nothing
-    else fits."""
+    """Predicts the best configuration, by throughput times the probability to run. Configurations that leave too
+    little headroom count only if no other fits.
+    """
     from ..estimator.facts.concurrent import trace_concurrently, variants_of
     from ..estimator.facts.traced import TracedFacts
     from ..estimator.survey import survey
@@ -353,7 +358,7 @@ def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
         found = survey(estimator, space, top=1, order=_hopeful(limit_mib))
     except UsageError as error:
         return _Outlook(estimator=None, survey=None, note=str(error))
-    note = f"less than {100 * headroom:g} % of the memory stay free" if found.best else ""
+    note = f"less than {100 * headroom:g} % of the memory stays free" if found.best else ""
     return _Outlook(estimator=estimator, survey=found, note=note)
 
 
@@ -372,7 +377,7 @@ def _by_estimate(site: _Site, space: Space, outlook: _Outlook) -> Planned:
 def _by_dry_runs(
     site: _Site, space: Space, outlook: _Outlook, listener: SearchListener, search: Mapping[str, Any]
 ) -> Planned:
-    """The winner of a short search, whose first trial is what would be taken without it."""
+    """Returns the winner of a short search whose first trial is the estimate's best."""
     from .tuning import tune
 
     start = outlook.best.config if outlook.best is not None else None
@@ -401,18 +406,18 @@ def _by_dry_runs(
 def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
     assert outlook.survey is not None and outlook.estimator is not None, "something was predicted"
     least, limit_mib = outlook.survey.smallest, outlook.estimator.memory_limit_mib
-    said = (
+    text = (
         f"none of the {outlook.survey.predicted:,} configurations of {site.workload.name} is predicted to fit "
         f"{site.words}, with {_mib(limit_mib)} each."
     )
     if least is not None:
         knobs = " ".join(f"{name}={_text(value)}" for name, value in least.config.items())
-        said += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({knobs})."
-    return said + _remedy(site, outlook)
+        text += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({knobs})."
+    return text + _remedy(site, outlook)
 
 
 def _remedy(site: _Site, outlook: _Outlook) -> str:
-    """What would fit, as a further sentence."""
+    """Sentence that says what would fit."""
     from ..estimator.survey import survey
 
     assert outlook.survey is not None, "something was predicted"
@@ -423,7 +428,7 @@ def _remedy(site: _Site, outlook: _Outlook) -> str:
         try:
             space = smallest(site.space(count)[0])
             fits = survey(site.estimator(space, count), space, top=1).best
-        except SpaceError:  # so many cannot share the global batch, or not with what is fixed
+        except SpaceError:  # this number cannot share the global batch, or contradicts the fixed knobs
             continue
         if fits:
             return f" What would fit: {' or '.join([f'{count} devices like these', *ways])}."
@@ -431,13 +436,14 @@ def _remedy(site: _Site, outlook: _Outlook) -> str:
     return f"{not_enough}; what would fit: {ways[0]}." if ways else f"{not_enough}."
 
 
-def _told(planned: Planned, kept: Sequence[str]) -> Planned:
+def _with_notes(planned: Planned, kept: Sequence[str]) -> Planned:
     return replace(planned, why="; ".join((planned.why, *kept)))
 
 
 def _hopeful(room_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
-    """Ranks what needs no more by throughput times the chance to run: a configuration that runs out of memory costs a
-    training the way back to its last checkpoint, and then its speed."""
+    """Orders configurations that need at most `room_mib` by throughput times the probability to run: running out of
+    memory sets a training back to its last checkpoint, and then costs speed.
+    """
     import numpy as np
 
     def order(table: "EstimateTable") -> np.ndarray:
@@ -449,7 +455,7 @@ def _hopeful(room_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
 
 
 def _needing(at_most_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
-    """Ranks what needs no more by throughput."""
+    """Orders configurations that need at most `at_most_mib` by throughput."""
     import numpy as np
 
     def rounded(values: np.ndarray) -> np.ndarray:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ..estimator import Estimator, Hardware
 
 SAMPLE = 256
-"""Configurations that are predicted to see whether predicting works."""
+"""Number of configurations that are predicted to check that predicting works."""
 
 
 def described(hardware: "str | Path | Hardware | None") -> "Hardware":
-    """The hardware to simulate.
+    """Returns the hardware to simulate.
 
     Raises:
         UsageError: none is given, or it is unknown.
@@ -44,18 +44,18 @@ def estimator_of(
     without: Mapping[str, Any] | None = None,
     settle: Callable[[], None] = lambda: None,
 ) -> "Estimator":
-    """An estimator of these trials; nothing is traced yet.
+    """Returns an estimator of a task's trials; nothing is traced yet.
 
     Args:
         workload: what is trained.
         space: what may vary.
-        devices: of a trial.
-        hardware: a name, a file or `Hardware`; None for this machine, which is measured for a second where it is
-            not in the table, and remembered.
-        memory_limit_mib: of a device; None for what it has.
-        free_batch: whether the samples of a step vary.
-        without: what a configuration without a knob has.
-        settle: called before this machine is measured; returns when this process's own others are at rest.
+        devices: devices of a trial.
+        hardware: a name, a file or `Hardware`; None for this machine, which is measured for a second if it is not in
+            the table; the result is cached.
+        memory_limit_mib: memory of a device; None for all of it.
+        free_batch: True if the samples per step vary.
+        without: values of knobs that a configuration may lack.
+        settle: called before this machine is measured; returns when the process's own background work is done.
 
     Raises:
         UsageError: the hardware is unknown.
@@ -78,9 +78,9 @@ def estimator_of(
 
 
 def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) -> "Estimator | None":
-    """The estimator if it can predict this space; else None, and why is said once.
+    """Returns the estimator if it can predict this space; otherwise None, and warns with the reason.
 
-    Traces the model, which is cached on disk.
+    Traces the model; traces are cached on disk.
     """
     try:
         table = estimator.table(space.sample(min(SAMPLE, len(space)) if space.enumerable else SAMPLE, seed=0))
@@ -96,7 +96,7 @@ def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) ->
 def estimate_to_begin_with(
     workload: Workload, space: Space, warn: Callable[[str], None], **how: Any
 ) -> "Estimator | None":
-    """What `estimator_of` makes; None, and why is said once, where this machine cannot be measured."""
+    """Returns the result of `estimator_of`; None if this machine cannot be measured, and warns with the reason."""
     try:
         found = estimator_of(workload, space, **how)
     except RunnerError as error:
@@ -114,7 +114,7 @@ def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:
 
 
 def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int | None, **terms: Any) -> Any:
-    """The runner that answers for a cluster one does not have; its clock goes on where `earlier` trials ended."""
+    """Returns a runner that simulates a cluster. Its clock continues after `earlier` trials."""
     from ..runners.simulate import SimulateRunner, SimulationTerms
 
     done = [each.measured for each in earlier if not each.pending]

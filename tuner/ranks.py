@@ -1,8 +1,7 @@
-"""Ranks that a launcher has started, torchrun or whatever sets the variables that it sets; how rank 0 tells the others what it
-decided.
+"""Ranks started by a launcher, such as torchrun, and the broadcast of rank 0's decisions.
 
-What rank 0 decides may take dry runs on the devices of this host. Until it has decided no rank touches them: the others wait
-at the launcher's store.
+Deciding may take dry runs on the devices of this host. Until rank 0 has decided, the other ranks wait at the
+launcher's store and do not touch the devices.
 """
 
 import os
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 PATIENCE = timedelta(days=7)
-"""How long ranks wait for rank 0 to decide: a search takes as long as it takes, and a launcher ends all ranks of a dead one."""
+"""Limit on waiting for rank 0 to decide. A search may take long, and a launcher ends all ranks if one dies."""
 START_S = 1800.0
-"""How long ranks wait for one that has not begun, s, as torch's stores do by default."""
+"""Limit on waiting for a rank that has not started, s; the default of torch's stores."""
 _KEY = "redline"
 _LOOK_S = 0.05
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -31,18 +30,18 @@ _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """This process among those that a launcher has started."""
+    """Position of this process among the ranks of a launcher."""
 
     rank: int
-    """Among all."""
+    """Rank among all ranks."""
     local_rank: int
-    """On this host."""
+    """Rank on this host."""
     size: int
-    """Ranks."""
+    """Number of ranks."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> "Place | None":
-        """What the launcher says; None where there is none."""
+        """Reads the launcher's environment variables; None without a launcher."""
         if not all(environment.get(name, "").isdigit() for name in _NAMES):
             return None
         rank, local_rank, size = (int(environment[name]) for name in _NAMES)
@@ -51,18 +50,17 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """This process among the ranks, which have met."""
+    """This process after all ranks have joined."""
 
     place: Place
-    """Which it is."""
     device: "torch.device"
-    """Where it trains."""
+    """Device that this rank trains on."""
     group: "ProcessGroup | None"
-    """Of all ranks, of the gloo backend; None for one rank."""
+    """Gloo group of all ranks; None for a single rank."""
 
 
 def place() -> Place:
-    """Which rank this process is; the only one where no launcher started it."""
+    """Returns the rank of this process, which is the only one without a launcher."""
     import torch.distributed as dist
 
     found = Place.of(os.environ) or Place(rank=0, local_rank=0, size=1)
@@ -73,18 +71,18 @@ def place() -> Place:
 
 
 def decided(here: Place, decide: Callable[[], Any]) -> tuple[Any, Joined]:
-    """What rank 0 decides, on every rank, once all have met.
+    """Returns rank 0's decision on every rank, after all ranks have joined.
 
     Raises:
-        RedlineError: on every rank, what rank 0 refused.
+        RedlineError: on every rank, if deciding raised it on rank 0.
     """
     import torch.distributed as dist
 
     if here.size == 1 and not dist.is_initialized():
         return decide(), Joined(place=here, device=_device(here), group=None)
-    if dist.is_initialized():  # the loop's own doing
+    if dist.is_initialized():  # by the user's loop
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        box = [_tried(decide) if here.rank == 0 else b""]
+        box = [_serialized(decide) if here.rank == 0 else b""]
         dist.broadcast_object_list(box, src=0, group=group)
         return _read(box[0]), Joined(place=here, device=_device(here), group=group)
     found = _at_the_store(here, decide)
@@ -98,7 +96,7 @@ def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:
     found_store, rank, size = next(dist.rendezvous("env://", here.rank, here.size))
     store = own_part(found_store, rank, size)
     if rank == 0:
-        store.set(_KEY, _tried(decide))
+        store.set(_KEY, _serialized(decide))
     else:
         store.wait([_KEY], PATIENCE)
     found = _read(store.get(_KEY))
@@ -112,50 +110,50 @@ def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:
 
 
 def own_part(store: "Store", rank: int, size: int) -> "Store":
-    """The part of a launcher's store that belongs to this start of the ranks alone.
+    """Returns a part of the launcher's store that is used only by this start of the ranks.
 
-    torchrun's store outlives the ranks that it starts again, with what they wrote, and their number of restarts is not the
-    same on every host (https://github.com/pytorch/pytorch/issues/135712). So each process writes a name of its own; rank 0
-    says which names it sees, until all those have answered to the same list.
+    torchrun's store outlives the ranks that it restarts, with everything they wrote, and the number of restarts is not
+    the same on every host (https://github.com/pytorch/pytorch/issues/135712). Therefore each process writes its own
+    name. Rank 0 publishes the names that it sees, until all of these processes have confirmed the same list.
 
     Raises:
-        RunnerError: one of the ranks does not come.
+        RunnerError: a rank does not start.
     """
     from torch.distributed import PrefixStore
 
     own, until = uuid.uuid4().hex, time.monotonic() + START_S
     store.set(f"{_KEY}/here/{rank}", own)
-    said, members = "", [""] * size
+    agreed, members = "", [""] * size
     while time.monotonic() < until:
         if rank == 0:
-            members = [_said(store, f"here/{each}") for each in range(size)]
-            if ",".join(members) != said:
-                said = ",".join(members)
-                store.set(f"{_KEY}/members", said)
-            if all(_said(store, f"answer/{each}") == said for each in members[1:] if each) and all(members):
-                store.set(f"{_KEY}/all/{own}", said)
+            members = [_get(store, f"here/{each}") for each in range(size)]
+            if ",".join(members) != agreed:
+                agreed = ",".join(members)
+                store.set(f"{_KEY}/members", agreed)
+            if all(_get(store, f"answer/{each}") == agreed for each in members[1:] if each) and all(members):
+                store.set(f"{_KEY}/all/{own}", agreed)
                 return PrefixStore(f"{_KEY}/{own}", store)
         else:
-            said = _said(store, "members")
-            members = said.split(",")
+            agreed = _get(store, "members")
+            members = agreed.split(",")
             if members[rank : rank + 1] == [own]:
-                store.set(f"{_KEY}/answer/{own}", said)
-                if _said(store, f"all/{members[0]}") == said:
+                store.set(f"{_KEY}/answer/{own}", agreed)
+                if _get(store, f"all/{members[0]}") == agreed:
                     return PrefixStore(f"{_KEY}/{members[0]}", store)
         time.sleep(_LOOK_S)
     missing = [str(each) for each, name in enumerate(members) if not name]
     raise RunnerError(
-        f"rank {rank} waits for the others since {START_S:.0f} s; not there: {', '.join(missing) or 'unknown'}"
+        f"rank {rank} has waited for the others for {START_S:.0f} s; missing: {', '.join(missing) or 'unknown'}"
     )
 
 
-def _said(store: "Store", key: str) -> str:
-    """What was written; empty where nothing was."""
+def _get(store: "Store", key: str) -> str:
+    """Reads a key; empty if it is not set."""
     return str(store.get(f"{_KEY}/{key}").decode()) if store.check([f"{_KEY}/{key}"]) else ""
 
 
-def _tried(decide: Callable[[], Any]) -> bytes:
-    """What was decided, or why not, as bytes."""
+def _serialized(decide: Callable[[], Any]) -> bytes:
+    """Serializes the decision, or the error that deciding raised."""
     import cloudpickle
 
     try:

@@ -1,4 +1,4 @@
-"""What is kept of a request: run.yaml's account, the plan that is shown, the command that measures the winner again."""
+"""Records of a request: its entry in run.yaml, the plan for listeners, and the command that measures the winner again."""
 
 import shlex
 import sys
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def asked_of(request: Request, task: "Task") -> dict[str, Any]:
-    """What run.yaml keeps of the request."""
+    """Returns the description of the request for run.yaml."""
     workload = task.workload
     what: dict[str, Any] = {}
     if task.command is not None:
-        what["command"] = shlex.join(_options_of(task.command.asked))
+        what["command"] = shlex.join(_options_of(task.command.requested))
     elif workload is not None:
         what["id"] = workload.id
     else:
@@ -63,16 +63,16 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
 
 
 def _per_host(task: "Task") -> int:
-    """Devices of one host, as far as this machine knows; the runner says better where it is a cluster's."""
+    """Devices of one host as far as this machine knows. On a cluster, the runner knows better."""
     return task.shown.count if task.simulated or task.emulated or task.device.type == "cuda" else task.devices
 
 
 def plan_of(
     request: Request, task: "Task", folder: RunFolder, runner: Runner, default: Mapping[str, Any]
 ) -> SearchPlan:
-    """What the search sets out to do, for who listens. `default` is what it begins with, unless it has begun."""
+    """Returns the plan of the search for its listener. `default` is the first configuration of a new search."""
     count = f"{task.devices} x " if task.devices > 1 else ""
-    begun = summary.default(folder.trials())
+    before = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
         where=f"{count}{task.shown.name}" + (f", emulated on {task.device.name}" if task.stands_for else ""),
@@ -82,24 +82,24 @@ def plan_of(
         earlier=tuple(trial for trial in folder.trials() if not trial.pending),
         sampler=request.sampler,
         runner=runner.name,
-        default=default if begun is None else begun.config,
+        default=default if before is None else before.config,
         derived=frozenset(knob.name for knob in task.space.knobs if knob.derived),
         folder=folder.path if request.out is not None else None,
     )
 
 
 def command_of(request: Request, task: "Task", limit_mib: float | None, made_of: Sequence[Any]) -> list[str]:
-    """The command line that measures the winner again.
+    """Returns the command line that measures the winner again.
 
     Args:
-        request: what was asked: a winner's values may be ones that only a space or values given there allow.
+        request: the request. Values of the winner may exist only in its space or its overrides.
         task: what was tuned.
         limit_mib: memory of a device, MiB.
         made_of: the trials.
     """
     target = request.target
     if task.command is not None:
-        command = ["redline", "tune", *_options_of(task.command.asked), "--devices", str(task.devices)]
+        command = ["redline", "tune", *_options_of(task.command.requested), "--devices", str(task.devices)]
         for name in ("seq_len", "global_batch", "lora"):
             if (given := getattr(request, name)) is not None:
                 command += [f"--{name.replace('_', '-')}", str(given)]
@@ -117,7 +117,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         return [Path(sys.executable).name, *sys.argv]
     for name, given in (("space", request.space), ("from", request.taken_from), ("data", request.data)):
         if isinstance(given, (str, Path)):
-            # A command is started where it was; all else is found from any folder.
+            # A command runs in the same working directory; other paths are made absolute.
             command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
     for name, values in (request.override or {}).items():
         command += ["--set", f"{name}={','.join(_text(each) for each in values)}"]
@@ -134,7 +134,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
 
 
 def _options_of(command: Command) -> list[str]:
-    """The options that ask for a command."""
+    """Command-line options that describe a command."""
     out = []
     for name, value in command.to_dict().items():
         flag = f"--{name.replace('_', '-')}"

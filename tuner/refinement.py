@@ -15,21 +15,17 @@ if TYPE_CHECKING:
 
 
 def check_refinable(workload: Workload | None, space: Space) -> None:
-    """Refuses what no refinement block by block can follow.
+    """Checks that the workload and the space support refinement block by block.
 
     Raises:
-        UsageError: so it is.
+        UsageError: they do not.
     """
     from ..estimator.layerwise import followed
 
     if workload is None:
-        raise UsageError(
-            "layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable or a command"
-        )
+        raise UsageError("layerwise needs a workload, whose blocks can be recomputed, not a callable or a command")
     if not followed(workload):
-        raise UsageError(
-            "layerwise needs a schedule that follows checkpoint_blocks, but the workload has one of its own"
-        )
+        raise UsageError("layerwise needs a schedule that follows checkpoint_blocks, but the workload has its own")
     if "checkpoint_ratio" not in space.by_name:
         raise UsageError("layerwise refines checkpoint_ratio, but the space has no such knob")
 
@@ -37,10 +33,10 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
 def refiner(
     estimator: "Estimator | None", space: Space, headroom: float, warn: Callable[[str], None]
 ) -> Callable[[Sequence[Trial]], Refinement | None]:
-    """What makes of trials their winner refined block by block, for `Search.refine`.
+    """Returns a function for `Search.refine` that refines the winner of trials block by block.
 
-    The estimator learns from the trials first: which blocks have to be recomputed depends on how much memory is left.
-    Where there is none, or it cannot predict this model, nothing is refined, and `warn` is told why.
+    The estimator is calibrated by the trials first: which blocks have to be recomputed depends on how much memory is
+    left. Without an estimator, or if it cannot predict this model, nothing is refined, and `warn` receives the reason.
     """
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
@@ -72,10 +68,10 @@ def refiner(
             return None
         return Refinement(
             config=Config(found.config),
-            # What is predicted is the gain: how fast the uniform one is, was measured.
+            # Only the gain is predicted: the speed of the uniform configuration was measured.
             predicted_throughput=(1 + found.gain) * winner.throughput,
             predicted_memory_mib=found.peak_memory_mib,
-            said="\n".join(found.lines()),
+            summary="\n".join(found.lines()),
         )
 
     return refined

@@ -1,4 +1,4 @@
-"""What is asked of a search: the one form that `redline.tune` and the command line fill in, and the search reads."""
+"""Request of a search: the arguments of `redline.tune` and of the command line."""
 
 import os
 import re
@@ -25,7 +25,7 @@ DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
 SEARCH_RUNNERS = (*RUNNERS, "simulate", "emulate")
 IN_PROCESS = "function"
-"""The runner of a callable that is not isolated."""
+"""Runner of a callable that is not isolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +33,26 @@ class SearchRequest:
     """How candidates are chosen, and when the search ends.
 
     Args:
-        trials: trials in all (16 where neither trials nor time is given).
-        time: wall time from this call to the winner, measuring the leaders again included, s or as in `30m`.
-            Nothing is started once it is up, so that it is exceeded by one trial at most.
+        trials: number of trials (16 if neither trials nor time is given).
+        time: wall time from this call to the winner, including the re-measurement of the leaders, s or as in `30m`.
+            Nothing is started after it, so it is exceeded by one trial at most.
         device_hours: device time of all trials, h.
-        patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
-            By default 5, and 0 for the sampler `grid`, of which all is wanted.
+        patience: stop when this many further trials together are unlikely (5 %) to gain another 1 %; 0 never stops
+            early. By default 5, and 0 for the sampler `grid`, which tries all configurations.
         sampler: see `redline.tuner.sampler_names()`.
-        prior: an estimate to begin with: `prior(config) -> Estimate | throughput`, such as a `redline.Estimator`.
-            Where it is wrong the search finds out. Samplers other than `bayes` do without. By default a
-            workload's is made, where its model can be traced.
-        begin_with: configurations tried right after the default one, such as those of a plan of `redline estimate`; knobs
-            that they leave out are as near to the default as is valid. A note names those that are not valid here.
-        warm_start: folders of earlier runs, of this or another workload: what paid there is expected to pay here.
-        headroom: share of a device's memory that is to stay free.
-        layerwise: at the end, refine the winner block by block as predictions suggest, and try that beside it: one
-            trial more, which wins where it is measured faster.
-        soak: before a workload's winner is named, train with it on the worst-length batch and 200 steps of varied lengths:
-            where memory runs out or it fails otherwise, the next one is soaked, until one holds up.
-        seed: of weights, data and proposals.
+        prior: an estimate to begin with: `prior(config) -> Estimate | throughput`, such as a `redline.Estimator`. The
+            search corrects a wrong prior. Only the sampler `bayes` uses it. By default the estimator of the workload,
+            if its model can be traced.
+        begin_with: configurations tried right after the default one, such as those of a plan of `redline estimate`.
+            Missing knobs get the valid values closest to the default. Configurations that are not valid here are
+            skipped with a note.
+        warm_start: folders of earlier runs, of this or another workload, to learn from.
+        headroom: share of a device's memory to keep free.
+        layerwise: at the end, refine the winner block by block according to predictions and try it in a further trial,
+            which wins if it is measured faster.
+        soak: before the winner of a workload is named, train with it on the worst-length batch and for 200 steps of
+            varied lengths. If it runs out of memory or fails otherwise, the next best is soaked, until one succeeds.
+        seed: seed of weights, data and proposals.
     """
 
     trials: Annotated[
@@ -85,10 +86,10 @@ class SearchRequest:
 
     @cached_property
     def budget(self) -> Budget:
-        """What the search may spend.
+        """Limits of the search.
 
         Raises:
-            UsageError: a limit is none.
+            UsageError: a limit is invalid.
         """
         trials, patience = self.trials, self.patience
         if trials is None and self.time is None and self.device_hours is None:
@@ -101,31 +102,31 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """Who runs trials, on what, and within which limits.
+    """Where trials run, and within which limits.
 
     Args:
-        runner: `ray` or `local`; `slurm` on the nodes of the allocation that this process is in; `simulate` answers with
-            predictions for `hardware`, which need not be here; `emulate` runs some ranks of
-            each trial on one device here, and prices their communication. By default `slurm` in an allocation of several nodes,
-            else `ray`; for a command else `local`, and for a callable `local`. In Python also a `Runner`, which says itself on
-            which devices its trials run.
-        isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever
-            ends that is an outcome, not the end of the search. What it prints goes to the trial's log, and what
-            it changes is gone afterwards. False calls it in this process, as it must be where it works on state
-            or devices that this process holds.
-        ranks: with `emulate`, which ranks run: `deciding` or `all` that differ.
-        memory_only: with `emulate`, measure memory alone, and predict the time: for models too large to be timed here, or
-            hardware other than this machine's.
-        emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; where these run out of memory
-            the trial is skipped. Some emulated trials also correct the estimate before the first.
-        hardware: a name, a YAML file or a `redline.Hardware`: what is simulated or emulated; with other runners what the
-            machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
-        memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
-        trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it has
-            as long again, and five minutes at least.
-        measure_time: time for measuring a candidate's steps once they are steady, s or as in `3s`; fewer are
-            taken where they agree within 2 %, and never fewer than three.
-        concurrency: trials at once.
+        runner: `ray` or `local`; `slurm` on the nodes of this process's allocation; `simulate` answers with
+            predictions for `hardware`, which need not be present; `emulate` runs some ranks of each trial on one device
+            here, and prices their communication. By default `slurm` in an allocation of several
+            nodes, otherwise `ray`, but `local` for a command or a callable. In Python also a `Runner`, which decides
+            on which devices its trials run.
+        isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
+            that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
+            are lost. False calls it in this process, which is necessary if it works on state or devices of this
+            process.
+        ranks: with `emulate`, which ranks run: `deciding`, or `all` that differ.
+        memory_only: with `emulate`, measure memory alone, and predict the time: for models too large to be timed here,
+            or hardware other than this machine's.
+        emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; if these run out of
+            memory the trial is skipped. Some emulated trials also correct the estimate before the first.
+        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to simulate or emulate; with other runners, the
+            hardware that the estimate assumes. By default it is looked up, or measured for a second.
+        memory_limit: memory of each device, MiB or as in `8GiB`; by default all of it.
+        trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it may take
+            the same time again, and five minutes at least.
+        measure_time: time for measuring a candidate's steps once they are steady, s or as in `3s`. Fewer steps are
+            measured if they agree within 2 %, but never fewer than three.
+        concurrency: number of concurrent trials.
         ray_address: a Ray cluster to join.
     """
 
@@ -163,30 +164,30 @@ class RunRequest:
 
     @cached_property
     def limit_mib(self) -> float | None:
-        """Memory of a device that was asked for, MiB. Raises UsageError where it is none."""
+        """Requested memory limit of a device, MiB. Raises UsageError if it is invalid."""
         return parse_memory(self.memory_limit)
 
     @cached_property
     def timeout_s(self) -> float | None:
-        """Deadline of a trial, s; None for none. Raises UsageError where it is none."""
+        """Deadline of a trial, s; None for none. Raises UsageError if it is invalid."""
         return parse_duration(self.trial_timeout, "trial timeout")
 
     @cached_property
     def measure_s(self) -> float:
-        """Time for measuring a candidate, s. Raises UsageError where it is none."""
+        """Time for measuring a candidate, s. Raises UsageError if it is invalid."""
         return parse_duration(self.measure_time, "measure time") or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputRequest:
-    """What is kept, and who hears of it.
+    """What is saved, and who receives events.
 
     Args:
-        out: folder for the run's files; None keeps none.
-        resume: go on with the run in `out`.
+        out: folder for the run's files; None saves nothing.
+        resume: continue the run in `out`.
         storage: URL of an Optuna storage for the ledger, in place of `study.log`.
-        log_to: trackers that each trial is written to, see `redline.tuner.loggers.logger_names()`; needs `out`.
-        listener: hears of progress.
+        log_to: trackers that each trial is logged to, see `redline.tuner.loggers.logger_names()`; needs `out`.
+        listener: receives the events of the search.
     """
 
     out: Annotated[
@@ -207,16 +208,16 @@ class OutputRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
-    """What is asked of a search, in five sections."""
+    """Request of a search, in five sections."""
 
     @cached_property
     def called(self) -> bool:
-        """Whether a callable is tuned rather than a model."""
+        """True if a callable is tuned rather than a model."""
         return callable(self.target) and not isinstance(self.target, Workload)
 
     @cached_property
     def runs_by_default_on(self) -> str:
-        """The runner's name where none is asked for."""
+        """Name of the default runner."""
         if self.called:
             return "local"
         if nodes() > 1 and not self.ray_address and "RAY_ADDRESS" not in os.environ:
@@ -225,7 +226,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     @cached_property
     def runs_on(self) -> str:
-        """The runner's name: where none is asked for the default one, without isolation `function`.
+        """Name of the runner: the requested or the default one, or `function` without isolation.
 
         Raises:
             UsageError: there is no such runner, or it contradicts `isolate`.
@@ -237,40 +238,40 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
                 raise UsageError(unknown("runner", self.runner, SEARCH_RUNNERS))
             return self.runner or self.runs_by_default_on
         if not self.called:
-            raise UsageError("isolate=False belongs to a callable: trials of a workload are processes of their own")
+            raise UsageError("isolate=False is for a callable: each trial of a workload runs in its own processes")
         if self.runner is not None:
             raise UsageError(
-                f"isolate=False calls the function in this process, where the runner '{self.runner}' has no part; "
+                f"isolate=False calls the function in this process and does not use the runner '{self.runner}'; "
                 "leave one of the two out"
             )
         return IN_PROCESS
 
     def check_values(self) -> None:
-        """Raises UsageError where a value can be seen to be none before anything is looked at."""
+        """Raises UsageError if a value is invalid by itself."""
         self.check_knobs()
         for each in ("given_space", "source", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
             getattr(self, each)
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the fields of these names that ask for something, and not for the default."""
+        """Values of the named fields that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) is not None and value != defaults[name]}
 
 
 SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, OutputRequest)
-"""Of a request, as they are read."""
+"""Sections of a request, in reading order."""
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
 _PYTHON = {"set": "override", "from": "taken_from"}
-"""Arguments of `redline.tune` whose options have another name."""
+"""Arguments of `redline.tune` by the name of their option, if that differs."""
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 
 
 def in_python(message: str) -> str:
-    """A message with arguments of `redline.tune` in place of the command line's options.
+    """Replaces the command line's options in a message by arguments of `redline.tune`.
 
     >>> in_python("continue it with --resume, or give another --out")
     'continue it with resume=True, or give another out'
@@ -287,7 +288,9 @@ def in_python(message: str) -> str:
 
 
 def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
-    """Has a function that takes a request take what makes one, with the signature and the documentation of that."""
+    """Decorates a function of a request so that it takes the request's fields as arguments, with their signature and
+    documentation.
+    """
 
     def decorate(function: Callable[[Request], Answer]) -> Callable[Given, Answer]:
         @wraps(function)
@@ -305,8 +308,8 @@ def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answ
                 raise
 
         begin, _, rest = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-        told = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)
-        called.__doc__ = f"{begin}\nArgs:\n{told}\n\n{rest.partition(chr(10) * 2)[2]}"
+        sections = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)
+        called.__doc__ = f"{begin}\nArgs:\n{sections}\n\n{rest.partition(chr(10) * 2)[2]}"
         types = get_type_hints(made)
         plain = [each.replace(annotation=types[each.name]) for each in signature(made).parameters.values()]
         answers = signature(function).return_annotation

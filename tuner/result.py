@@ -1,4 +1,4 @@
-"""What a search hands back."""
+"""Result of a search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration that ran, as it is judged at the end."""
+    """A configuration that ran, with its final measurements."""
 
     config: Config
-    """The configuration."""
     throughput: float
-    """Its measurement's: the median of the re-measurements where there are any."""
+    """The median of the re-measurements, or the first measurement if there are none."""
     measurement: Measurement
-    """The trial's measurement."""
     trial: Trial
-    """The trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +39,31 @@ class Result:
     ended: str
     """Why the search ended."""
     interrupted: bool
-    """Whether it was ended from outside."""
+    """True if the search was interrupted."""
     folder: Path | None
-    """What it left; None if nothing was kept."""
+    """Folder of the run; None if nothing was saved."""
     all_trials: tuple[Trial, ...]
     """Every trial in order."""
     knobs: tuple[str, ...]
-    """Names of the knobs, in order of columns."""
+    """Names of the knobs, in the order of columns."""
     best_exact: Candidate | None = None
-    """The best without lossy values, which trade accuracy for speed (`best.trial.lossy` names the knobs that
-    have one): the winner itself unless they were asked for; None if no such trial succeeded."""
+    """The best without lossy values, which trade accuracy for speed (`best.trial.lossy` names the knobs that have
+    one): the winner itself unless lossy values were allowed; None if no such trial succeeded.
+    """
     notes: tuple[str, ...] = ()
-    """What was said on the way."""
+    """Notes and warnings of the search."""
     simulated: bool = False
-    """Whether nothing was run and all numbers are predictions."""
+    """True if nothing was run and all numbers are predictions."""
     emulated: bool = False
-    """Whether some ranks of each trial ran alone on one device, and communication was priced."""
+    """True if some ranks of each trial ran alone on one device, and communication was priced."""
     seconds: float = 0.0
     """Wall time of this call, s."""
     seconds_again: float = 0.0
-    """The part of it in which the leaders were measured again, s."""
+    """Wall time of the re-measurement of the leaders, which `seconds` includes, s."""
 
     @property
     def winner(self) -> Candidate:
-        """`best`, where there must be one.
+        """`best`, which must exist.
 
         Raises:
             NothingFound: no trial succeeded; the message says why.
@@ -76,13 +74,13 @@ class Result:
 
     @property
     def gain(self) -> float | None:
-        """The winner's throughput over the default configuration's; None if there is none to compare with."""
+        """The winner's throughput over the default configuration's; None if either is missing."""
         found = summary.gain(self.all_trials)
         return None if found is None else found.ratio
 
     @property
     def gain_interval(self) -> tuple[float, float] | None:
-        """95 % interval of `gain`; None where it is not known. If it includes 1, no gain is shown."""
+        """95 % interval of `gain`; None if unknown. If it includes 1, no gain is shown."""
         found = summary.gain(self.all_trials)
         return None if found is None else found.interval
 
@@ -149,7 +147,7 @@ def make_result(
     seconds: float = 0.0,
     seconds_again: float = 0.0,
 ) -> Result:
-    """The result of these trials."""
+    """Builds the result of these trials."""
     return Result(
         best=_candidate(summary.best(trials)),
         best_exact=_candidate(summary.best_exact(trials)),

@@ -1,4 +1,4 @@
-"""`redline.scale`: how a model's training grows with devices, tuned anew for each number of them."""
+"""`redline.scale`: scaling of a model's training with the number of devices, tuned for each number."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..estimator.request import EstimateRequest
 
 FARTHEST = 1024
-"""Devices up to which is predicted where hardware is described or has links to more of it."""
+"""Largest number of devices of predictions, for described hardware and for hardware with links to other nodes."""
 _TRAINING = tuple(each.name for each in fields(TrainingRequest))
 
 
@@ -37,31 +37,31 @@ def scale(
     listening: Callable[[int], AbstractContextManager[SearchListener]] = lambda count: nullcontext(SearchListener()),
     **asked: Any,
 ) -> Scaling:
-    """Tunes a model for one number of devices after the other, and predicts how it goes on.
+    """Tunes a model for several numbers of devices, and predicts the throughput of more devices.
 
-    The default configuration, which every search measures first, stands beside each winner. What is measured at a
-    count corrects the predictions.
+    Every winner is compared with the default configuration, which each search measures first. Measurements correct the
+    predictions.
 
     Args:
         target: as of `redline.tune`.
-        devices: numbers of them, or `pow2:64` for the powers of two up to 64.
-        global_batch: samples of a step; where they grow with the devices, an expression of `n`, such as `8*n`.
-        weak: has the global batch grow with the devices, from what it is for the fewest.
-        predict_to: devices up to which is predicted; by default 1,024 on described hardware and on accelerators,
-            else the most that are tried.
-        stop_on_error: ends at the first count at which nothing is found.
-        out: folder for a run of each count, in a folder of its own, and scale.csv and scale.svg.
-        listening: gives, in a context, who hears of the search of a number of devices.
-        asked: whatever else `redline.tune` takes.
+        devices: numbers of devices, or `pow2:64` for the powers of two up to 64.
+        global_batch: samples of a step; an expression of `n`, such as `8*n`, if they grow with the devices.
+        weak: let the global batch grow with the devices, from its value for the fewest devices.
+        predict_to: largest number of devices of predictions; by default 1,024 on described hardware and on
+            accelerators, otherwise the largest number that is tried.
+        stop_on_error: stop at the first number of devices without a result.
+        out: folder for scale.csv, scale.svg and a subfolder with the run of each number of devices.
+        listening: returns a context manager of the listener for the search on a number of devices.
+        asked: further arguments of `redline.tune`.
 
     Raises:
-        RedlineError: what is asked for cannot be at any count; nothing was run.
+        RedlineError: the request is invalid for every number of devices; nothing was run.
     """
     counts = counts_of(devices)
     if isinstance(target, (str, Path)) or not callable(target) or isinstance(target, Workload):
         batch_of = _batches(target, counts, global_batch, weak, asked)
     else:
-        raise UsageError("redline.scale tunes a model or a command; a callable knows nothing of devices")
+        raise UsageError("redline.scale tunes a model or a command; a callable does not depend on devices")
     folder = None if out is None else Path(out)
     points: list[ScalePoint] = []
     results: dict[int, Result] = {}
@@ -102,7 +102,7 @@ def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
     ((1, 2, 4), (1, 2, 4, 8, 16))
 
     Raises:
-        UsageError: there are none, or one of them is no number of devices.
+        UsageError: there are none, or one is not a number of devices.
     """
     found: Sequence[Any] = devices if not isinstance(devices, str) else [each.strip() for each in devices.split(",")]
     if isinstance(devices, str) and (name := devices.partition(":"))[0] == "pow2":
@@ -130,15 +130,15 @@ def _whole(value: Any) -> int:
 def _batches(
     target: Any, counts: Sequence[int], asked: int | str | None, weak: bool, rest: dict[str, Any]
 ) -> Callable[[int], int | None]:
-    """The global batch of a number of devices.
+    """Returns the global batch as a function of the number of devices.
 
     Raises:
-        UsageError: the expression is malformed, or comes to no number of samples.
+        UsageError: the expression is malformed, or its value is not a number of samples.
     """
     if isinstance(asked, str) and not asked.strip().isdecimal():
         if weak:
             raise UsageError(
-                f"weak scaling has the global batch grow by itself; leave it out, or give a number, not '{asked}'"
+                f"weak scaling computes the global batch itself; leave it out, or give a number, not '{asked}'"
             )
         return lambda count: _evaluated(asked, count)
     number = None if asked is None else int(asked)
@@ -148,7 +148,9 @@ def _batches(
         return lambda count: number
     each, left = divmod(number, counts[0])
     if left:
-        raise UsageError(f"a global batch of {number} cannot grow from {counts[0]} devices: it is no multiple of them")
+        raise UsageError(
+            f"a global batch of {number} cannot grow from {counts[0]} devices: it must be a multiple of {counts[0]}"
+        )
     return lambda count: each * count
 
 
@@ -157,9 +159,11 @@ def _evaluated(text: str, count: int) -> int:
     try:
         value = parse(text, {"n": space.choice("n", [count])}).evaluate({"n": count})
     except SpaceError as error:
-        raise UsageError(f"the global batch '{text}' is no expression of n, the number of devices: {error}") from None
+        raise UsageError(
+            f"the global batch '{text}' is not an expression of n, the number of devices: {error}"
+        ) from None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"the global batch '{text}' comes to {value!r} for n = {count}; it must be a whole number")
+        raise UsageError(f"the global batch '{text}' is {value!r} for n = {count}; it must be a whole number")
     return value
 
 
@@ -200,7 +204,7 @@ def _predicted(
     asked: dict[str, Any],
     results: dict[int, Result],
 ) -> Scaling:
-    """The points with what is predicted of them, and those of more devices."""
+    """Adds predictions to the points, and points of more devices."""
     if not isinstance(target, (str, Path, Workload)):
         return scaling
     tried = [each.devices for each in scaling.points]

@@ -1,4 +1,4 @@
-"""The search loop: propose, try, learn, until the budget is spent; then see which leader holds up."""
+"""The search loop: proposes and runs trials until the budget is spent, then measures the leaders again."""
 
 import math
 import re
@@ -27,73 +27,70 @@ if TYPE_CHECKING:
     from .samplers.judge import Judge, Predictor
 
 ATTEMPTS = 3
-"""How often a trial is tried when the machinery, not the candidate, fails."""
+"""Number of attempts at a trial if the machinery, not the candidate, fails."""
 ATTEMPTS_IN_PROCESS = 2
-"""How often a call is begun that ends this process with it."""
+"""Number of attempts at a call that kills this process."""
 CONFIRM_SHARE = 1 / 3
-"""Of a search's time, what is kept at most for measuring the leaders again."""
+"""Largest share of a search's time that is reserved for measuring the leaders again."""
 
 SMALL_CHANCE = 0.05
-"""Chance of a further 1 % below which a search with patience ends."""
+"""Probability of a further gain of 1 % below which a search with patience ends."""
 TRIALS_TO_JUDGE = 6
-"""Finished trials before that chance is believed."""
+"""Number of finished trials from which that probability is used."""
 MISSES_TO_JUDGE = 8
-"""Trials that ran out of memory, with no success, after which the space counts as not feasible."""
+"""Number of trials that ran out of memory, without a success, after which the space counts as infeasible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refinement:
-    """A configuration beyond the space, made of the winner."""
+    """A configuration outside the space, derived from the winner."""
 
     config: Config
-    """What is tried."""
     predicted_throughput: float | None = None
     """In the unit of the trials."""
     predicted_memory_mib: float | None = None
     """Peak on the fullest rank, MiB."""
-    said: str = ""
-    """What it changes, in words."""
+    summary: str = ""
+    """Description of its changes."""
 
 
 @dataclass
 class Search:
-    """One search over a run's folder. Call `run`, then `refine` where the winner is to be refined, then `confirm`, then
-    `soak`."""
+    """One search over a run's folder. Call `run`, then `refine` if requested, then `confirm`, then `soak`."""
 
     run_folder: RunFolder
-    """Trials and files."""
     sampler: Sampler
-    """Proposes configurations."""
     runner: Runner
-    """Tries them."""
     budget: Budget
-    """Ends it."""
     first: tuple[Config, ...] = ()
-    """Configurations tried before the sampler is asked; the first is the default configuration, or what takes
-    its place (see `first_trial`)."""
+    """Configurations tried before the sampler is used. The first is the default configuration, or its replacement
+    (see `first_trial`).
+    """
     fallback: Config | None = None
-    """Tried after the first if that fails: it needs less memory."""
+    """Configuration with less memory that is tried after the first if that fails."""
     trial_timeout_s: float | None = None
     """Deadline of one trial, s."""
     listener: SearchListener = field(default_factory=SearchListener)
-    """Hears of progress."""
     judge: "Judge | None" = None
-    """Tells what is left to gain, for `budget.patience`; None never stops early."""
+    """Forecasts the gain that is left, for `budget.patience`; None never stops early."""
     devices: int = 1
     """Devices of a trial, for device-hours."""
     predictor: "Predictor | None" = None
-    """States what is expected of a trial; None states nothing."""
+    """Predicts each trial's throughput and memory; None for no predictions."""
     user_code_errors: str = ""
-    """What is to blame, in words, where the first two trials crash alike, which ends the search; empty goes on."""
+    """Name of the user code to blame if the first two trials crash in the same way, which ends the search; empty to
+    continue.
+    """
     peak_rate: Callable[[Config], float] | None = None
-    """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
+    """Peak FLOP/s of a device at a configuration's precision, for MFU; None if unknown."""
     soak_plan: SoakPlan | None = None
-    """How the winner is soaked before it is named; None for not at all."""
+    """Plan of the winner's soak; None for no soak."""
     watch: Stopwatch | None = None
-    """Time left of `budget.seconds`; by default it runs from now on.
+    """Remaining time of `budget.seconds`; by default it starts now.
 
-    Once the time is up nothing more is started, so that all ends within it and at most one trial. Before,
-    a trial is started where what is left is enough for a typical one and for measuring the leaders again."""
+    After the time is up nothing is started, so the search exceeds it by one trial at most. Before, a trial is started
+    only if the time is enough for a typical trial and for measuring the leaders again.
+    """
 
     def __post_init__(self) -> None:
         self._watch = self.watch or Stopwatch(self.budget.seconds)
@@ -102,16 +99,16 @@ class Search:
         self._judge_at = 0
         self._shortfall = ""
         self.ended = ""
-        """Why the search ended, in words."""
+        """Reason for the end of the search."""
         self.again_s = 0.0
-        """What measuring the leaders again took, s."""
+        """Time of measuring the leaders again, s."""
 
     def run(self) -> None:
-        """Tries configurations until the budget is spent or the space exhausted.
+        """Runs trials until the budget is spent or the space is exhausted.
 
         Raises:
-            KeyboardInterrupt: passed on after the running trials were ended; they stay pending.
-            RunnerError: the machinery failed for good.
+            KeyboardInterrupt: after the running trials were ended; they stay pending.
+            RunnerError: the machinery failed in all attempts.
             StudyError: the ledger cannot be written.
         """
         running: dict[Future[Measurement], Trial] = {}
@@ -125,21 +122,21 @@ class Search:
                     if trial is None:
                         break
                     running[pool.submit(self._attempt, trial, self._request(trial))] = trial
-                    self.listener.started(trial)
+                    self.listener.on_trial_start(trial)
                 if not running:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
-                # What has an outcome is kept, although another trial beside it was lost.
+                # Outcomes are saved, although another trial beside them was lost.
                 for future in sorted(done, key=lambda each: each.exception() is not None):
                     measured = future.result()
                     trial = running.pop(future)
-                    # Beside other trials a canary would measure those.
+                    # With concurrent trials, the canary would measure their load.
                     if self.runner.slots == 1 and self._watch.left > 0:
                         measured = self._conditions.judge(self.run_folder.trials(), measured)
-                    self.listener.finished(self.run_folder.finish(trial.number, measured))
+                    self.listener.on_trial_end(self.run_folder.finish(trial.number, measured))
         except BaseException as cause:
             self._close(cause)  # ends the running trials, so that the threads return
-            if not self.runner.isolated:  # this process still lives to tell
+            if not self.runner.isolated:  # this process is still alive
                 for trial in running.values():
                     self.run_folder.attempt(trial.number, trial.attempts - 1)
             raise
@@ -147,54 +144,58 @@ class Search:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _close(self, cause: BaseException) -> None:
-        """Closes the runner, which ends what runs, and acknowledges an interrupt before that takes its time."""
+        """Closes the runner, which ends the running trials. Acknowledges an interrupt first, because closing takes time."""
         if isinstance(cause, KeyboardInterrupt):
-            self.listener.waiting("interrupted: ending what runs")
+            self.listener.on_wait("interrupted: ending the running trials")
         self.runner.close()
 
     def _begun_again(self, trial: Trial) -> Trial:
-        """A pending trial of an earlier process as it is to be run; one that has ended two of them is a `crash`."""
+        """Prepares a pending trial of an earlier process to run again. A trial that has killed two processes becomes
+        a `crash`.
+        """
         if self.runner.isolated:
             return trial
         if trial.attempts < ATTEMPTS_IN_PROCESS:
             return self.run_folder.attempt(trial.number, trial.attempts + 1)
-        reason = f"the process that called it ended with it, {trial.attempts} times"
+        reason = f"the process that called it died, {trial.attempts} times"
         finished = self.run_folder.finish(trial.number, Measurement(status=Status.CRASH, reason=reason))
-        self.listener.finished(finished)
+        self.listener.on_trial_end(finished)
         return finished
 
     def refine(self, refiner: Callable[[list[Trial]], Refinement | None]) -> None:
-        """Tries what a winner is refined to, as a trial like all others: it wins only if it is measured faster.
+        """Runs the refined winner as a trial like all others: it wins only if it is measured faster.
 
         Args:
-            refiner: makes a configuration of the trials so far; None where nothing is expected to be gained.
+            refiner: makes a configuration from the trials so far; None if no gain is expected.
         """
         trials = self.run_folder.trials()
         if not any(trial.ok for trial in trials) or self._too_late(trials):
             return
         found = refiner(trials)
         if found is None:
-            self.listener.said("layer by layer: nothing is tried beside the winner, as no gain is expected")
+            self.listener.on_message(
+                "layer by layer: no refinement of the winner is tried, because no gain is expected"
+            )
             return
         if any(trial.config == found.config for trial in trials):
             return
-        self.listener.said(found.said)
+        self.listener.on_message(found.summary)
         started = self.run_folder.start(
             found.config,
             sampler=REFINEMENT,
             predicted_throughput=found.predicted_throughput,
             predicted_memory_mib=found.predicted_memory_mib,
         )
-        self.listener.started(started)
+        self.listener.on_trial_start(started)
         try:
             measured = self._try(started)
         except BaseException as cause:
             self._close(cause)
             raise
-        self.listener.finished(self.run_folder.finish(started.number, measured))
+        self.listener.on_trial_end(self.run_folder.finish(started.number, measured))
 
     def _next(self) -> Trial | None:
-        """The next trial, recorded as pending; None if there is to be none now."""
+        """Returns the next trial, recorded as pending; None if there is none now."""
         while True:
             trials = self._history.update().comparable
             if (ended := self._spent(trials)) is not None:
@@ -203,7 +204,7 @@ class Search:
             config, sampler = self._choose(trials)
             if config is None:
                 return None
-            # What was asked for by name is run whatever is known of it.
+            # Configurations that the user named are run in any case.
             blocked = None
             if sampler == self.sampler.name:
                 blocked = self._knowledge.blocked_by(config, trials)
@@ -215,7 +216,7 @@ class Search:
                 return started
             reason = self._knowledge.say(blocked, config)
             skipped = Measurement(status=Status.SKIPPED, reason=reason)
-            self.listener.finished(self.run_folder.finish(started.number, skipped))
+            self.listener.on_trial_end(self.run_folder.finish(started.number, skipped))
 
     def _prediction(self, config: Config) -> tuple[float | None, float | None]:
         return (None, None) if self.predictor is None else self.predictor.prediction(config)
@@ -225,7 +226,7 @@ class Search:
         return OutOfMemoryKnowledge(self.sampler.space)
 
     def _spent(self, trials: list[Trial]) -> str | None:
-        """Why there are to be no further trials, in words; None if there are."""
+        """Reason to run no further trials; None if there is none."""
         if self.budget.trials is not None and self._history.tried >= self.budget.trials:
             return f"all {self.budget.trials} trials are done"
         if trials and self._too_late(trials):
@@ -236,7 +237,7 @@ class Search:
         return self._all_alike(trials) or self._no_use(trials)
 
     def _all_alike(self, trials: list[Trial]) -> str | None:
-        """Why further trials would crash as the first two did, in words; None if they may not."""
+        """Reason to expect that further trials crash like the first two; None if there is none."""
         finished = [trial for trial in trials if not trial.pending and not _skipped(trial)]
         if (
             not self.user_code_errors
@@ -246,24 +247,24 @@ class Search:
             return None
         first, second = (re.sub(r"\d+", "N", trial.measured.reason) for trial in finished)
         return (
-            f"the first two trials crashed alike, so that {self.user_code_errors} is to blame"
+            f"the first two trials crashed in the same way, so {self.user_code_errors} is to blame"
             if first == second
             else None
         )
 
     def _no_use(self, trials: list[Trial]) -> str | None:
-        """Why further trials are not worth their time, in words; None if they may be."""
+        """Reason why further trials are not worth their time; None if there is none."""
         if not self.budget.patience or self.judge is None or len(trials) < self._judge_at:
             return None
         trials = [trial for trial in trials if not _skipped(trial)]
         finished = [trial for trial in trials if not trial.pending]
         if len(finished) < self._judge_at:
             return None
-        # Judging takes as long as proposing: as trials become many it is done less often.
+        # Judging takes as long as proposing, so it is done less often as trials become many.
         self._judge_at = max(len(finished) + 1, math.ceil(1.05 * len(finished)))
         successes = sum(trial.ok for trial in finished)
         misses = [trial for trial in finished if trial.measured.status is Status.OOM]
-        # A failure of another kind may be mended, and says nothing of what is feasible.
+        # A failure of another kind may be fixed, and does not show what is feasible.
         if not successes and (not misses or len(misses) < len(finished)):
             return None
         outlook = self.judge.outlook(trials, self.budget.patience)
@@ -291,7 +292,7 @@ class Search:
         )
 
     def _exhausted(self, trials: list[Trial]) -> str:
-        """Why the search ends where nothing is left to try, in words."""
+        """Reason for the end of a search with nothing left to try."""
         tried = [trial for trial in trials if not trial.pending and not _skipped(trial)]
         if tried and all(trial.measured.status is Status.OOM for trial in tried):
             return (
@@ -307,7 +308,7 @@ class Search:
         base = next((trial for trial in trials if trial.sampler == "default"), None)
         for config in self.first:
             if config == self.first[0] and base is not None:
-                continue  # of a run that is resumed it may have been another, as estimates change
+                continue  # a resumed run may have had another first trial, because estimates change
             if not tried(config):
                 return config, "default" if config == self.first[0] else "user"
         failed = base is not None and not base.pending and not base.ok
@@ -320,13 +321,13 @@ class Search:
         return proposals[0], self.sampler.name
 
     def _too_late(self, trials: list[Trial]) -> bool:
-        """Whether the time left is not enough for another trial and for measuring the leaders again."""
+        """True if the remaining time is not enough for another trial and for measuring the leaders again."""
         if self.budget.seconds is None:
             return False
         typical = self._typical_seconds(trials)
         again = 0.0 if not self.runner.confirms else self._confirmation().seconds
         if self.soak_plan is not None:
-            again += self._soaking(self.soak_plan, self.listener.said).expected_s(typical)
+            again += self._soaking(self.soak_plan, self.listener.on_message).expected_s(typical)
         return self._watch.left < typical + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
@@ -335,7 +336,7 @@ class Search:
         return statistics.median(known) if known else 0.0
 
     def _try(self, trial: Trial, *, free: bool = False) -> Measurement:
-        """Runs a trial. With `free`, no candidate is cut short or judged."""
+        """Runs a trial. With `free`, the candidate is neither cut short nor judged."""
         return self._attempt(trial, self._request(trial, free))
 
     def _request(self, trial: Trial, free: bool = False) -> TrialRequest:
@@ -352,7 +353,7 @@ class Search:
         )
 
     def _attempt(self, trial: Trial, request: TrialRequest) -> Measurement:
-        """Runs it, again if the machinery fails."""
+        """Runs a trial, again if the machinery fails."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._with_mfu(trial.config, self.runner.run(request))
@@ -365,7 +366,7 @@ class Search:
         if measured.mfu is not None or measured.tflops_per_device is None or self.peak_rate is None:
             return measured
         mfu = measured.tflops_per_device * 1e12 / self.peak_rate(config)
-        # What is exceeded is no peak: this machine's was measured while it was busy with something else.
+        # An exceeded peak is wrong: it was measured while this machine was busy with something else.
         return replace(measured, mfu=mfu) if mfu <= 1 else measured
 
     def _log(self, trial: Trial, free: bool) -> Path:
@@ -402,13 +403,13 @@ class Search:
         except RunnerError:
             if self.runner.closed:
                 raise
-            return None  # one by one they are tried again where the machinery fails
+            return None  # measured one by one, trials are attempted again if the machinery fails
 
     def soak(self, say: Callable[[str], None]) -> None:
-        """Soaks the winner before it is named (see `Soaking`), where that is asked for.
+        """Soaks the winner before it is named (see `Soaking`), if requested.
 
         Args:
-            say: told what came of it.
+            say: receives messages about the outcome.
         """
         if self.soak_plan is None:
             return
@@ -422,7 +423,7 @@ class Search:
         return Soaking(run_folder=self.run_folder, plan=plan, measure=self._soak, say=say, watch=self._watch)
 
     def _soak(self, trial: Trial, plan: SoakPlan) -> Measurement:
-        self.listener.waiting(f"soaking trial {trial.number}")
+        self.listener.on_wait(f"soaking trial {trial.number}")
         timeout_s, step_ms = self.trial_timeout_s, trial.measured.step_ms or 0.0
         request = replace(
             self._request(replace(trial, measurement=None), free=True),

@@ -1,4 +1,4 @@
-"""The setup of a search, built top to bottom: what may be refused, memory, the estimate, trial 0, the sampler, the runner."""
+"""Builds the setup of a search: checks, memory, estimate, first trial, sampler, runner."""
 
 import contextlib
 import os
@@ -56,35 +56,35 @@ if TYPE_CHECKING:
 
 _HOST_MEMORY_SHARE = 0.9
 LEAST_HELD_MIB = 300.0
-"""Memory of a GPU from which it counts as held by another process, MiB: a context, which a desktop has as well."""
+"""Used memory of a GPU above which other processes count as using it, MiB: a context, which a desktop has as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """Everything that a search knows before its first trial."""
+    """State of a search before its first trial."""
 
     request: Request
     task: Task
     asked: Mapping[str, Any]
-    """The request as run.yaml keeps it."""
+    """Description of the request for run.yaml."""
     agent: HostAgent | None
-    """A host agent that was started early; None where the runner starts its own."""
+    """A host agent that was started early; None if the runner starts its own."""
     work: Work | None
-    """Runs in the processes of a trial; None where trials have no processes."""
+    """Work of the processes of a trial; None if trials have no processes."""
     limit_mib: float | None
-    """Memory of a rank, MiB; None for the device's own."""
+    """Memory of a rank, MiB; None for all of the device's memory."""
     estimator: "Estimator | None"
-    """Predicts the task's configurations; None where there is no model, or its machine cannot be measured."""
+    """Predicts the task's configurations; None without a model, or if its machine cannot be measured."""
     first: FirstTrial
     begin_with: tuple[Config, ...]
-    """Configurations that the request names to be tried after the first trial."""
+    """Configurations of the request to try after the first trial."""
     notes: tuple[str, ...]
     sampler: Sampler
     judge: Judge
     predictor: Predictor
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
-        """The runner of the trials; `earlier` are those of a run that is resumed."""
+        """Returns the runner of the trials; `earlier` are those of a resumed run."""
         made = make_runner(
             self.request,
             self.task,
@@ -103,9 +103,9 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
     """Builds the setup of a search from a request. Nothing is written, and no trial runs.
 
     Args:
-        request: the fields of `redline.tune`, with valid values.
-        held: closes what is opened here.
-        warn: receives what the user should know.
+        request: the arguments of `redline.tune`, with valid values.
+        held: closes everything opened here.
+        warn: receives messages for the user.
 
     Raises:
         UsageError: parts of the request contradict each other, or one of them has no effect.
@@ -140,7 +140,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
     estimator = _estimator(request, task, limit_mib, agent, warn)
     if request.emulate_first and estimator is not None:
         with _emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
-            say = request.listener.waiting if request.listener is not None else lambda what: None
+            say = request.listener.on_wait if request.listener is not None else lambda what: None
             estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
@@ -154,7 +154,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
     else:
         sampler = make_sampler(request.sampler, task.space, seed=request.seed)
         if request.prior is not None or transferred:
-            warn(f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
+            warn(f"the sampler '{request.sampler}' does not use a prior or a warm start; '{BayesSampler.name}' does")
     return SearchSetup(
         request=request,
         task=task,
@@ -173,7 +173,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
 
 
 def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
-    """Refuses invalid requests before anything takes time.
+    """Refuses invalid requests before slow preparations.
 
     Raises:
         UsageError: parts of the request contradict each other, or one of them has no effect.
@@ -192,18 +192,18 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
     if request.out is not None:
         RunFolder.resumable(request.out, asked, storage=request.storage, resume=request.resume)
     elif request.resume:
-        raise UsageError("resume needs out, the folder of the run to go on with")
+        raise UsageError("resume needs out, the folder of the run to continue")
 
 
 def _transferred(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Transferred]:
-    """The trials of earlier runs that count in this search."""
+    """Trials of earlier runs that count in this search."""
     warm = request.warm_start
     runs = read_runs([warm] if isinstance(warm, (str, Path)) else warm, own=request.out)
     return [take(run, task.space, asked, task.own.unit if task.own else "") for run in runs]
 
 
 def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple[str, ...]]:
-    """The configurations of `begin_with` that are valid here, and a note for each of the others."""
+    """Returns the configurations of `begin_with` that are valid here, and a note for each of the others."""
     from ..estimator.survey import checked_config
 
     found, notes = dict[Config, None](), []
@@ -219,7 +219,9 @@ def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple
 def _estimator(
     request: Request, task: Task, limit_mib: float | None, agent: HostAgent | None, warn: Callable[[str], None]
 ) -> "Estimator | None":
-    """The estimator of the task's model. It waits for the agent's imports, which would disturb measuring the machine."""
+    """Returns the estimator of the task's model. It waits for the agent's imports, which would disturb measuring the
+    machine.
+    """
     if task.workload is None:
         return None
     return estimate_to_begin_with(
@@ -242,12 +244,12 @@ def _prior(
     transferred: Sequence[Transferred],
     warn: Callable[[str], None],
 ) -> Any:
-    """The prior of throughput and memory: the given one, the estimator, or a default by the names of the knobs."""
+    """Returns the prior of throughput and memory: the given one, the estimator, or a default by the names of the knobs."""
     if request.prior is not None:
         return request.prior
     if estimator is not None:
         if request.listener is not None:
-            request.listener.waiting("predicting")
+            request.listener.on_wait("predicting")
         return usable(estimator, task.space, warn)
     if task.workload is None and not transferred and request.sampler == BayesSampler.name:
         return default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
@@ -262,10 +264,10 @@ def _surrogate_prior(
     transferred: Sequence[Transferred],
     warn: Callable[[str], None],
 ) -> SurrogatePrior:
-    """The prior of the surrogate, with the trials of earlier runs where there are any."""
+    """Returns the prior of the surrogate, with the trials of earlier runs if there are any."""
     if transferred:
         for each in transferred:
-            warn(each.said)
+            warn(each.summary)
         own = calibrations(transferred, request.hardware, warn) if estimator is not None and prior is estimator else []
         prior = WarmStart(task.space, transferred, prior, warn, own)
     return SurrogatePrior(
@@ -280,15 +282,16 @@ def _surrogate_prior(
 
 
 def imports_early(target: Any) -> bool:
-    """Whether a host agent may import while it is resolved what is tuned: not beside a file of Python, which may
-    set the environment that imports look at, and not for a callable, which may need none of them."""
+    """True if a host agent may import packages while the target is resolved. False for a Python file, which may set
+    environment variables that imports read, and for a callable, which may not need the packages.
+    """
     if isinstance(target, (Workload, ServerModel)):
         return True
     return isinstance(target, (str, Path)) and ".py" not in str(target)
 
 
 def may_compile(workload: Workload, space: Space) -> bool:
-    """Whether configurations may compile: some have `fusion`, or the model or its schedule is somebody's own."""
+    """True if configurations may compile: some have `fusion`, or the user defines the model or its schedule."""
     if not isinstance(workload.model, Architecture) or not isinstance(workload.schedule, StandardSchedule):
         return True
     fusion = space.by_name.get("fusion")
@@ -296,10 +299,10 @@ def may_compile(workload: Workload, space: Space) -> bool:
 
 
 def check_honoured(request: Request, task: Task) -> None:
-    """Refuses options that would silently do nothing.
+    """Refuses options that would have no effect.
 
     Raises:
-        UsageError: one of them is given, and cannot be honoured.
+        UsageError: an option cannot be honoured.
     """
     given = request.given("trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address")
     at_once = given.get("concurrency", 1)
@@ -307,7 +310,7 @@ def check_honoured(request: Request, task: Task) -> None:
         raise UsageError(f"concurrency must be at least 1, but got {at_once}")
     if "ray_address" in given and request.runs_on != "ray":
         raise UsageError(
-            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
+            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; request the runner "
             "'ray', or leave it out"
         )
     for name in ("ranks", "memory_only"):
@@ -316,18 +319,16 @@ def check_honoured(request: Request, task: Task) -> None:
     if request.soak and task.emulated:
         raise UsageError("soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
     if request.soak and (task.own is None or task.simulated):
-        what = (
-            "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
-        )
-        raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it has no part in {what}")
+        what = "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
+        raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}")
     if task.own is not None:
         return
     if "measure_time" in given and task.command is None:
         raise UsageError(
-            "measure_time belongs to a workload or a command, whose steps are timed; a callable measures itself"
+            "measure_time is for a workload or a command, whose steps are timed; a callable measures itself"
         )
     if request.hardware is not None and task.workload is None:
-        raise UsageError("hardware belongs to a workload, of which time and memory are estimated")
+        raise UsageError("hardware is for a workload, whose time and memory are estimated")
     if request.runs_on != IN_PROCESS:
         return
     for name in ("trial_timeout", "memory_limit"):
@@ -345,25 +346,26 @@ def check_honoured(request: Request, task: Task) -> None:
 def memory_of_rank(
     request: Request,
     task: Task,
-    warn: Callable[[str], None] = lambda said: None,
+    warn: Callable[[str], None] = lambda message: None,
     *,
     earlier_mib: float | None = None,
 ) -> float | None:
-    """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned.
+    """Memory of a rank, MiB; None for all of the device's memory, or if the target handles its own.
 
-    Estimate and trials get the same: what other processes hold of this machine's GPUs is subtracted for both.
+    Estimate and trials get the same limit: the memory that other processes use on this machine's GPUs is subtracted
+    for both.
 
     Args:
-        request, task: what is asked, and what it comes to.
-        warn: told what other processes hold.
-        earlier_mib: of the trials of the run that is resumed; further ones get the same.
+        request, task: the request and its task.
+        warn: receives a message about memory used by other processes.
+        earlier_mib: limit of the trials of the resumed run, which further trials get too.
 
     Raises:
         UsageError: this host has less memory left than the earlier trials had.
     """
     given = request.limit_mib
     if isinstance(request.runner, Runner):
-        return given  # of what the devices of others have left, this machine knows nothing
+        return given  # the free memory of other machines is not known here
     if task.own is None or task.simulated:
         return given
     if task.emulated:
@@ -378,13 +380,15 @@ def memory_of_rank(
     if (left := available_memory_mib()) < earlier_mib * ranks:
         raise UsageError(
             f"the trials of '{request.out}' had {earlier_mib:,.0f} MiB a rank, but this host has {left / ranks:,.0f} MiB a "
-            f"rank left: end what else uses its memory, or start another run with --out DIR"
+            f"rank left: end other processes that use its memory, or start another run with --out DIR"
         )
     return earlier_mib
 
 
 def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | None:
-    """What other processes leave of each GPU for a rank's allocator, MiB, where they hold any; else what was asked for."""
+    """Memory that other processes leave of each GPU for a rank's allocator, MiB, if they use any; otherwise the
+    requested limit.
+    """
     found = gpu_use()
     if not found or max(each.used_mib for each in found) < LEAST_HELD_MIB:
         return given
@@ -393,22 +397,22 @@ def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | N
     if given is not None and given <= left:
         return given
     warn(
-        f"other processes hold {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
+        f"other processes use {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
         f"trials may take {left:,.0f} MiB of each GPU"
     )
     return left
 
 
 def share_of_host(ranks: int) -> float:
-    """What each of so many ranks may take of the memory that this host has left, whole MiB."""
+    """Share of this host's free memory for each of `ranks` ranks, whole MiB."""
     return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
 
 
 def make_work(request: Request, task: Task) -> Work | None:
-    """What the processes of a trial run; None where there are none, or where a given runner starts them.
+    """Returns the work of a trial's processes; None if there are none, or if a given runner starts them.
 
     Raises:
-        UsageError: a callable cannot be sent to another process, or a command's program is not there.
+        UsageError: a callable cannot be sent to another process, or a command's program does not exist.
     """
     if request.runs_on == IN_PROCESS or task.simulated or isinstance(request.runner, Runner):
         return None
@@ -431,24 +435,24 @@ def make_runner(
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
 ) -> Runner:
-    """The runner that is asked for, ready for the first trial.
+    """Returns the requested runner, ready for the first trial.
 
     Args:
-        request: what is asked.
+        request: the request.
         task: what is tuned.
         work: of `make_work`.
-        limit_mib: memory of a rank, MiB; None for the device's own.
-        estimator: answers where nothing is run.
-        earlier: trials of a run that is taken up again.
-        agent: for the runner `local`, one that was started beforehand.
-        shared: for the runner `local`, the devices it shares with others.
+        limit_mib: memory of a rank, MiB; None for all of the device's memory.
+        estimator: predicts simulated trials.
+        earlier: trials of a resumed run.
+        agent: an agent started beforehand, for the runner `local`.
+        shared: devices shared with others, for the runner `local`.
     """
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
     if isinstance(request.runner, Runner):
         return request.runner
     if task.simulated:
-        assert estimator is not None, "what is simulated is a workload, which has an estimator"
+        assert estimator is not None, "a simulated task is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
     if task.emulated and task.command is None:
@@ -470,7 +474,7 @@ def make_runner(
     )
     try:
         if task.own is not None:
-            # Once here, while the workers start, rather than in every trial.
+            # Computed once here, while the workers start, rather than in every trial.
             flops_of(task.own)
         made.wait_ready()
     except BaseException:

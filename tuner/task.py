@@ -1,4 +1,4 @@
-"""What is tuned, resolved: a workload, a callable or a command, its space, and where it runs."""
+"""Resolves what is tuned (a workload, a callable or a command), its space, and its devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 _OF_A_WORKLOAD = ("seq_len", "global_batch", "data", "lora")
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
-"""On a CPU ranks are processes: some more than cores are of use to try things out, dozens are a mistake."""
+"""On a CPU ranks are processes: somewhat more than the cores are useful for experiments, dozens are a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is tuned, resolved: a workload, a callable or a command, its space, and where it runs."""
+    """A workload, a callable or a command to tune, its space, and its devices."""
 
     name: str
     space: Space
     device: Device
     devices: int
     workload: Workload | None = None
-    """What is trained, where that is known."""
+    """Workload that is trained, if known."""
     function: Callable[[Config], Any] | None = None
-    """What is called in place of a training."""
+    """Callable to tune, in place of a training."""
     command: Commands | None = None
-    """What is started in place of redline's own training."""
+    """Command to tune, in place of redline's own training."""
     says: Trained | None = None
-    """What that says of its training."""
+    """Description of the command's training."""
     free_batch: bool = False
-    """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
+    """True if the samples per step vary with `grad_accum`, because no global batch was given."""
     simulated: bool = False
-    """Whether trials are predictions."""
+    """True if trials are predictions."""
     emulated: bool = False
-    """Whether a trial runs some of its ranks, on one device."""
+    """True if a trial runs some of its ranks, on one device."""
     stands_for: Device | None = None
-    """The hardware that this device is emulated as, where that is another."""
+    """The hardware that this device is emulated as, if that is another."""
     lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Of each knob the values in the space that trade accuracy for speed."""
+    """Values of each knob in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
-    """What its user should know beforehand."""
+    """Notes for the user."""
 
     @property
     def shown(self) -> Device:
@@ -67,12 +67,12 @@ class Task:
 
     @property
     def own(self) -> Workload | None:
-        """The workload, where trials are redline's own training of it."""
+        """The workload, if trials are redline's own training of it."""
         return self.workload if self.command is None else None
 
     @property
     def without(self) -> dict[str, Any]:
-        """What a configuration without a knob has, as far as a command says so."""
+        """Values of knobs that a configuration may lack, if the command states them."""
         if self.says is None:
             return {}
         out: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class Task:
 
     @property
     def callable(self) -> Callable[[Config], Any]:
-        """What is called, of a task without a workload."""
+        """Callable of a task without a workload."""
         assert self.function is not None, "a task has a workload, a function or a command"
         return self.function
 
@@ -96,14 +96,14 @@ def resolve_task(
     stands_for: "Hardware | None" = None,
     device: Device | None = None,
 ) -> Task:
-    """What a request comes to on the devices at hand.
+    """Resolves a request on the devices at hand.
 
-    With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
-    are this hardware's, of a node where no number is given. With `emulated` one device here stands for
-    all, as if it were `stands_for`. With `device` they are of this kind, wherever they are.
+    With `cluster`, devices may be on other hosts and are counted by the runner. With `simulated`, devices are of this
+    hardware, by default those of one node. With `emulated`, one device of this machine stands for all,
+    as if it were `stands_for`. With `device`, devices are of this kind, on any host.
 
     Raises:
-        UsageError: something that is asked is invalid.
+        UsageError: the request is invalid.
     """
     from ..estimator.survey import device_of
 
@@ -152,33 +152,33 @@ def resolve_task(
     if isinstance(target, Command):
         return _of_command(target, request, known)
     if not callable(target):
-        raise UsageError(
-            f"what to tune must be a model's name, a Workload, a Command or a callable, but got {target!r}"
-        )
+        raise UsageError(f"the target must be a model's name, a Workload, a Command or a callable, but got {target!r}")
     _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
     if simulated is not None:
-        raise UsageError("the runner 'simulate' needs a model or a workload, and has no part in a callable")
+        raise UsageError("the runner 'simulate' needs a model or a workload, not a callable")
     foreign = request.source.read(count, request.global_batch) if request.source is not None else None
-    space, said = request.space_or(_no_default, foreign)
+    space, space_notes = request.space_or(_no_default, foreign)
     _check_effects(space, request.fix)
-    known["notes"] += said
+    known["notes"] += space_notes
     return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **known)
 
 
 def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]) -> Task:
-    """The task of a command, with what it trains where that is known."""
+    """Returns the task of a command, with its model if that is known."""
     count, total = known["devices"], request.global_batch
     foreign = request.source.read(count, total) if request.source is not None else None
     if foreign is not None:
         target = completed(target, foreign)
     says = Trained.by(target)
     if request.data is not None:
-        raise UsageError("data belongs to a workload, not to a command, which has its own")
-    workload, said = _trained(target, says, request)
+        raise UsageError("data is for a workload; a command has its own data")
+    workload, model_notes = _trained(target, says, request)
     if workload is None:
-        _refuse_parts(request, ("seq_len", "lora"), "a command of which --model says what it trains")
+        _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
         if known["simulated"]:
-            raise UsageError("the runner 'simulate' predicts trials, and needs to know what a command trains: --model")
+            raise UsageError(
+                "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
+            )
     space, allowed = request.space_or(partial(_declared, target, request, count), foreign)
     if total is not None and (foreign is None or "grad_accum" not in space.by_name):
         _share(space, total, count)
@@ -187,10 +187,12 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
     command = Commands(target, space, devices=count, global_batch=total, stated=stated)
-    if command.unsaid:
-        values = ", ".join(f"{name}={space[name].default}" for name in command.unsaid)
-        said += (f"the file states {values}, for which the command has no place: that it is so is up to the command",)
-    known["notes"] += (*said, *allowed)
+    if command.unplaced:
+        values = ", ".join(f"{name}={space[name].default}" for name in command.unplaced)
+        model_notes += (
+            f"the file states {values}, for which the command has no placeholder: the command itself has to set them",
+        )
+    known["notes"] += (*model_notes, *allowed)
     return Task(
         name=target.name,
         command=command,
@@ -204,7 +206,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
 
 
 def _trained(command: Command, says: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
-    """What a command trains, None where that is not known, and what is to be said of it."""
+    """Returns the workload that a command trains, None if unknown, and notes about it."""
     name = command.named(command.model) if command.model is not None else says.model
     if name is None and says.architecture is None:
         return None, ()
@@ -231,13 +233,13 @@ def _trained(command: Command, says: Trained, request: TrainingRequest) -> tuple
 
 
 def _refuse_parts(request: TrainingRequest, names: Sequence[str], what: str) -> None:
-    """Refuses what is said of a workload where there is none.
+    """Refuses options of a workload if there is none.
 
     Raises:
-        UsageError: some of it is.
+        UsageError: one of them is given.
     """
     if any(getattr(request, name) is not None for name in names):
-        raise UsageError(f"{', '.join(names[:-1])} and {names[-1]} belong to a workload, not to {what}")
+        raise UsageError(f"{', '.join(names[:-1])} and {names[-1]} are for a workload, not for {what}")
 
 
 def _no_default(allow: Sequence[str]) -> Space:
@@ -245,8 +247,9 @@ def _no_default(allow: Sequence[str]) -> Space:
 
 
 def _declared(command: Command, request: TrainingRequest, devices: int, allow: Sequence[str]) -> Space:
-    """The space of the knobs whose values are given, and of those that its launcher knows; each has its first value by
-    default, and those with a name that is standard in training need memory as they do there."""
+    """Returns the space of the knobs with given values, and of those that the launcher knows. Each has its first
+    value by default, and those with a standard name declare their standard effect on memory.
+    """
     values: dict[str, Sequence[Any]] = {}
     if command.launcher is not None:
         values |= find_launcher(command.launcher).values(command, devices, lossy="lossy" in allow)
@@ -260,15 +263,15 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
         declare(space, name, each)
     ways = [space[name] for name in SPLITS if name in space.by_name]
     if ways and devices > 1:
-        space.require(devices % reduce(mul, ways) == 0, f"replicas are as many on all of {devices} devices")
+        space.require(devices % reduce(mul, ways) == 0, f"degrees divide the {devices} devices")
     return space
 
 
 def _share(space: Space, total: int, devices: int) -> None:
-    """Has a step take so many samples, whatever the micro-batch.
+    """Fixes the samples per step, whatever the micro-batch.
 
     Raises:
-        UsageError: the space has no micro-batch, or says itself how many are accumulated.
+        UsageError: the space has no micro-batch, or has grad_accum itself.
     """
     if "micro_batch" not in space.by_name or "grad_accum" in space.by_name:
         raise UsageError(
@@ -280,7 +283,7 @@ def _share(space: Space, total: int, devices: int) -> None:
 
 
 def _of_a_pass(space: Space, devices: int) -> Any:
-    """Samples that all replicas take at once."""
+    """Samples of one forward and backward pass of all replicas."""
     ways = [space[name] for name in SPLITS if name in space.by_name]
     replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
     return space["micro_batch"] * replicas
@@ -290,7 +293,7 @@ def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
     """Refuses to fix a knob that no configuration has.
 
     Raises:
-        UsageError: one of them is fixed.
+        UsageError: such a knob is fixed.
     """
     for name, value in (fix or {}).items():
         if (when := space[name].when) is None:
@@ -306,22 +309,22 @@ def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
 
 
 def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]:
-    """What to say about so many devices of a trial.
+    """Returns notes about the number of devices of a trial.
 
     Raises:
-        UsageError: more than there are; on a CPU, more ranks than make sense.
+        UsageError: there are fewer devices; on a CPU, more ranks than make sense.
     """
     if cluster:
         return ()
     if device.type == "cuda":
         if count > device.count:
-            raise UsageError(f"{count} devices were asked for, but there are {device.count} ({device.name})")
+            raise UsageError(f"{count} devices were requested, but there are {device.count} ({device.name})")
         return ()
     cores = usable_cores()
     most = max(MIN_CPU_RANKS, cores * CPU_RANKS_PER_CORE)
     if count > most:
         raise UsageError(
-            f"{count} devices were asked for; on a CPU each is a process, and at most {most} are taken where there are "
+            f"{count} devices were requested; on a CPU each is a process, and at most {most} are allowed with "
             f"{cores} core{'s'[: cores > 1]}"
         )
     if count > cores:

@@ -1,10 +1,11 @@
-"""Transfer from earlier runs: which count here, how similar their task is, and what they say of untried configurations.
+"""Transfer from earlier runs: which runs count, how similar their tasks are, and their predictions for untried
+configurations.
 
-The weight of an earlier run is the expected correlation between deviations from the mean there and here: a product of one
-factor for each thing that differs. The factors of model and devices are those of recorded tables (`bench/warm_start.py
---correlations`, log throughput of the same configurations of nanotron on 8 to 512 H100: 0.71 between two models; 0.69, 0.50,
-0.32 and 0.35 where the devices differ by a factor of 2, 4, 8 and 16); the others are set relative to these. The weight is a
-starting value, which the search corrects from its own trials.
+The weight of an earlier run is the expected correlation between its deviations from the mean and those of this search:
+a product of one factor per difference. The factors of model and devices are those of recorded tables
+(`bench/warm_start.py --correlations`, log throughput of the same configurations of nanotron on 8 to 512 H100: 0.71
+between two models; 0.69, 0.50, 0.32 and 0.35 if the devices differ by a factor of 2, 4, 8 and 16); the others are set
+relative to these. The weight is a starting value, which the search corrects from its own trials.
 
 Notation, logarithms throughout:
 
@@ -13,9 +14,9 @@ Notation, logarithms throughout:
     w_r       similarity of run r to this one, 0 to 1: the correlation of f_r with f
     k         covariance of f; f and f_r have w_r k, two runs w_r w_q k, a run with itself k
 
-The mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within a run and w_r w_q
-between two: a run half as similar moves half as much, and a long run does not count for more.
-Source: Bonilla, Chai and Williams, "Multi-task Gaussian Process Prediction" (2008), with the correlations given.
+The mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within a run and w_r
+w_q between two. A run that is half as similar has half the effect, and a long run does not count for more. Source:
+Bonilla, Chai and Williams, "Multi-task Gaussian Process Prediction" (2008), with the correlations given.
 """
 
 import math
@@ -43,30 +44,30 @@ if TYPE_CHECKING:
 
 ANOTHER_MODEL = 0.7
 CHANGED = 0.9
-"""The same model by name and sizes, whose code, data or trainer are not the same."""
+"""The same model by name and sizes, with different code, data or trainer."""
 ANOTHER_DEVICE = 0.5
 ANOTHER_KIND_OF_DEVICE = 0.25
-"""GPUs there, a CPU here."""
+"""GPUs in one, a CPU in the other."""
 PREDICTED = 0.2
-"""Simulated there and measured here, or the reverse: an earlier run is then no more than a prediction."""
+"""One is simulated, the other measured: an earlier run is then only a prediction."""
 EMULATED = 0.6
-"""Emulated there and measured here, or the reverse: ranks were run, and communication was priced."""
+"""One is emulated, the other measured: ranks ran, and communication was priced."""
 NUMBERS = {"devices": "devices", "seq_len": "tokens a sample", "global_batch": "samples a step"}
-"""What is compared as a number, in words."""
+"""Compared numbers, with their description."""
 DOUBLING = {"devices": 0.7, "seq_len": 0.85, "global_batch": 0.9}
-"""For each factor of two between the two."""
+"""Factor per doubling of each number."""
 LEAST = 0.3
-"""What of a number can differ at the most."""
+"""Smallest factor of a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSimilarity:
-    """How much an earlier run counts, and why not fully."""
+    """Weight of an earlier run, and the reasons for it."""
 
     weight: float
     """Expected correlation, 0 to 1."""
     differences: tuple[str, ...] = ()
-    """What differs, in words."""
+    """Differences of the tasks, as text."""
 
     def __str__(self) -> str:
         if not self.differences:
@@ -76,7 +77,7 @@ class TaskSimilarity:
 
 
 def task_similarity(there: Mapping[str, Any], here: Mapping[str, Any]) -> TaskSimilarity:
-    """How much a run that was asked `there` says of one that is asked `here`; both as run.yaml's `asked`."""
+    """Returns the similarity of two requests, both as `asked` of run.yaml."""
     found = [*_model(there, here), *_device(there, here), *_simulation(there, here)]
     for name, words in NUMBERS.items():
         before, now = _number(there, name), _number(here, name)
@@ -87,7 +88,9 @@ def task_similarity(there: Mapping[str, Any], here: Mapping[str, Any]) -> TaskSi
 
 
 def same_devices(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether two runs were on devices alike, both measured or both simulated as one cluster, however many they used."""
+    """True if two runs were on the same kind of devices, both measured or both simulated as one cluster, whatever the
+    number of devices.
+    """
     return not _device(there, here) and not _simulation(there, here)
 
 
@@ -110,7 +113,7 @@ def _model(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[floa
         return [(ANOTHER_MODEL, f"another model ({names[0]} -> {names[1]})")]
     if all(there.get(each) == here.get(each) for each in ("seq_len", "global_batch")):
         return [(CHANGED, f"{names[1]} has changed since")]
-    return []  # of which the sizes tell
+    return []  # the sizes determine the similarity
 
 
 def _device(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[float, str]]:
@@ -141,16 +144,16 @@ def _number(asked: Mapping[str, Any], name: str) -> float | None:
 
 
 EXPECTED = Scales(joint=0.3, additive=0.3, noise=0.05)
-"""Medians of the scales before they are fitted."""
+"""Medians of the scales before fitting."""
 
 
 class Transfer:
-    """The mean of f given what the earlier runs observed of f_r.
+    """The mean of f given the observations of f_r in the earlier runs.
 
     Args:
-        points: of the observations, shape (n, columns).
-        values: y, shape (n,); NaN where nothing was observed.
-        owner: the run of each, shape (n,).
+        points: points of the observations, shape (n, columns).
+        values: y, shape (n,); NaN if nothing was observed.
+        owner: index of the run of each, shape (n,).
         weights: w of each run, shape (runs,).
     """
 
@@ -160,7 +163,7 @@ class Transfer:
         self._runs, self._kernel = len(weights), None
         if not len(rows):
             return
-        # What runs less alike say of the scales would be mostly how they differ.
+        # Scales fitted to less similar runs would mostly reflect their differences.
         alike = weights[owner] == weights[owner].max()
         none = np.zeros((int(alike.sum()), 0))
         scales, _ = fit_scales(points[alike], values[alike], none, EXPECTED)
@@ -171,10 +174,10 @@ class Transfer:
         covariance[np.diag_indices(len(rows))] += scales.noise**2 + 1e-8
         moved = weights[owner] * np.linalg.solve(covariance, values)
         self._moved = moved[:, None] * (owner[:, None] == np.arange(self._runs))
-        """w a, in the column of the run it is of: shape (n, runs)."""
+        """w a, in the column of its run: shape (n, runs)."""
 
     def parts(self, at: np.ndarray) -> np.ndarray:
-        """What each run adds to the mean at points (m, columns): shape (m, runs); 0 far from what it saw."""
+        """Contribution of each run to the mean at points (m, columns): shape (m, runs); 0 far from its observations."""
         if self._kernel is None:
             return np.zeros((len(at), self._runs))
         none_at, none = np.zeros((len(at), 0)), np.zeros((self._points.rows, 0))
@@ -184,20 +187,18 @@ class Transfer:
 def calibrations(
     earlier: "Sequence[Transferred]", hardware: "str | Path | Hardware | None", warn: Callable[[str], None]
 ) -> "list[Estimator | None]":
-    """For each earlier run the estimator of what it trained, with what it measured; None for a run on other devices, or
-    of which nothing can be predicted.
+    """Returns the estimator of each earlier run's workload, calibrated by its trials; None for a run on other
+    devices, or without predictions.
 
     Args:
-        earlier: what counts of earlier runs.
-        hardware: what the estimate of this search takes the devices for.
-        warn: told what the runs say of the devices.
+        earlier: the earlier runs.
+        hardware: hardware that the estimate of this search assumes.
+        warn: receives a message about the calibration.
     """
     found = [_calibrated(each, hardware) for each in earlier]
     runs = sum(each is not None for each in found)
     if trials := sum(each.calibrated for each in found if each is not None):
-        warn(
-            f"the estimate begins with what {trials} trials of {runs} earlier run{'s'[: runs > 1]} say of these devices"
-        )
+        warn(f"the estimate is calibrated by {trials} trials of {runs} earlier run{'s'[: runs > 1]} on these devices")
     return found
 
 
@@ -205,11 +206,11 @@ def _calibrated(taken: "Transferred", hardware: "str | Path | Hardware | None") 
     asked = taken.run.asked
     what = asked.get("workload") or {}
     spec = what.get("spec")
-    # Somebody's file is not run to learn from it, and a command's steps are another trainer's.
+    # A user's file is not run to learn from it, and a command's steps are those of another trainer.
     if not taken.same_devices or not spec or ".py" in spec or "command" in what:
         return None
     try:
-        # What is not a path from the root on is a name, even where there is a file of that name now.
+        # A spec that is not an absolute path is a name, even if there is a file of that name now.
         named = spec if isabs(spec) else ServerModel.named(spec)
         model = resolve_workload(
             named, seq_len=asked.get("seq_len"), global_batch=asked.get("global_batch"), lora=what.get("lora")
@@ -224,14 +225,14 @@ def _calibrated(taken: "Transferred", hardware: "str | Path | Hardware | None") 
             memory_limit_mib=asked.get("memory_limit_mib"),
             free_batch=accumulated is not None and not accumulated.derived,
         ).calibrate(taken.run.trials)
-    except UsageError:  # a model that is no more there, a space of an earlier version
+    except UsageError:  # a model that no longer exists, or a space of an earlier version
         return None
 
 
 RATES = {"tokens/s", "samples/s"}
-"""Units between which only the level differs, of which nothing is taken."""
+"""Units that differ only in level, which is not transferred."""
 LEAST_WEIGHT = 0.05
-"""Of a run that is taken at all."""
+"""Smallest weight of a run that is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,74 +244,73 @@ class EarlierRun:
     trials: Sequence[Trial]
     """Finished trials."""
     asked: Mapping[str, Any] = field(default_factory=dict)
-    """What it was asked, as run.yaml keeps it."""
+    """Its request, as in run.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transferred:
-    """What of an earlier run counts."""
+    """The part of an earlier run that counts."""
 
     run: EarlierRun
-    """The run."""
     same_devices: bool
-    """Whether it was on devices like those of this search."""
+    """True if its devices are like those of this search."""
     trials: tuple[Trial, ...]
-    """Those that succeeded, with values that this search's knobs have."""
+    """Successful trials with values that this search's knobs have."""
     configs: tuple[Config, ...]
-    """Where each of them is in this search's space; only the free knobs are to be relied on."""
+    """Their configurations in this search's space; only the free knobs are reliable."""
     weight: float
-    """How alike the run is to this search, 0 to 1."""
-    said: str
-    """What was taken, how much it counts, what matched and what did not, in a line."""
+    """Similarity of the run to this search, 0 to 1."""
+    summary: str
+    """Summary of the transfer, its weight, and the matching and differing knobs, in a line."""
 
 
 def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> list[EarlierRun]:
-    """The finished trials of earlier runs, and what these were asked.
+    """Reads the finished trials of earlier runs, and their requests.
 
     Args:
-        folders: of the runs.
-        own: the folder of the run that is to learn from them.
+        folders: folders of the runs.
+        own: folder of the run that learns from them.
 
     Raises:
-        UsageError: a folder holds no run, does not say what was asked, is there twice, or is this run's own.
+        UsageError: a folder contains no run, or no request, or is given twice, or is this run's own.
     """
     runs: list[EarlierRun] = []
     seen: set[Path] = set()
     for folder in folders:
         place = Path(folder).resolve()
         if own is not None and place == Path(own).resolve():
-            raise UsageError(f"warm start: {folder} is this run's own folder; resume goes on with what it holds")
+            raise UsageError(f"warm start: {folder} is this run's own folder; resume continues it")
         if place in seen:
-            raise UsageError(f"warm start: {folder} is there twice; its trials count once")
+            raise UsageError(f"warm start: {folder} is given twice; its trials count once")
         seen.add(place)
         try:
             view = View(folder, Config)
         except StudyError as error:
             raise UsageError(f"warm start: {error}") from error
         if view.document is None:
-            raise UsageError(f"warm start: {folder} has no run.yaml, so what it measured is not known")
-        # What names single blocks is beyond every space.
+            raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
+        # A refined configuration names single blocks and is outside every space.
         trials = [each for each in view.trials() if not each.pending and each.sampler != REFINEMENT]
         runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
     return runs
 
 
 def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = "") -> Transferred:
-    """What of a run counts in a search.
+    """Returns the part of a run that counts in a search.
 
     Args:
         run: the earlier run.
-        space: of the search.
-        asked: what the search is asked, as run.yaml keeps it.
-        unit: of the search's throughput; empty where it is not known.
+        space: space of the search.
+        asked: request of the search, as in run.yaml.
+        unit: unit of the search's throughput; empty if unknown.
 
     Raises:
-        UsageError: there is nothing sensible to take; the message says why.
+        UsageError: nothing can be transferred; the message says why.
     """
     encoding, default = Encoding(space), space.default()
     knobs = set(encoding.names)
-    theirs = {knob for trial in run.trials for knob in trial.config}
-    shared = sorted(knobs & theirs)
+    their_knobs = {knob for trial in run.trials for knob in trial.config}
+    shared = sorted(knobs & their_knobs)
     succeeded = [trial for trial in run.trials if trial.ok and (trial.measured.throughput or 0) > 0]
     trials, configs = [], []
     for trial in succeeded:
@@ -320,27 +320,27 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
             configs.append(here)
     like = task_similarity(run.asked, asked)
     why = (
-        _unlike(succeeded, shared, sorted(theirs), like)
+        _unlike(succeeded, shared, sorted(their_knobs), like)
         or _idle(trials, configs, shared)
         or _of_another_unit({trial.measured.unit for trial in trials}, unit)
     )
     if why:
         raise UsageError(f"warm start from {run.name}: nothing can be taken: {why}")
     parts = [_share(len(trials), len(run.trials), like), f"knobs in both: {', '.join(shared)}"]
-    if only_here := sorted(knobs - theirs):
+    if only_here := sorted(knobs - their_knobs):
         parts.append(f"only here: {', '.join(only_here)}")
-    if only_there := sorted(theirs - knobs - set(default)):
+    if only_there := sorted(their_knobs - knobs - set(default)):
         parts.append(f"only there: {', '.join(only_there)}")
     if foreign := len(succeeded) - len(trials):
         parts.append(f"{foreign} have values that no knob has here")
-    said = f"warm start from {run.name}: {'; '.join(parts)}"
+    summary = f"warm start from {run.name}: {'; '.join(parts)}"
     return Transferred(
         run=run,
         same_devices=same_devices(run.asked, asked),
         trials=tuple(trials),
         configs=tuple(configs),
         weight=like.weight,
-        said=said,
+        summary=summary,
     )
 
 
@@ -348,11 +348,11 @@ def _share(count: int, of: int, like: TaskSimilarity) -> str:
     return f"{count} of {of} trials count" + (f", {like}" if like.differences else "")
 
 
-def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], theirs: Sequence[str], like: TaskSimilarity) -> str:
+def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], their_knobs: Sequence[str], like: TaskSimilarity) -> str:
     if not succeeded:
         return "none of its trials succeeded"
     if not shared:
-        return f"its knobs ({', '.join(theirs)}) are none of this search's"
+        return f"its knobs ({', '.join(their_knobs)}) are none of this search's"
     if like.weight < LEAST_WEIGHT:
         return f"it is too unlike: {', '.join(like.differences)}"
     return ""

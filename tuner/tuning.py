@@ -1,4 +1,4 @@
-"""`redline.tune`: from a model and some devices to the fastest configuration."""
+"""`redline.tune`: finds the fastest configuration of a model on some devices."""
 
 import contextlib
 import warnings
@@ -33,18 +33,18 @@ def tune(request: Request) -> Result:
         request: the fields of `redline.tuner.request.Request`, by name.
 
     Returns:
-        The result; `result.best` is None where nothing succeeded, and `result.why` says why, as does a warning
-        where there is no listener. After Ctrl-C it holds what was found so far, with `result.interrupted` set.
+        The result; `result.best` is None if no trial succeeded, and `result.why` says why, as does a warning if there
+            is no listener. After Ctrl-C it contains the trials so far, with `result.interrupted` set.
 
     Raises:
-        UsageError: something asked for is invalid; nothing was written.
-        RunnerError: the machinery that runs trials failed. What was found before is in `out`.
+        UsageError: the request is invalid; nothing was written.
+        RunnerError: the machinery that runs trials failed. Earlier trials are in `out`.
     """
     return run_search(request)
 
 
 def run_search(request: Request) -> Result:
-    """Does what `tune` does; errors use the names of the command line's options."""
+    """Runs a search as `tune` does; errors use the names of the command line's options."""
     request.check_values()
     watch = Stopwatch(request.budget.seconds)
     messages = _Messages(request.listener or SearchListener())
@@ -52,8 +52,8 @@ def run_search(request: Request) -> Result:
         setup = set_up(request, held, messages.warn)
         messages.listener = held.enter_context(logging_to(request.log_to, request.out, messages.listener))
         folder = held.enter_context(_open(setup, held.enter_context(_folder(request.out)), messages.warn))
-        begun = (setup.first.note,) if setup.first.note and not folder.resumed else ()
-        for note in (*folder.notes, *setup.task.notes, *setup.notes, *begun):
+        first_note = (setup.first.note,) if setup.first.note and not folder.resumed else ()
+        for note in (*folder.notes, *setup.task.notes, *setup.notes, *first_note):
             messages.warn(note)
         ended, lost = _search(setup, folder, watch, messages)
         return _conclude(setup, folder, ended, lost, messages, watch)
@@ -70,7 +70,7 @@ class _Messages:
 
     def warn(self, message: str) -> None:
         self.notes.append(message)
-        self.listener.said(message)
+        self.listener.on_message(message)
 
 
 def _open(setup: SearchSetup, path: Path, warn: Callable[[str], None]) -> RunFolder:
@@ -96,7 +96,7 @@ def _search(
 
     Returns why the search ended, and the exception that ended it, or None.
     """
-    messages.listener.waiting("starting workers")
+    messages.listener.on_wait("starting workers")
     request, task, ended = setup.request, setup.task, ""
     try:
         with setup.runner(folder.trials()) as runner:
@@ -118,7 +118,7 @@ def _search(
                 watch=watch,
                 soak_plan=SoakPlan() if request.soak else None,
             )
-            messages.listener.began(plan_of(request, task, folder, runner, default=setup.first.config))
+            messages.listener.on_start(plan_of(request, task, folder, runner, default=setup.first.config))
             search.run()
             ended = search.ended
             if request.layerwise:
@@ -171,10 +171,10 @@ def _conclude(
         seconds=watch.elapsed,
         seconds_again=messages.again_s,
     )
-    messages.listener.ended(result)
+    messages.listener.on_end(result)
     if isinstance(cause, RunnerError):
         kept = request.out is not None and any(not trial.pending for trial in done)
-        note = f"\nWhat was found before is in '{folder.path}'; resuming goes on from there." if kept else ""
+        note = f"\nThe trials so far are in '{folder.path}'; resuming continues from there." if kept else ""
         raise RunnerError(f"{cause}{note}") from cause
     if result.best is None and request.listener is None:
         warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=5)

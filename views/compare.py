@@ -1,4 +1,4 @@
-"""Runs side by side: their winners knob by knob and number by number, and whether the difference is real."""
+"""Comparison of runs: the knobs and numbers of their winners, and if the difference is significant."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from ..results.measurement import Status, Trial
 from ..results.view import View
 
 SIGNIFICANT = 0.05
-"""Probability below which a difference counts as real."""
+"""Probability below which a difference counts as significant."""
 _NOTED = ("workload", "seq_len", "global_batch", "devices", "memory_limit_mib")
 
 
@@ -23,25 +23,24 @@ class Side:
     """One run of a comparison."""
 
     name: str
-    """Its folder, as it was given."""
+    """The folder of the run, as the user wrote it."""
     trials: tuple[Trial, ...]
-    """Its trials."""
     document: Mapping[str, Any] | None
-    """Its run.yaml."""
+    """The contents of run.yaml."""
 
     @property
     def best(self) -> Trial | None:
-        """Its winner."""
+        """The winner."""
         return summary.best(self.trials)
 
     @property
     def throughput(self) -> float | None:
-        """The winner's, as it is judged."""
+        """Throughput of the winner, by which it is ranked."""
         return self.best.throughput if self.best else None
 
     @property
     def error(self) -> float | None:
-        """Relative standard error of the winner's throughput; None where nothing of its spread was recorded."""
+        """Relative standard error of the winner's throughput; None without recorded spread."""
         return relative_error(self.best) if self.best else None
 
 
@@ -50,9 +49,9 @@ class Difference:
     """How a run's winner compares with the first run's."""
 
     ratio: float
-    """Throughput over the first run's."""
+    """Throughput divided by that of the first run."""
     p: float | None
-    """Probability of a difference at least as large if both were equally fast; None without recorded spread."""
+    """Probability of a difference at least this large if both were equally fast; None without recorded spread."""
 
     @property
     def words(self) -> str:
@@ -67,25 +66,24 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Runs side by side; the first one is what the others are compared with."""
+    """Several runs; each is compared with the first."""
 
     sides: tuple[Side, ...]
-    """The runs."""
     knobs: tuple[tuple[str, tuple[str, ...]], ...]
-    """Knob and its value in each winner, `-` where it has none."""
+    """Name of each knob and its value in each winner, `-` where the winner does not have it."""
     numbers: tuple[tuple[str, tuple[str, ...]], ...]
-    """Number and its value in each run, empty where it is not known."""
+    """Name of each number and its value in each run, empty where it is unknown."""
     differences: tuple[Difference | None, ...]
-    """For each run but the first; None where one of the two has no winner."""
+    """One for each run but the first; None where one of the two has no winner."""
     notes: tuple[str, ...]
-    """What else differs between the runs."""
+    """Other differences between the runs."""
 
     def rows(self) -> list[list[str]]:
-        """Lines of a table: what, and a cell a run."""
+        """Returns the rows of a table: a name, and a cell for each run."""
         return [[name, *cells] for name, cells in (*self.knobs, *self.numbers)]
 
     def to_json(self) -> str:
-        """The comparison as JSON."""
+        """Returns the comparison as JSON."""
         return (
             json.dumps(
                 {
@@ -105,10 +103,10 @@ class Comparison:
 
 
 def compare(views: Sequence[View]) -> Comparison:
-    """Runs side by side.
+    """Returns the comparison of runs.
 
     Raises:
-        UsageError: fewer than two runs, or runs that have other knobs or count in other units.
+        UsageError: fewer than two runs, or runs with different knobs or units.
     """
     if len(views) < 2:
         raise UsageError(f"a comparison needs two runs or more, but got {len(views)}")
@@ -124,14 +122,16 @@ def compare(views: Sequence[View]) -> Comparison:
 
 
 def relative_error(trial: Trial) -> float | None:
-    """Relative standard error of a trial's throughput; None where nothing of its spread was recorded."""
+    """Returns the relative standard error of a trial's throughput; None without recorded spread."""
     spread = trial.measured.spread
     return None if spread is None else spread / Z95
 
 
 def probability(ratio: float, error: float, other: float) -> float:
-    """Probability of a ratio of throughputs at least so far from 1 if there were no difference: a two-sided
-    z-test of the ratio's logarithm, whose standard error is that of both relative errors."""
+    """Returns the probability of a ratio of throughputs at least so far from 1 if there were no difference.
+
+    It is a two-sided z-test of the logarithm of the ratio; its standard error combines both relative errors.
+    """
     spread = math.hypot(error, other)
     if spread == 0:
         return 1.0 if ratio == 1 else 0.0
@@ -148,7 +148,10 @@ def _difference(first: Side, other: Side) -> Difference | None:
 
 
 def _knob_sets(side: Side) -> set[str]:
-    """The knobs of a run's space; of its trials where run.yaml does not say, conditional ones perhaps missing."""
+    """Returns the knobs of a run's space.
+
+    Without run.yaml they are those of its trials, where conditional knobs may be missing.
+    """
     space = ((side.document or {}).get("asked") or {}).get("space") or {}
     declared = space.get("knobs") if isinstance(space, Mapping) else None
     names = {each["name"] for each in declared or () if isinstance(each, Mapping) and each.get("name")}
@@ -172,8 +175,8 @@ def _check_same_knobs(sides: Sequence[Side]) -> None:
             if trial.ok:
                 units.setdefault(trial.measured.unit, side.name)
     if len(units) > 1:
-        told = ", ".join(f"'{name}' in {unit or 'a number of its own'}" for unit, name in units.items())
-        raise UsageError(f"these runs do not count in the same unit: {told}")
+        units_text = ", ".join(f"'{name}' in {unit or 'a unit of its own'}" for unit, name in units.items())
+        raise UsageError(f"these runs do not count in the same unit: {units_text}")
 
 
 def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
@@ -188,8 +191,8 @@ def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
     unit = next((side.best.measured.unit for side in sides if side.best), "")
 
-    def row(name: str, of: Any, digits: int = 5) -> tuple[str, tuple[str, ...]]:
-        found = [of(side) for side in sides]
+    def row(name: str, value_of: Any, digits: int = 5) -> tuple[str, tuple[str, ...]]:
+        found = [value_of(side) for side in sides]
         return name, tuple("" if each is None else number(each, digits) for each in found)
 
     def best(field: str) -> Any:
@@ -203,9 +206,9 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 
     def utilisation(side: Side) -> str:
         mfu = best("mfu")(side)
-        # Shares of two formats' peaks do not compare: that of the faster one may be smaller.
-        of = f" of {side.best.config['precision']}" if len(precisions) > 1 and side.best and mfu is not None else ""
-        return "" if mfu is None else f"{number(mfu, 3)}{of}"
+        # Shares of the peaks of two formats are not comparable: that of the faster one may be smaller.
+        suffix = f" of {side.best.config['precision']}" if len(precisions) > 1 and side.best and mfu is not None else ""
+        return "" if mfu is None else f"{number(mfu, 3)}{suffix}"
 
     def spent(side: Side) -> float | None:
         known = [
@@ -247,13 +250,13 @@ def _notes(sides: Sequence[Side]) -> list[str]:
     for side in sides[1:]:
         asked = (side.document or {}).get("asked", {})
         if not asked or not first:
-            notes.append(f"{side.name} or {sides[0].name} has no run.yaml: what was asked is not compared")
+            notes.append(f"{side.name} or {sides[0].name} has no run.yaml: the requests are not compared")
             continue
         for key in _NOTED:
             if key == "workload" and asked.get("model") != first.get("model"):
                 notes.append(
-                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: that one is "
-                    "faster says nothing of its configuration"
+                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: the "
+                    "difference in speed is not due to the configuration alone"
                 )
                 continue
             notes += [

@@ -1,4 +1,4 @@
-"""A run as notebooks show it: a headline, a small drawing, a table; and a figure to explore."""
+"""HTML and a figure of a run for notebooks."""
 
 from collections.abc import Sequence
 from html import escape
@@ -25,22 +25,22 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 150, 8
 
 
 def html(trials: Sequence[Trial], *, why: str = "") -> str:
-    """The winner, the throughput of every trial with the best so far, and the ten leaders.
+    """Returns the winner, a plot of the throughput of every trial and of the best so far, and the ten fastest trials.
 
-    Everything that comes from a trial is escaped. Colours follow the page's own where it has light and dark.
+    Everything that comes from a trial is escaped. The colours follow the light or dark theme of the page.
     """
     winner = summary.best(trials)
     head = f"<b>no winner</b>, so <code>best</code> is None: {escape(why or summary.why_nothing(trials))}"
     if winner is not None:
         gain = summary.gain(trials)
-        told = speed(winner.throughput, winner.measured.unit)
-        head = f"<b>{escape(told)}</b> (trial {winner.number}" + (
+        speed_text = speed(winner.throughput, winner.measured.unit)
+        head = f"<b>{escape(speed_text)}</b> (trial {winner.number}" + (
             f"; gain over the default configuration: {escape(str(gain))})" if gain else ")"
         )
         if winner.lossy:
             exact = summary.best_exact(trials)
-            told = f"{speed(exact.throughput, exact.measured.unit)} (trial {exact.number})" if exact else "none"
-            head += f"<br/>{escape(summary.exactness(trials))}: {escape(told)}"
+            speed_text = f"{speed(exact.throughput, exact.measured.unit)} (trial {exact.number})" if exact else "none"
+            head += f"<br/>{escape(summary.exactness(trials))}: {escape(speed_text)}"
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts(trials).items() if count)
     counts = summary.failures(trials) or counts
     return (
@@ -50,7 +50,9 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
 
 
 def drawing(trials: Sequence[Trial]) -> str:
-    """An SVG: a point a finished trial at its throughput (failures at the bottom), and the best so far."""
+    """Returns an SVG with a point for each finished trial at its throughput (failures at the bottom) and the best so
+    far.
+    """
     finished = [trial for trial in trials if not trial.pending]
     speeds = [trial.throughput for trial in finished if trial.ok]
     if len(finished) < 2 or not speeds:
@@ -100,7 +102,7 @@ def table(trials: Sequence[Trial], rows: int = ROWS) -> str:
 
 
 def figure(trials: Sequence[Trial]) -> "Figure":
-    """Two plots: throughput of each trial with the best so far, and throughput over peak memory.
+    """Returns two plots: the throughput of each trial with the best so far, and throughput over peak memory.
 
     Raises:
         MissingDependency: plotly is not installed.
@@ -114,11 +116,11 @@ def figure(trials: Sequence[Trial]) -> "Figure":
         ) from error
     finished = [trial for trial in trials if not trial.pending]
     unit = next((trial.measured.unit for trial in finished if trial.ok), "") or "throughput"
-    made = make_subplots(rows=1, cols=2, subplot_titles=("best so far", "throughput over peak memory"))
+    drawn = make_subplots(rows=1, cols=2, subplot_titles=("best so far", "throughput over peak memory"))
     best = summary.best_so_far(finished)
     numbers = [trial.number for trial in finished]
     line = {"shape": "hv", "color": COLOURS[Status.OK]}
-    made.add_trace(Scatter(x=numbers, y=best, mode="lines", name="best so far", line=line), row=1, col=1)
+    drawn.add_trace(Scatter(x=numbers, y=best, mode="lines", name="best so far", line=line), row=1, col=1)
     for status, colour in COLOURS.items():
         those = [trial for trial in finished if trial.measured.status is status]
         if not those:
@@ -128,7 +130,7 @@ def figure(trials: Sequence[Trial]) -> "Figure":
             "mode": "markers", "name": str(status), "legendgroup": str(status), "marker": {"color": colour},
             "text": [escape(_title(trial)) for trial in those], "hoverinfo": "text",
         }  # fmt: skip
-        made.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
+        drawn.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
         placed = [
             (trial.measured.peak_memory_mib, throughput, text)
             for trial, throughput, text in zip(those, speeds, look["text"])
@@ -136,23 +138,25 @@ def figure(trials: Sequence[Trial]) -> "Figure":
         ]
         if placed:
             memory, speeds, texts = (list(each) for each in zip(*placed))
-            made.add_trace(Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2)
+            drawn.add_trace(Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2)
     limits = {trial.measured.memory_limit_mib for trial in finished} - {None}
     if len(limits) == 1:
-        made.add_vline(x=limits.pop(), line_dash="dash", annotation_text="limit", row=1, col=2)
-    made.update_xaxes(title_text="trial", row=1, col=1)
-    made.update_xaxes(title_text="peak memory, MiB", row=1, col=2)
-    made.update_yaxes(title_text=unit, rangemode="tozero")
-    made.update_layout(height=420, legend={"orientation": "h", "y": -0.2})
-    return made
+        drawn.add_vline(x=limits.pop(), line_dash="dash", annotation_text="limit", row=1, col=2)
+    drawn.update_xaxes(title_text="trial", row=1, col=1)
+    drawn.update_xaxes(title_text="peak memory, MiB", row=1, col=2)
+    drawn.update_yaxes(title_text=unit, rangemode="tozero")
+    drawn.update_layout(height=420, legend={"orientation": "h", "y": -0.2})
+    return drawn
 
 
 def _title(trial: Trial) -> str:
     knobs = ", ".join(f"{name}={knob_text(trial, name)}" for name in trial.config)
-    told = f"{number(trial.throughput, 5)} {trial.measured.unit}" if trial.ok else ""
+    speed_text = f"{number(trial.throughput, 5)} {trial.measured.unit}" if trial.ok else ""
     reason = fold(trial.measured.reason)[:200]
     return ", ".join(
-        each for each in (f"trial {trial.number}", str(trial.measured.status), told.strip(), knobs, reason) if each
+        each
+        for each in (f"trial {trial.number}", str(trial.measured.status), speed_text.strip(), knobs, reason)
+        if each
     )
 
 

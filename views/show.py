@@ -1,4 +1,4 @@
-"""A run as people read it in a terminal."""
+"""Output of a run in a terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,29 +24,29 @@ _COLOURS = {
 }
 
 SIMULATED = "simulated, nothing was run"
-"""Said wherever a simulated run is shown."""
+"""Text shown with every simulated run."""
 EMULATED = "emulated, some ranks ran alone on one device"
-"""Said wherever an emulated run is shown."""
+"""Text shown with every emulated run."""
 
 _SHOWN_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table: its name, its cells, and the side they are aligned to."""
+    """A column of the table: its name, its cells and their alignment."""
 
     name: str
     cells: list[str]
     side: Literal["left", "right"] = "left"
 
     def __post_init__(self) -> None:
-        # Both may come from a stranger's folder.
+        # Both may come from an untrusted folder.
         object.__setattr__(self, "name", fold(self.name))
         object.__setattr__(self, "cells", [fold(each) for each in self.cells])
 
     @property
     def heading(self) -> str:
-        """The name on several lines, for a column as narrow as its cells."""
+        """The name broken into lines, for a column as narrow as its cells."""
         return self.name.replace("_", "\n").replace(" ", "\n")
 
 
@@ -57,43 +57,43 @@ def render(
     top: int | None = 20,
     selection: listing.Selection | None = None,
 ) -> None:
-    """Prints a run: its winner, the counts by status, and its trials, fastest first and then the failures.
+    """Prints a run: its winner, the counts by status, and its trials: the fastest first, failures last.
 
-    On a terminal the table is drawn, and reasons are gathered below it; otherwise a trial is one line, its
-    cells separated by at least two spaces, nothing cut off.
+    On a terminal the table is drawn with the reasons below it. Elsewhere a trial is one line, its cells are separated
+    by at least two spaces and nothing is cut off.
 
     Args:
         run: the run.
         console: where to print.
         top: rows at most; None for all.
-        selection: which trials, order and columns; in place of `top`.
+        selection: the trials, their order and the columns; replaces `top`.
 
     Raises:
-        UsageError: the selection names a status or a column that there is not.
+        UsageError: the selection names an unknown status or column.
     """
     from rich.text import Text
 
     trials = run.trials()
     selection = selection or listing.Selection(top=top)
     shown, more = listing.select(trials, selection)
-    asked = listing.chosen_columns(trials, selection.columns)
+    requested = listing.chosen_columns(trials, selection.columns)
     for line in [*_head(run), *_outcome(trials, console.encoding)]:
         console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
     if not shown:
         return
     console.print()
-    outcome, knobs, common = ([_column(shown, name) for name in asked], [], []) if asked else _columns(shown)
+    outcome, knobs, common = ([_column(shown, name) for name in requested], [], []) if requested else _columns(shown)
     if console.is_terminal:
-        _draw(shown, outcome, knobs, console, reasons=not asked)
+        _draw(shown, outcome, knobs, console, reasons=not requested)
     else:
-        _write(shown, [*outcome, *knobs], console, reasons=not asked)
+        _write(shown, [*outcome, *knobs], console, reasons=not requested)
     if common:
         console.print(Text(fold("the same in all: " + ", ".join(common))), soft_wrap=not console.is_terminal)
     again = [str(trial.number) for trial in shown if trial.remeasured]
-    if again and not asked:
+    if again and not requested:
         many = len(again) > 1
-        told = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
-        console.print(Text(f"{told}: they stand first, by the median"), soft_wrap=not console.is_terminal)
+        sentence = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
+        console.print(Text(f"{sentence}: they are listed first, by the median"), soft_wrap=not console.is_terminal)
     if more:
         console.print(Text(f"{more} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
 
@@ -101,11 +101,11 @@ def render(
 def _head(run: RunFolder | View) -> list[str]:
     document = run.document or {}
     asked = document.get("asked", {})
-    what = [str(asked[key]) for key in ("model",) if asked.get(key)]
-    what += [
+    parts = [str(asked[key]) for key in ("model",) if asked.get(key)]
+    parts += [
         f"{key} {asked[key]}" for key in ("seq_len", "global_batch", "sampler", "seed") if asked.get(key) is not None
     ]
-    head = [f"{run.path}: {', '.join(what)}" if what else f"{run.path}"]
+    head = [f"{run.path}: {', '.join(parts)}" if parts else f"{run.path}"]
     if asked.get("simulated"):
         head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
     if asked.get("emulated"):
@@ -149,7 +149,7 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
 
 
 def _exact(trial: Trial | None, winner: Trial) -> str:
-    """The best without lossy values: how fast, and in what it differs from the winner."""
+    """Returns the best trial without lossy values: its speed and its differences from the winner."""
     if trial is None:
         return "none succeeded"
     fastest = winner.throughput
@@ -167,14 +167,14 @@ def _speed(trial: Trial) -> str:
 
 
 def _column(trials: Sequence[Trial], name: str) -> Column:
-    """A column that was asked for by its name, as it stands in trials.csv."""
+    """Returns a column that was requested by its name, with the values of trials.csv."""
     numeric = all(isinstance(listing.value(trial, name), (int, float, type(None))) for trial in trials)
     side: Literal["left", "right"] = "right" if numeric else "left"
     return Column(name.removeprefix(KNOB), [listing.marked_text(trial, name) for trial in trials], side)
 
 
 def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[str]]:
-    """The columns of the outcome, those of the knobs that differ, and `knob=value` of those that do not."""
+    """Returns the columns of the outcome, those of the knobs that differ, and `knob=value` of those that do not."""
     finished = [None if trial.pending else trial.measurement for trial in trials]
 
     def measured(field: str, digits: int) -> list[str]:
@@ -214,8 +214,8 @@ def _draw(
     from rich.text import Text
 
     drawn = _table(trials, [*outcome, *knobs])
-    wide = Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width
-    if wide and knobs:
+    too_wide = Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width
+    if too_wide and knobs:
         points = [" ".join(f"{each.name}={each.cells[i]}" for each in knobs) for i in range(len(trials))]
         kept = [each for each in outcome if each.name not in ("step ms", "sampler")]
         drawn = _table(trials, [*kept, Column("configuration", points)])
@@ -225,8 +225,8 @@ def _draw(
     given: dict[tuple[Status, str], list[int]] = {}
     for trial in trials:
         if not trial.pending and trial.measured.reason:
-            told = trial.measured.status, fold(trial.measured.reason)
-            given.setdefault(told, []).append(trial.number)
+            key = trial.measured.status, fold(trial.measured.reason)
+            given.setdefault(key, []).append(trial.number)
     for (status, reason), numbers in given.items():
         which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         reason = reason if len(reason) <= _SHOWN_REASON else reason[: _SHOWN_REASON - 1] + "…"

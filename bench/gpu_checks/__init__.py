@@ -1,6 +1,6 @@
 """The checks of bench/gpu.py, in the order in which they run.
 
-A check is a function of a `Setting` that yields rows: `what`, any values, and `holds` where something must.
+A check is a function of a `Setting` that yields rows: `what`, any values, and `holds` if something is required.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,21 +14,21 @@ Row = dict[str, Any]
 
 
 class Skipped(Exception):
-    """A check cannot be made here; says why."""
+    """A check cannot run on this machine; the text is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Where and how large."""
+    """Device and size of the checks."""
 
     device: str
     """`cuda` or `cpu`."""
     tiny: bool
-    """At tiny sizes, for the tests of the checks."""
+    """True for tiny sizes, in the tests of the checks."""
     folder: Path
-    """Of results and logs."""
+    """Folder of results and logs."""
     agent: HostAgent | None = None
-    """Starts the ranks of trials; who made it closes it."""
+    """The agent that starts the ranks of trials; its creator closes it."""
 
     @property
     def cuda(self) -> bool:
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check and how long it may take."""
+    """A check and its time limit."""
 
     run: Callable[[Setting], Iterator[Row]]
     limit_s: float
@@ -67,4 +67,4 @@ def _checks() -> dict[str, Check]:
 
 
 CHECKS = _checks()
-"""By name, in order."""
+"""Checks by name, in order."""

@@ -1,4 +1,4 @@
-"""Does the device compute what it must?"""
+"""Checks of correct results on the device."""
 
 import importlib.metadata
 import os
@@ -43,11 +43,11 @@ KNOBS = {
     "plain optimizer": {"fused_optimizer": False},
     "offload": {"offload": "optimizer"},
 }
-"""Every knob of a single device, each by itself."""
+"""Every knob of a single device, one at a time."""
 
 
 def versions(setting: Setting) -> Iterator[Row]:
-    """Versions, and what NVML and CUDA say of the memory."""
+    """Versions, and the memory according to NVML and CUDA."""
     names = ("triton", "liger-kernel", "torchao", "flash-attn", "nvidia-ml-py")
     found = {each: importlib.metadata.version(each) for each in names if _installed(each)}
     yield {
@@ -89,7 +89,7 @@ def _installed(name: str) -> bool:
 
 
 def tests(setting: Setting) -> Iterator[Row]:
-    """The tests that need a GPU; on a CPU they are collected and no more."""
+    """The tests that need a GPU; on a CPU they are only collected."""
     if not _installed("pytest"):
         raise Skipped("pytest is not installed")
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
@@ -105,7 +105,7 @@ def tests(setting: Setting) -> Iterator[Row]:
 
 
 def attention(setting: Setting) -> Iterator[Row]:
-    """Block attention as a ring uses it: two blocks of keys put together, and gradients by slices of the queries."""
+    """Block attention as used by a ring: two blocks of keys combined, and gradients by slices of the queries."""
     length = 64 if setting.tiny else 2048
     for dtype, most in ((torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-5)):
         for heads, kept in ((8, 8), (8, 2)):
@@ -156,7 +156,7 @@ def _exactly(
 
 
 def deferred(setting: Setting) -> Iterator[Row]:
-    """A model made without memory and built has the bits of one that was made on the device."""
+    """A model that was created without memory and then built is equal bit for bit to one created on the device."""
     device = torch.device(setting.device)
     for family in FAMILIES:
         workload = numerics.tiny(family)
@@ -178,7 +178,7 @@ def deferred(setting: Setting) -> Iterator[Row]:
 
 
 def probe(setting: Setting) -> Iterator[Row]:
-    """The share of its tolerance that each knob's probe takes, held against the default configuration's."""
+    """The share of its tolerance that the probe of each knob uses, against the default configuration."""
     for model in ("gpt2-tiny", "llama-tiny", "bert-tiny"):
         workload = preset(model, global_batch=8, seq_len=16 if setting.tiny else 64)
         expected = _probed(workload, {}, setting)
@@ -191,7 +191,7 @@ def probe(setting: Setting) -> Iterator[Row]:
                 continue
             try:
                 reference, found = Reference(probe=expected[0]), _probed(workload, knobs, setting)
-            except Exception as error:  # what one knob lacks on this machine says nothing about the others
+            except Exception as error:  # a knob that this machine does not support does not affect the others
                 yield {"what": f"{model}, {name}", "error": f"{type(error).__name__}: {error}"[:200], "holds": False}
                 continue
             shares = [each.share for one in comparisons(found[0], expected[0]) for each in one.departures]
@@ -208,7 +208,7 @@ def _probed(workload, knobs, setting):
 
 
 def fsdp(setting: Setting) -> Iterator[Row]:
-    """`fully_shard` on a mesh of one rank computes what the model computes by itself."""
+    """`fully_shard` on a mesh of one rank gives the results of the plain model."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -272,7 +272,7 @@ def sdpa(setting: Setting) -> Iterator[Row]:
 
 
 def resume(setting: Setting) -> Iterator[Row]:
-    """A training that is saved and taken up again has the bits of one that was not interrupted."""
+    """A training that is saved and resumed is equal bit for bit to an uninterrupted one."""
     from dataclasses import replace
 
     from redline.training.checkpoint.folder import CheckpointFolder
@@ -283,7 +283,7 @@ def resume(setting: Setting) -> Iterator[Row]:
     from redline.training.hyperparameters import Hyperparameters
     from redline.training.loop import Loop, LoopPlan
 
-    if setting.cuda:  # attention's backward pass adds up in any order otherwise
+    if setting.cuda:  # otherwise attention's backward pass sums in any order
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
     workload = preset("gpt2-tiny", global_batch=8, seq_len=16 if setting.tiny else 64)

@@ -1,6 +1,6 @@
-"""Do trials end as they must, whatever happens in them, and is the device as before?
+"""Checks that trials end correctly after every fault and that the device recovers.
 
-Each fault is a program of a trial's rank (`Job.program`), which a real `LocalRunner` runs beside real dry runs.
+Each fault is a program of a trial's rank (`Job.program`), which a real `LocalRunner` runs among real dry runs.
 """
 
 import os
@@ -28,13 +28,13 @@ from . import Row, Setting
 LIMIT_MIB = 600.0
 """Memory of a rank on a CPU."""
 BACK_S, NEAR_MIB = 30.0, 64.0
-"""How long the device's memory may take to come back, s, and how exactly it must."""
+"""Seconds in which the memory of the device must be free again, and the tolerance."""
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def trials(setting: Setting) -> Iterator[Row]:
-    """ok, then every way to fail, then ok again, in one runner."""
+    """ok, then every kind of failure, then ok again, in one runner."""
     device = detect()
     terms = TrialTerms(
         device=device,
@@ -79,7 +79,7 @@ def trials(setting: Setting) -> Iterator[Row]:
 
 
 def _until_back(before: list[float]) -> float:
-    """Seconds until no more of any GPU is used than before."""
+    """Returns the seconds until no GPU uses more memory than before."""
     begin = time.monotonic()
     while any(now.used_mib > then + NEAR_MIB for now, then in zip(gpu_use(), before, strict=True)):
         if time.monotonic() - begin > BACK_S:
@@ -89,7 +89,7 @@ def _until_back(before: list[float]) -> float:
 
 
 def _fill(context: Any, leave_mib: float, step_mib: int = 64) -> list[torch.Tensor]:
-    """Takes the rank's memory but for so much."""
+    """Allocates the memory of the rank but for `leave_mib`."""
     device, step = torch.device(context.device_type), step_mib * 2**20
     if device.type == "cuda":
         torch.zeros(1, device=device)
@@ -130,7 +130,7 @@ def _endless(context: Any) -> None:
 
 
 def exhaustion(setting: Setting) -> Iterator[Row]:
-    """The first call of a library on a full device is `oom`, not a crash."""
+    """The first call of a library on a full device ends as `oom`, not as a crash."""
     calls: dict[str, Callable[[Any], object]] = {"a product (cublasCreate)": _product}
     if setting.cuda:
         calls |= {
@@ -152,7 +152,7 @@ def exhaustion(setting: Setting) -> Iterator[Row]:
                 timeout_s=30.0,
             )
             ended = runner.dispatch(job)
-            # What fits in the rest is as good.
+            # A call that fits into the rest passes as well.
             holds = ended.status.value in ("oom", "ok")
             yield {
                 "what": f"{what} with {leave} MiB left",

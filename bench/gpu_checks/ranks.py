@@ -1,4 +1,4 @@
-"""Do ranks that share one GPU compute what one process computes? NCCL allows it with NCCL_MULTI_RANK_GPU_ENABLE."""
+"""Checks that ranks on one GPU give the results of one process. NCCL permits that with NCCL_MULTI_RANK_GPU_ENABLE."""
 
 import os
 import threading
@@ -17,11 +17,11 @@ ORDERS = ("gpipe", "1f1b", "interleaved", "zero bubble", "zbv")
 CELLS = ("tp2", "dp2", "zero1", "zero2", "zero3", *(f"pp2 {order}" for order in ORDERS), "sp2", "cp2")
 TINY = ("tp2", "zero3", "cp2")
 CELL_S = 60.0
-"""Longest wait for a cell, s."""
+"""Longest time of a cell, s."""
 
 
 def ranks(setting: Setting) -> Iterator[Row]:
-    """Two ranks in every way of sharing a model, in fp32 and bf16; a rank that fails takes its pair along."""
+    """Two ranks with every way of sharding a model, in fp32 and bf16; a failing rank ends its pair."""
     due = [(cell, precision) for cell in (TINY if setting.tiny else CELLS) for precision in ("fp32", "bf16")]
     if setting.tiny:
         due = [each for each in due if each[1] == "fp32" or each[0] == "tp2"]
@@ -32,7 +32,7 @@ def ranks(setting: Setting) -> Iterator[Row]:
 
 
 def _pair(setting: Setting, cells: list[tuple[str, str]]) -> Iterator[Row]:
-    """Rows of cells in order, by two ranks, up to the first that fails."""
+    """Returns the rows of cells in order, run by two ranks, up to the first failure."""
     context = get_context("fork")
     store = setting.folder / "ranks.store"
     store.unlink(missing_ok=True)
@@ -83,4 +83,4 @@ def _serve(rank: int, device: str, store: str, cells: list[tuple[str, str]], ans
     except Exception:
         answers.send(traceback.format_exc())
         return
-    threading.Event().wait()  # the other may still exchange something
+    threading.Event().wait()  # the other rank may still be communicating

@@ -1,4 +1,4 @@
-"""How fast and how large is it, against what was predicted and against loops written by hand?"""
+"""Checks of speed and memory against predictions and against hand-written loops."""
 
 import itertools
 import statistics
@@ -27,7 +27,7 @@ from redline.training import Training
 from . import Row, Setting
 
 PARITY = 0.97
-"""Of a hand-written loop's speed that redline's must have."""
+"""Share of the speed of a hand-written loop that redline must reach."""
 ONE_B: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "tf32": {"precision": "tf32"},
@@ -45,7 +45,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def timing(setting: Setting) -> Iterator[Row]:
-    """The clock of dry runs against sleeps of known length and against the wall clock."""
+    """The timer of dry runs against sleeps of known length and against the wall clock."""
     if not setting.cuda:
         found = measure(lambda: time.sleep(0.02), HostClock(), TimingPlan(seconds=0.2))
         yield {"what": "20 ms of sleep", "ms": found.step_ms, "holds": found.step_ms >= 19.9}
@@ -70,7 +70,7 @@ def timing(setting: Setting) -> Iterator[Row]:
 
 
 def models(setting: Setting) -> Iterator[Row]:
-    """A model of 1.2 billion parameters in every way of one device, beside a loop written by hand."""
+    """A model of 1.2 billion parameters with every knob of one device, compared with a hand-written loop."""
     workload = (
         preset("llama-tiny", global_batch=8) if setting.tiny else preset("llama3.2-1b", seq_len=4096, global_batch=4)
     )
@@ -81,7 +81,7 @@ def models(setting: Setting) -> Iterator[Row]:
 
 
 def large(setting: Setting) -> Iterator[Row]:
-    """A model of 7 billion parameters, which fits an 80 GB device only without fp32 weights."""
+    """A model of 7 billion parameters, which fits on an 80 GB device only without fp32 weights."""
     workload = (
         preset("llama-tiny", global_batch=4) if setting.tiny else preset("llama2-7b", seq_len=4096, global_batch=2)
     )
@@ -103,36 +103,36 @@ def _trials(
     runner = LocalRunner(DryRuns(workload, compiles=not setting.tiny), terms, agent=setting.agent)
     for number, (what, knobs) in enumerate(chosen.items()):
         config = Config({"micro_batch": micro, "grad_accum": workload.global_batch // micro, **knobs})
-        told = runner.run(TrialRequest(config=config, number=number))
+        outcome = runner.run(TrialRequest(config=config, number=number))
         expected = estimator(config)
         row = {
             "what": f"{workload.name}, {what}",
-            "status": told.status.value,
-            "reason": told.reason[:200] or None,
-            "throughput": told.throughput,
-            "mfu": told.mfu,
-            "step_ms": told.step_ms,
+            "status": outcome.status.value,
+            "reason": outcome.reason[:200] or None,
+            "throughput": outcome.throughput,
+            "mfu": outcome.mfu,
+            "step_ms": outcome.step_ms,
             "predicted_ms": expected.step_ms,
-            "peak_mib": told.peak_memory_mib,
+            "peak_mib": outcome.peak_memory_mib,
             "predicted_mib": expected.peak_memory_mib,
-            "build_mib": max((each.build_memory_mib or 0.0 for each in told.ranks), default=None),
-            "outside_mib": max((each.outside_mib or 0.0 for each in told.ranks), default=None),
-            "clock_mhz": next((each.clock_mhz for each in told.ranks), None),
-            "power_w": next((each.power_w for each in told.ranks), None),
-            "holds": told.ok,
+            "build_mib": max((each.build_memory_mib or 0.0 for each in outcome.ranks), default=None),
+            "outside_mib": max((each.outside_mib or 0.0 for each in outcome.ranks), default=None),
+            "clock_mhz": next((each.clock_mhz for each in outcome.ranks), None),
+            "power_w": next((each.power_w for each in outcome.ranks), None),
+            "holds": outcome.ok,
         }
-        if what in by_hand and told.ok:
+        if what in by_hand and outcome.ok:
             job = Job(program=cloudpickle.dumps(by_hand[what]), device_type=setting.device, threads=1, timeout_s=60.0)
             (rank,) = runner.dispatch(job).ranks
             row["by_hand_ms"] = rank.report or rank.reason
             if rank.report:
-                row["ratio"] = rank.report / told.step_ms
-                row["holds"] = told.ok and (setting.tiny or row["ratio"] >= PARITY)
+                row["ratio"] = rank.report / outcome.step_ms
+                row["holds"] = outcome.ok and (setting.tiny or row["ratio"] >= PARITY)
         yield row
 
 
 def _by_hand(setting: Setting, micro: int) -> Callable[[Any], float]:
-    """The loop of a person's script: the milliseconds of a step."""
+    """The loop of a typical script: returns the milliseconds of a step."""
     tiny = setting.tiny
 
     def program(context: Any) -> float:
@@ -164,7 +164,7 @@ def _by_hand(setting: Setting, micro: int) -> Callable[[Any], float]:
 
 
 def offload(setting: Setting) -> Iterator[Row]:
-    """A step with the optimizer in host memory beside the least that it takes: pinned copies and the host's update."""
+    """A step with the optimizer in host memory, compared with the minimum: pinned copies and the update on the host."""
     workload = (
         preset("gpt2-tiny", global_batch=4, seq_len=16)
         if setting.tiny
@@ -215,7 +215,7 @@ def _median_ms(step: Callable[[], object], setting: Setting) -> float:
 
 
 def measured(setting: Setting) -> Iterator[Row]:
-    """`redline scale`'s measurement of the device beside the table's entry."""
+    """The measurement of the device by `redline scale`, compared with the entry of the table."""
     found = measure_device(short=setting.tiny)
     known = recognise(found.device.name, found.device.memory_mib) if setting.cuda else None
     for dtype, rates in found.tflops.items():

@@ -1,4 +1,4 @@
-"""Measured tables, ours and others', in one form: `read_tables` for the estimator, `read_folder` for searches."""
+"""Measured tables of redline and of others in one form: `read_tables` for the estimator, `read_folder` for searches."""
 
 from .form import Left, Run
 from .reading import Source, read_source, read_tables

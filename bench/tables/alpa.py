@@ -1,4 +1,4 @@
-"""Alpa's OSDI'22 artefact: GPT by Alpa and by Megatron-LM on AWS p3.16xlarge, 8 V100-16GB each."""
+"""Tables of Alpa's OSDI'22 artefact: GPT by Alpa and by Megatron-LM on AWS p3.16xlarge, 8 V100-16GB each."""
 
 import json
 import re
@@ -45,11 +45,11 @@ def _run(cells: list[str], source: str, where: str) -> Run:
     if kind != "e2e" or model.lower() != "gpt":
         raise Left(f"{kind} of {model}")
     try:
-        said = json.loads(re.sub(r"'", '"', found))
+        entry = json.loads(re.sub(r"'", '"', found))
         hosts, each = int(hosts), int(each)
     except ValueError:
         raise Left("it cannot be read") from None
-    count, flops = float(said.get("param_count", 0)), float(said.get("tflops", 0))
+    count, flops = float(entry.get("param_count", 0)), float(entry.get("tflops", 0))
     size = min(_SIZES, key=lambda known: abs(known[0] - count))
     if flops <= 0 or abs(size[0] - count) > 0.06 * size[0]:
         raise Left("it did not run, or its size is not known")
@@ -57,7 +57,7 @@ def _run(cells: list[str], source: str, where: str) -> Run:
     _, hidden, layers, heads = size
     total = 96 * SAMPLES * SEQ_LEN * layers * hidden**2
     total *= 1 + SEQ_LEN / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
-    latencies = [float(one) for one in said.get("latencies", []) if float(one) > 0]
+    latencies = [float(one) for one in entry.get("latencies", []) if float(one) > 0]
     step = sorted(latencies)[len(latencies) // 2] if latencies else total / (flops * 1e12 * devices)
     hardware = find_hardware("v100-16gb").replace(
         inter_node=Link(name="25 Gbit/s for 8", gb_per_s=3.1 / 8, latency_us=40.0)
@@ -73,7 +73,7 @@ def _run(cells: list[str], source: str, where: str) -> Run:
         config={"checkpoint_ratio": 1.0, "precision": "bf16_pure"},
         choices=tuple(_plans(devices, layers, how)),
         step_ms=step * 1e3,
-        memory_mib=float(said["peak_mem"]) * 1024 if said.get("peak_mem") else None,
+        memory_mib=float(entry["peak_mem"]) * 1024 if entry.get("peak_mem") else None,
     )  # fmt: skip
 
 

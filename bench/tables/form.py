@@ -1,4 +1,4 @@
-"""The form that every source of measured training runs is read into, and the words of its columns."""
+"""The common form of measured training runs, and the recognised names of columns."""
 
 import csv
 import re
@@ -15,12 +15,12 @@ MIB = 1024.0**2
 
 
 class Left(Exception):
-    """A row is left out; says why."""
+    """A row is left out; the text is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run that somebody measured."""
+    """A measured training run of a source."""
 
     source: str
     where: str
@@ -28,30 +28,30 @@ class Run:
     model: Shape
     hardware: Hardware
     framework: str
-    """A name in `redline.estimator.trainers.TRAINERS`, whose facts it has."""
+    """Name in `redline.estimator.trainers.TRAINERS`; its facts apply."""
     setup: Mapping[str, Any]
     """Fields of `TrainingSetup` besides those of the framework."""
     config: Mapping[str, Any]
     """The knobs."""
     step_ms: float | None = None
-    """None where it is not stated, or the run failed."""
+    """None if it is not stated or the run failed."""
     memory_mib: float | None = None
-    """Its peak, as PyTorch's allocator counts it: allocated where `setup` says so, else reserved."""
+    """Peak of PyTorch's allocator: allocated memory if `setup` says so, otherwise reserved."""
     failed: bool = False
-    """Whether it left no number."""
+    """True if the run produced no number."""
     choices: tuple[Mapping[str, Any], ...] = ()
-    """Knobs that the source leaves open: of these it is taken to have had the fastest that fits."""
+    """Knobs that the source does not state: the fastest values that fit are assumed."""
 
     def devices_of(self, config: Mapping[str, Any]) -> int:
-        """Devices of a configuration of it."""
+        """Returns the number of devices of one of its configurations."""
         return prod(int(config.get(name, 1)) for name in ("tp", "sp", "cp", "pp", "dp"))
 
 
 Rows = Iterator[tuple[str, Callable[[], Run]]]
-"""What a form reads of a file: where each row is, and how it is read, which raises `Left` where it cannot be."""
+"""The rows of a file: the place of each, and a function that reads it or raises `Left`."""
 
 
-# What columns are called, by what they say. A column counts where one of the patterns is all of its name.
+# Names of columns by their meaning. A pattern must match the whole name.
 _COLUMNS: Mapping[str, str] = {
     "model": r"models?|model name( or path)?|base model|checkpoint",
     "devices": r"(num(ber of)? |# ?(of )?|no of |n )?(gpus?|devices?|accelerators?|world size)",
@@ -84,13 +84,13 @@ _UNITS = {"gib": 1024.0, "mib": 1.0, "gb": 1e9 / MIB, "mb": 1e6 / MIB, "bytes": 
 
 
 def plain(name: str) -> str:
-    """A column's name as it is compared: `Tokens / sec / GPU` is `tokens/sec/gpu`."""
+    """Returns the normalised name of a column: `Tokens / sec / GPU` is `tokens/sec/gpu`."""
     text = re.sub(r"[*`_]|<[^>]*>", " ", name.lower()).replace("-", " ")
     return re.sub(r"\s+", " ", re.sub(r"\s*/\s*", "/", text)).strip(" :").replace("# ", "#")
 
 
 def columns(header: list[str]) -> dict[str, str]:
-    """The first column for each thing that is known, by what it says."""
+    """Returns the first column of each known meaning."""
     out: dict[str, str] = {}
     for name in header:
         words = plain(name)
@@ -103,7 +103,7 @@ def columns(header: list[str]) -> dict[str, str]:
 
 
 def number(text: Any) -> float | None:
-    """The first number of a cell; None where there is none. `5,762` is 5762, and `[888](link)` is 888.
+    """Returns the first number of a cell; None without one. `5,762` is 5762, and `[888](link)` is 888.
 
     >>> number("1,671"), number("n/a"), number("~13.5 GiB"), number(None)
     (1671.0, None, 13.5, None)
@@ -116,7 +116,7 @@ def number(text: Any) -> float | None:
 
 
 def whole(text: Any, default: int | None = None) -> int | None:
-    """A cell that is a whole number of at least 1; the default where it is empty or says that there is none.
+    """Returns a cell that is a whole number of at least 1; the default if it is empty or says that there is none.
 
     Raises:
         Left: it is another number.
@@ -134,7 +134,7 @@ def flag(text: Any) -> bool:
 
 
 def memory_mib(text: Any, column: str) -> float | None:
-    """A peak in MiB: its unit is the cell's, or the column's; MiB where neither says."""
+    """Returns a peak in MiB: the unit is that of the cell or of the column, otherwise MiB."""
     value = number(text)
     if value is None or value <= 0:
         return None
@@ -146,7 +146,7 @@ def memory_mib(text: Any, column: str) -> float | None:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows with their lines."""
+    """Returns rows with their lines."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         for at, row in enumerate(csv.DictReader(file, delimiter=delimiter), 2):
             yield at, {str(name): value or "" for name, value in row.items() if name is not None}
@@ -154,12 +154,12 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page in Markdown."""
+    """A table of a Markdown page."""
 
     title: tuple[str, ...]
     """The headings above it, outermost first, and the line before it."""
     rows: tuple[tuple[int, dict[str, str]], ...]
-    """With their lines."""
+    """The rows with their lines."""
 
     @property
     def header(self) -> list[str]:
@@ -171,7 +171,7 @@ class Table:
 
 
 def read_markdown(path: Path) -> list[Table]:
-    """The tables of a page: rows of cells between bars, with or without bars at the ends."""
+    """Returns the tables of a page: rows of cells between bars, with or without bars at the ends."""
     out: list[Table] = []
     titles: dict[int, str] = {}
     before, header, rows = "", None, []
@@ -182,7 +182,7 @@ def read_markdown(path: Path) -> list[Table]:
                 header = cells
             elif not all(re.fullmatch(r":?-+:?", each) or not each for each in cells) or not any(cells):
                 rows.append((at, dict(zip(header, [*cells, *[""] * len(header)]))))
-            elif rows:  # a ruler after rows: the row before it was the header of a table of its own
+            elif rows:  # a ruler after rows: the row before it is the header of another table
                 header = list(rows.pop()[1].values())
                 out.append(Table((*titles.values(), before), tuple(rows)))
                 rows = []
@@ -202,10 +202,10 @@ def read_markdown(path: Path) -> list[Table]:
 def degrees(
     devices: int, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int | None = None, fsdp: int | None = None
 ) -> dict[str, int]:
-    """The degrees of so many devices.
+    """Returns the degrees of parallelism on a number of devices.
 
     Raises:
-        Left: they do not come to them.
+        Left: their product is not the number of devices.
     """
     split = tp * pp * cp
     if devices % split:
@@ -217,7 +217,7 @@ def degrees(
 
 
 def batches(dp: int, micro: int | None, total: int | None, accum: int | None) -> dict[str, int]:
-    """Micro-batch and accumulation: any two of micro-batch, global batch and accumulation give the third.
+    """Returns micro-batch and accumulation: any two of micro-batch, global batch and accumulation give the third.
 
     Raises:
         Left: they contradict each other.
@@ -237,7 +237,7 @@ def step_of(
     config: Mapping[str, Any], seq_len: int, *, tokens_per_device: float | None = None, tokens: float | None = None,
     samples: float | None = None,
 ) -> float | None:  # fmt: skip
-    """A step, ms, from a rate; None where there is none."""
+    """Returns the step time, ms, from a rate; None without one."""
     per_step = config["micro_batch"] * config["grad_accum"] * config["dp"]
     devices = config["tp"] * config["pp"] * config.get("cp", 1) * config["dp"]
     if tokens_per_device:
@@ -248,6 +248,6 @@ def step_of(
 
 
 def check_source(name: str, known: list[str]) -> None:
-    """Raises UsageError where there is no source of that name; names those there are."""
+    """Raises UsageError, with the known names, if there is no source of that name."""
     if name not in known:
         raise UsageError(f"there is no source '{name}': there are {', '.join(known) or 'none'}")

@@ -1,4 +1,6 @@
-"""IBM's fms-acceleration: transformers' Trainer on one device, with FSDP on several; full training and adapters."""
+"""Tables of IBM's fms-acceleration: transformers' Trainer on one device, with FSDP on several; full training and
+adapters.
+"""
 
 import statistics
 from functools import partial
@@ -6,11 +8,12 @@ from pathlib import Path
 
 from redline.estimator import find_hardware
 
-from .form import MIB, Left, Rows, Run, number, read_csv, whole
+from .form import MIB, Left, Rows, Run, flag, number, read_csv, whole
 from .models import model_of
 
 INFERRED = (
     "weights, gradients and AdamW's states in 16 bits (torch_dtype), the update by operators over all parameters (foreach)",
+    "where the column bf16 is True accelerate widens FSDP's pieces to fp32",
     "every block is recomputed (gradient_checkpointing: True in defaults.yaml); flash attention (use_flash_attn)",
     "several devices: FSDP, everything sharded; no accumulation but where a column says so",
     "tokens of a sample: tokens a second and device times devices over samples a second, of failures the file's median",
@@ -21,8 +24,9 @@ INFERRED = (
     "left out: mixtures of experts",
 )
 _NEEDED = {"framework_config", "train_samples_per_second", "train_tokens_per_second"}
+WIDE = {"parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
 CONTEXT_MIB = 1200.0
-"""What nvidia-smi counts beside the allocator's memory."""
+"""Memory that nvidia-smi counts in addition to the allocator's."""
 
 
 def matches(path: Path, header: set[str]) -> bool:
@@ -75,6 +79,8 @@ def _run(row: dict[str, str], source: str, where: str, file: str, usual: int) ->
             "kernels": fast,
             "precision": "bf16_pure",
             "fused_optimizer": False,
+            **({"loss": "chunked"} if "liger" in how else {}),
+            **(WIDE if devices > 1 and flag(row.get("bf16")) else {}),
         },
         config={"tp": 1, "pp": 1, "dp": devices, "zero": 3 if devices > 1 else 0, "micro_batch": micro, "grad_accum": accum,
                 "checkpoint_ratio": 1.0},

@@ -1,13 +1,13 @@
-"""How well runs are predicted: errors of time and memory, ranks, what is called unfit, before and after calibration."""
+"""Accuracy of predictions for runs: errors of time and memory, ranks, and failures, before and after calibration."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from redline.base.errors import RedlineError
-from redline.estimator import Estimator
+from redline.estimator import Constants, Estimator
 from redline.estimator.calibration import Correction, fit, leaves_node, memory_groups, time_groups
 from redline.estimator.estimate import Z80
 from redline.estimator.estimator import _normal
@@ -24,11 +24,11 @@ class Judged:
 
     runs: list[Run]
     configs: list[Mapping[str, Any]]
-    """What each run is taken to have been."""
+    """The assumed configuration of each run."""
     predicted: pd.DataFrame
-    """Before any measurement, a row a run."""
+    """Predictions before any measurement, with a row for each run."""
     parts: "Parts"
-    """What calibration corrects."""
+    """The parts that calibration corrects."""
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -38,18 +38,21 @@ class Judged:
         self.groups = np.array([run.hardware.name for run in self.runs], object)
 
     def errors(self, predicted: pd.DataFrame | None = None, keep: np.ndarray | None = None) -> dict[str, float]:
-        """The columns of the report."""
-        said = self.predicted if predicted is None else predicted
+        """Returns the columns of the report."""
+        predictions = self.predicted if predicted is None else predicted
         keep = np.ones(len(self.runs), bool) if keep is None else keep
         out: dict[str, float] = {"rows": float(keep.sum())}
         if not keep.any():
             return out
-        for name, measured, made in (("time", self.step, said["step"]), ("memory", self.memory, said["memory"])):
+        for name, measured, made in (
+            ("time", self.step, predictions["step"]),
+            ("memory", self.memory, predictions["memory"]),
+        ):
             at = keep & np.isfinite(measured) & np.isfinite(made.to_numpy()) & ~self.failed
             out[f"{name}_rows"] = float(at.sum())
             if at.any():
                 ratio = made.to_numpy()[at] / measured[at]
-                std = said[f"{name}_std"].to_numpy()[at]
+                std = predictions[f"{name}_std"].to_numpy()[at]
                 out |= {
                     f"{name}_median": float(np.median(np.abs(ratio - 1))),
                     f"{name}_mean": float(np.mean(np.abs(ratio - 1))),
@@ -59,20 +62,24 @@ class Judged:
         at = keep & np.isfinite(self.step)
         if at.sum() > 2:
             devices = np.array([run.devices_of(config) for run, config in zip(self.runs, self.configs)])
-            measured = said["throughput"] * said["step"] / self.step
-            out["tau"] = kendall((said["throughput"] / devices).to_numpy()[at], (measured / devices).to_numpy()[at])
+            measured = predictions["throughput"] * predictions["step"] / self.step
+            out["tau"] = kendall(
+                (predictions["throughput"] / devices).to_numpy()[at], (measured / devices).to_numpy()[at]
+            )
         ran, failed = keep & ~self.failed, keep & self.failed
         if ran.any():
-            out["unfit"] = float(np.mean(said["fits"].to_numpy()[ran] == 0))
+            out["unfit"] = float(np.mean(predictions["fits"].to_numpy()[ran] == 0))
         out["failed"] = float(failed.sum())
         if failed.any() and ran.any():
-            chance = said["chance"].to_numpy()
+            chance = predictions["chance"].to_numpy()
             out["auc"] = auc(-chance[ran], -chance[failed])
         return out
 
     def calibrated(self, count: int, seeds: int) -> dict[str, float]:
-        """The same after `count` random rows of each device, on the rest; means over seeds. Devices of which there are no
-        more rows than those and one have no part in it."""
+        """Returns the columns after `count` random rows of each device, for the other rows, as means over seeds.
+
+        Devices with at most one row more than that are left out.
+        """
         found = [self._after(count, seed) for seed in range(seeds)]
         names = {name for each in found for name in each}
         values = {name: [each[name] for each in found if np.isfinite(each.get(name, np.nan))] for name in names}
@@ -95,58 +102,60 @@ class Judged:
         return self.errors(made, keep) if keep.any() else {}
 
     def rows(self) -> pd.DataFrame:
-        """Every run: where it is, its knobs, what was measured and predicted."""
-        said = self.predicted
+        """Returns every run with its place, its knobs, its measurements and predictions."""
+        predictions = self.predicted
         return pd.DataFrame({
             "where": [run.where for run in self.runs],
             "model": [run.model.name for run in self.runs],
             "hardware": [run.hardware.name for run in self.runs],
             "knobs": [" ".join(f"{k}={v}" for k, v in each.items() if v is True or v not in (1, 0)) for each in self.configs],
-            "seq": said["seq_len"],
+            "seq": predictions["seq_len"],
             "step_ms": self.step.round(1),
-            "time": (said["step"] / self.step - 1).round(3),
+            "time": (predictions["step"] / self.step - 1).round(3),
             "memory_gib": (self.memory / 1024).round(1),
-            "memory": (said["memory"] / self.memory - 1).round(3),
-            "fullest_gib": (said["fullest"] / 1024).round(1),
-            "fits": said["fits"].astype(bool),
+            "memory": (predictions["memory"] / self.memory - 1).round(3),
+            "fullest_gib": (predictions["fullest"] / 1024).round(1),
+            "fits": predictions["fits"].astype(bool),
             "failed": self.failed,
         })  # fmt: skip
 
 
 def kendall(a: np.ndarray, b: np.ndarray) -> float:
-    """Kendall's rank correlation (tau-b): of pairs those in the same order less those in the other, ties left out."""
+    """Returns Kendall's rank correlation (tau-b): pairs in the same order minus pairs in the opposite one, without ties."""
     first, second = (np.sign(each[:, None] - each[None, :]) for each in (a, b))
     pairs = np.sqrt((first**2).sum() * (second**2).sum())
     return float((first * second).sum() / pairs) if pairs else float("nan")
 
 
 def auc(good: np.ndarray, bad: np.ndarray) -> float:
-    """Chance that a failure has a higher score than a success; ties count half."""
+    """Returns the probability that a failure has a higher score than a success; ties count half."""
     ranks = pd.Series(np.concatenate([good, bad])).rank().to_numpy()
     return float((ranks[len(good) :].sum() - len(bad) * (len(bad) + 1) / 2) / (len(good) * len(bad)))
 
 
 @dataclass
 class Parts:
-    """What predictions are sums of, an array with a row for each run."""
+    """The terms of predictions, as arrays with a row for each run."""
 
     time: np.ndarray
     """Seconds by the groups of `redline.estimator.calibration`."""
     memory: np.ndarray
-    """The reported rank's."""
+    """Memory of the reported rank."""
     fullest: np.ndarray
     noise: np.ndarray
-    """Of the logarithm of a step."""
+    """Noise of the logarithm of a step time."""
     memory_noise: np.ndarray
     limit: np.ndarray
     priors: list[tuple[np.ndarray, np.ndarray]]
-    """Of time and memory."""
+    """Priors of time and memory."""
 
     def corrected(
         self, before: pd.DataFrame, chosen: np.ndarray, step: np.ndarray, memory: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """The columns of a prediction after these rows were measured, whatever models they are of. What an allocator
-        that is nearly full costs stays as it was predicted before."""
+        """Returns the columns of a prediction after these rows, of any model, were measured.
+
+        The cost of an allocator that is nearly full keeps its first prediction.
+        """
         prior, memory_prior = self.priors[chosen[0]]
         time = fit(self.time[chosen], step[chosen], prior, self.noise[chosen])
         made, std = time.apply(self.time, self.noise)
@@ -165,8 +174,12 @@ class Parts:
         return out
 
 
-def judge(source: Source) -> Judged:
-    """Predicts the runs of a source; those that the estimator refuses are left out."""
+def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -> Judged:
+    """Predicts the runs of a source, without those that the estimator refuses.
+
+    Args:
+        constants: in place of those of a run's framework; the same for runs of one framework and device.
+    """
     alike: dict[str, list[Run]] = {}
     for run in source.runs:
         key = repr((run.model, run.hardware, run.framework, sorted(run.setup.items(), key=lambda item: item[0])))
@@ -176,7 +189,8 @@ def judge(source: Source) -> Judged:
         first = some[0]
         try:
             training = find_trainer(first.framework).training(**first.setup)
-            estimator = Estimator(first.model, first.hardware, training, framework=first.framework)
+            own = constants(first) if constants else None
+            estimator = Estimator(first.model, first.hardware, training, framework=first.framework, constants=own)
         except RedlineError as error:
             left += [f"{run.where}: {error}" for run in some]
             continue
@@ -195,12 +209,12 @@ def judge(source: Source) -> Judged:
     for name in Parts.__dataclass_fields__:
         if name not in stacked:
             stacked[name] = np.concatenate([getattr(each, name) for each in parts]) if parts else np.zeros(0)
-    said = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["step", "memory", "fits"])
-    return Judged(runs, configs, said, Parts(**stacked), left)
+    predictions = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["step", "memory", "fits"])
+    return Judged(runs, configs, predictions, Parts(**stacked), left)
 
 
 def _together(estimator: Estimator, runs: list[Run]) -> bool:
-    """Whether none of them is refused."""
+    """Returns True if the estimator refuses none of them."""
     try:
         knob_arrays([{**run.config, **(run.choices[0] if run.choices else {})} for run in runs], estimator.training)
     except RedlineError:
@@ -209,7 +223,7 @@ def _together(estimator: Estimator, runs: list[Run]) -> bool:
 
 
 def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.DataFrame, Parts]:
-    """Predictions and their parts."""
+    """Returns predictions and their parts."""
     cols = knob_arrays(configs, made.training)
     raw = made._raw(cols)
     table = made._tabled(cols, raw)
@@ -232,7 +246,7 @@ def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.Da
 
 
 def _chosen(run: Run, estimator: Estimator) -> Mapping[str, Any]:
-    """Of what the source leaves open the fastest that fits, else what needs least."""
+    """Returns the fastest choice that fits among those that the source does not state, otherwise the smallest."""
     if not run.choices:
         return run.config
     options = [{**run.config, **each} for each in run.choices]

@@ -1,4 +1,4 @@
-"""NVIDIA's performance tables of NeMo and Megatron-Bridge: tuned recipes. They state no memory, and all ran."""
+"""NVIDIA's performance tables of NeMo and Megatron-Bridge: tuned recipes without memory, which all ran."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ RECOMPUTED = tuple({"checkpoint_ratio": step / 8} for step in range(9))
 
 
 def _open(pp: int, layers: int, stated: bool) -> tuple[dict[str, Any], ...]:
-    """What recipes leave open: recomputation, and chunks of a pipeline where no column has them."""
+    """Returns what recipes do not state: recomputation, and chunks of a pipeline if no column has them."""
     if stated:
         return RECOMPUTED
     chunks = [each for each in range(2, layers // pp + 1) if layers % (pp * each) == 0]
@@ -72,28 +72,28 @@ def rows(
 
 def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str]) -> Run:
     found = columns(list(row))
-    said = {what: row[column] for what, column in found.items() if row[column].strip()}
+    cells = {what: row[column] for what, column in found.items() if row[column].strip()}
     if "lora" in " ".join(row.values()).lower():
         raise Left("it trains adapters")
-    model = model_of(said.get("model") or about.get("model") or "none stated")
-    system = (said.get("device") or about.get("device", "")).lower().replace("dgx-", "").strip()
+    model = model_of(cells.get("model") or about.get("model") or "none stated")
+    system = (cells.get("device") or about.get("device", "")).lower().replace("dgx-", "").strip()
     if system not in _SYSTEMS:
         raise Left(f"the system '{system}' is not known")
-    devices, seq_len = whole(said.get("devices")), whole(said.get("seq_len"))
+    devices, seq_len = whole(cells.get("devices")), whole(cells.get("seq_len"))
     if seq_len is not None and "(k)" in plain(found["seq_len"]):
         seq_len *= 1024
     if devices is None or seq_len is None:
         raise Left("devices or sequence is not stated")
-    fsdp = whole(said.get("fsdp"), 1)
-    tp, pp, cp, ep, chunks = (whole(said.get(each), 1) for each in ("tp", "pp", "cp", "ep", "chunks"))
+    fsdp = whole(cells.get("fsdp"), 1)
+    tp, pp, cp, ep, chunks = (whole(cells.get(each), 1) for each in ("tp", "pp", "cp", "ep", "chunks"))
     if ep > 1:
         raise Left("expert parallelism")
     split = degrees(devices, tp=tp, pp=pp, cp=cp)
-    sizes = batches(split["dp"], whole(said.get("micro_batch"), 1), whole(said.get("global_batch")), None)
+    sizes = batches(split["dp"], whole(cells.get("micro_batch"), 1), whole(cells.get("global_batch")), None)
     if pp * chunks > model.layers:
-        chunks = model.layers // pp  # embedding and head counted as layers of their own
+        chunks = model.layers // pp  # embedding and head counted as separate layers
     several = pp > 1 and chunks > 1
-    word = (said.get("precision") or about.get("precision", "bf16")).lower()
+    word = (cells.get("precision") or about.get("precision", "bf16")).lower()
     precision = next(
         (value for name, value in sorted(_PRECISIONS.items(), reverse=True) if word.startswith(name)), None
     )
@@ -103,7 +103,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
         **split, **sizes, "zero": 3 if fsdp > 1 else 1, "sequence_parallel": tp > 1,
         **({"virtual_stages": chunks, "pipeline_schedule": "interleaved"} if several else {}),
     }  # fmt: skip
-    rate, flops = number(said.get("tokens_per_device")), number(said.get("tflops"))
+    rate, flops = number(cells.get("tokens_per_device")), number(cells.get("tflops"))
     if rate is None and flops is not None:
         rate = flops * 1e12 / _flops(model, seq_len)
     if rate is None:
@@ -125,11 +125,11 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
             **({} if precision == "bf16" else {"products": precision}),
         },
         config=config,
-        choices=_open(pp, model.layers, "chunks" in said or pp == 1),
+        choices=_open(pp, model.layers, "chunks" in cells or pp == 1),
         step_ms=step_of(config, seq_len, tokens_per_device=rate),
     )
 
 
 def _flops(model: Shape, seq_len: int) -> float:
-    """FLOPs of a token as NVIDIA's tables count them: attention over the whole square."""
+    """Returns FLOPs of a token as NVIDIA's tables count them: attention over the whole square."""
     return model.facts(precision="bf16_pure", attention="sdpa", fusion=False).model_flops(seq_len)

@@ -1,4 +1,6 @@
-"""NVIDIA's Megatron-LM, goldens of its functional tests: GPT and BERT by tensor, pipeline, context and data parallelism."""
+"""Golden values of the functional tests of NVIDIA's Megatron-LM: GPT and BERT by tensor, pipeline, context and data
+parallelism.
+"""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Shapes of the models that tables name, where the presets of redline do not have them."""
+"""Shapes of models named in tables that are not among redline's presets."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .form import Left
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 50304, **more: object) -> dict[str, object]:
-    """GPT-3's block: learned positions, LayerNorm, GELU, biases; dropout where pre-training has it."""
+    """GPT-3's block: learned positions, LayerNorm, GELU, biases, and the dropout of pre-training."""
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "gated": False, "tied": True,
             "biases": True, "positions": 2048, **more}  # fmt: skip
 
@@ -55,7 +55,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "bert-base": _gpt(12, 768, 12, 30522, positions=512, causal=False, dropout=True),
     "bert-large": _gpt(24, 1024, 16, 30522, positions=512, causal=False, dropout=True),
 }
-"""By the name as `key` makes it, dense models only."""
+"""Shapes by the name that `key` returns, dense models only."""
 
 # Mosaic's MPT: layers, width, heads.
 MPT = {
@@ -69,7 +69,7 @@ _MIXTURES = re.compile(
 
 
 def key(name: str) -> str:
-    """A model's name as it is looked up: lower case, without owner, family's version in one word.
+    """Returns a model's name for lookup: lower case, without owner, family and version in one word.
 
     >>> key("NousResearch/Llama-2-70b-hf"), key("LLAMA3.1_405B"), key("Llama 3.1 8B"), key("Meta-Llama-3-8B")
     ('llama2-70b', 'llama3-405b', 'llama3-8b', 'llama3-8b')
@@ -81,10 +81,10 @@ def key(name: str) -> str:
 
 
 def model_of(name: str) -> Shape:
-    """The shape of a model by its name.
+    """Returns the shape of a model by its name.
 
     Raises:
-        Left: it is not known, or it is a mixture of experts, whose shape has no numbers here.
+        Left: it is unknown, or a mixture of experts, whose shape is not listed here.
     """
     text = key(name)
     if name in SHAPES:
@@ -96,25 +96,25 @@ def model_of(name: str) -> Shape:
     preset = PRESETS.get(preset_of(text) or "")
     if preset is None or preset.task != "causal" or "num_key_value_heads" not in preset.arguments:
         raise Left(f"the model '{name}' is not known")
-    said = preset.arguments
+    numbers = preset.arguments
     return Shape(
         name=preset.name,
-        layers=said["num_hidden_layers"],
-        hidden=said["hidden_size"],
-        heads=said["num_attention_heads"],
-        kv_heads=said["num_key_value_heads"],
-        head_dim=said.get("head_dim"),
-        intermediate=said["intermediate_size"],
-        vocabulary=said["vocab_size"],
-        tied=bool(said.get("tie_word_embeddings", False)),
+        layers=numbers["num_hidden_layers"],
+        hidden=numbers["hidden_size"],
+        heads=numbers["num_attention_heads"],
+        kv_heads=numbers["num_key_value_heads"],
+        head_dim=numbers.get("head_dim"),
+        intermediate=numbers["intermediate_size"],
+        vocabulary=numbers["vocab_size"],
+        tied=bool(numbers.get("tie_word_embeddings", False)),
     )
 
 
 def mpt(name: str, seq_len: int) -> Shape:
-    """A size of Mosaic's MPT: their parameter counts include biases and learned positions.
+    """Returns a size of Mosaic's MPT: their parameter counts include biases and learned positions.
 
     Raises:
-        Left: there is no such size.
+        Left: the size does not exist.
     """
     size = name.lower().removeprefix("mpt").strip("-_ ")
     if size not in MPT:

@@ -1,4 +1,4 @@
-"""MosaicML's llm-foundry, scripts/train/benchmarking: MPT by Composer and PyTorch's FSDP. All rows ran."""
+"""Tables of MosaicML's llm-foundry, scripts/train/benchmarking: MPT by Composer and PyTorch's FSDP. All rows ran."""
 
 from functools import partial
 from pathlib import Path

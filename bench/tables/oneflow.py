@@ -1,4 +1,6 @@
-"""Oneflow-Inc's DLPerf and LiBai: GPT and BERT on hosts of 8 V100-16GB, by OneFlow, Megatron-LM, DeepSpeed and apex."""
+"""Tables of Oneflow-Inc's DLPerf and LiBai: GPT and BERT on hosts of 8 V100-16GB, by OneFlow, Megatron-LM, DeepSpeed
+and apex.
+"""
 
 import re
 from collections.abc import Iterator
@@ -67,11 +69,11 @@ def _grid(row: dict[str, str], asked: dict[str, str] | None, source: str, where:
     found = columns(list(row))
     if asked is None:
         raise Left(f"the case '{row['case']}' is not described")
-    said = {what: asked[column] for what, column in columns(list(asked)).items()}
-    tp, pp, dp = (whole(said.get(each), 1) for each in ("tp", "pp", "dp"))
+    known = {what: asked[column] for what, column in columns(list(asked)).items()}
+    tp, pp, dp = (whole(known.get(each), 1) for each in ("tp", "pp", "dp"))
     hidden, heads, layers = (whole(asked[each]) for each in ("hidden_size", "num_attention_heads", "num_layers"))
     config = {**degrees(tp * pp * dp, tp=tp, pp=pp),
-              **batches(dp, whole(said.get("micro_batch")), whole(said.get("global_batch")), None),
+              **batches(dp, whole(known.get("micro_batch")), whole(known.get("global_batch")), None),
               "zero": 0, "checkpoint_ratio": 1.0}  # fmt: skip
     samples = number(row[found["samples"]])
     memory = memory_mib(row[found["memory"]], "mib") if "memory" in found else None
@@ -113,7 +115,7 @@ def _libai(row: dict[str, str], who: str, source: str, where: str) -> Run:
     if row["act_ckpt"] not in ("True", "False") or None in (layers, dp, tp, pp):
         raise Left("it cannot be read")
     config = {**degrees(dp * tp * pp, tp=tp, pp=pp), "zero": 0,
-              # A row's micro-batch is that of all replicas' accumulation where it exceeds the batch.
+              # The micro-batch of a row includes the accumulation of all replicas if it exceeds the batch.
               **batches(dp, whole(row["micro_batch"]), whole(row["global_batch"]), None),
               "checkpoint_ratio": float(row["act_ckpt"] == "True")}  # fmt: skip
     model = _gpt(layers, 1024, 16, length, causal=not bert)

@@ -1,4 +1,4 @@
-"""A folder of tables as runs: each file by the source whose form it has, whatever the folder is called."""
+"""Reads a folder of tables as runs: each file by the source with its form, independent of the folder's name."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -25,28 +25,28 @@ from .form import Left, Run, check_source, read_markdown
 FORMS: tuple[ModuleType, ...] = (
     surfaces, mosaic_fsdp, megatron_golden, ibm_fms, alpa, oneflow, atorch, torchtitan, torchtune, megatron_bridge,
 )  # fmt: skip
-"""Forms in which sources publish; of a file the first that it has. `megatron_bridge` is NVIDIA's of several products."""
+"""Forms of sources; a file is read by the first that matches. `megatron_bridge` covers several products of NVIDIA."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".md")
 APART = ("kernels",)
-"""Folders that hold other things than runs."""
+"""Folders without runs."""
 
 
 @dataclass
 class Source:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     name: str
     runs: list[Run] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    """Rows that are left out, with the reason each."""
+    """Rows that are left out, each with the reason."""
     inferred: tuple[str, ...] = ()
 
 
 def read_tables(folder: Path, only: Iterable[str] = ()) -> list[Source]:
-    """Every folder of tables in a folder, a source each; a folder without others inside is a source itself.
+    """Returns the sources in a folder, one for each subfolder; a folder without subfolders is a source itself.
 
     Raises:
-        UsageError: there is no source of a name that is asked for.
+        UsageError: there is no source with the requested name.
     """
     inside = (
         sorted(each for each in folder.iterdir() if each.is_dir() and each.name not in APART) if folder.is_dir() else []
@@ -59,13 +59,13 @@ def read_tables(folder: Path, only: Iterable[str] = ()) -> list[Source]:
 
 
 def read_source(folder: Path, name: str) -> Source:
-    """The runs of a folder's files. A row that another of them repeats counts once."""
+    """Returns the runs in the files of a folder. Repeated rows count once."""
     out = Source(name)
     seen: set[str] = set()
     for path in sorted(each for each in folder.rglob("*") if each.suffix in SUFFIXES and each.is_file()):
         form = form_of(path)
         if form is None:
-            out.left.append(f"{path.name}: its form is not known")
+            out.left.append(f"{path.name}: its form is unknown")
             continue
         out.inferred += tuple(each for each in form.INFERRED if each not in out.inferred)
         for found in _rows(form, path, name):
@@ -74,7 +74,7 @@ def read_source(folder: Path, name: str) -> Source:
                 continue
             key = repr((found.model, found.hardware.name, found.setup, found.config, found.step_ms, found.memory_mib))
             if key in seen:
-                out.left.append(f"{found.where}: another row says the same")
+                out.left.append(f"{found.where}: it repeats another row")
             else:
                 seen.add(key)
                 out.runs.append(found)
@@ -82,7 +82,7 @@ def read_source(folder: Path, name: str) -> Source:
 
 
 def _rows(form: ModuleType, path: Path, name: str) -> Iterator[Run | str]:
-    """Each row as a run, or why it is left out."""
+    """Yields each row as a run, or the reason why it is left out."""
     try:
         for where, make in form.read(path, name):
             try:
@@ -96,7 +96,7 @@ def _rows(form: ModuleType, path: Path, name: str) -> Iterator[Run | str]:
 
 
 def form_of(path: Path) -> ModuleType | None:
-    """The form that a file has; None where none is known."""
+    """Returns the form of a file; None if it is unknown."""
     try:
         header = header_of(path)
     except (OSError, csv.Error, RedlineError):
@@ -105,7 +105,7 @@ def form_of(path: Path) -> ModuleType | None:
 
 
 def header_of(path: Path) -> set[str]:
-    """The names of its columns, those of all tables of a page together."""
+    """Returns the names of the columns; for a page those of all its tables."""
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             return set(next(csv.reader(file), []))

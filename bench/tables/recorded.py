@@ -1,9 +1,9 @@
-"""Recorded tables: search methods are tried on them without a device.
+"""Recorded tables, on which search methods are tested without a device.
 
-A table is a CSV, one row a configuration that somebody ran, with a YAML beside it that names model, training
-and hardware. Columns that are no results are knobs; `status` is `ok`, `oom`, `crash`, `timeout` or `failed`
-(the cause was not recorded). The objective is the first there is of `throughput`, `tokens_per_second`,
-`samples_per_second` and `step_ms` (lower is better).
+A table is a CSV with a row for each configuration that was run, and a YAML beside it with model, training and
+hardware. Columns that are not results are knobs; `status` is `ok`, `oom`, `crash`, `timeout` or `failed` (the cause
+was not recorded). The objective is the first one present of `throughput`, `tokens_per_second`, `samples_per_second`
+and `step_ms` (lower is better).
 """
 
 import csv
@@ -31,31 +31,31 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Surface:
-    """One recorded table."""
+    """A recorded table."""
 
     name: str
     space: Space
-    """Whose valid set is exactly the rows."""
+    """A space whose valid set is exactly the rows."""
     rows: Mapping[Config, Measurement]
-    """What each configuration gave."""
+    """The result of each configuration."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The YAML beside the table; empty without one."""
     path: Path | None = None
-    """The table's file."""
+    """The file of the table."""
 
     @property
     def best(self) -> float | None:
-        """The highest throughput recorded; None if every row failed."""
+        """The highest recorded throughput; None if every row failed."""
         return max((each.reached for each in self.rows.values() if each.ok), default=None)
 
     @property
     def causes_known(self) -> bool:
-        """Whether failures are recorded with their cause, so that an OOM can be relied on."""
+        """True if failures are recorded with their cause, so that an OOM is certain."""
         return not any(each.reason.startswith("cause not recorded") for each in self.rows.values())
 
 
 def read_folder(folder: str | Path) -> list[Surface]:
-    """Every table in a folder, by name.
+    """Returns every table in a folder by name.
 
     Raises:
         UsageError: there is none, or one cannot be read.
@@ -67,11 +67,11 @@ def read_folder(folder: str | Path) -> list[Surface]:
 
 
 def read_surface(path: str | Path) -> Surface:
-    """The table in a CSV file.
+    """Returns the table in a CSV file.
 
     Raises:
-        UsageError: it has no rows, no objective, an unknown status, or a configuration twice; or what is beside it
-            is no mapping.
+        UsageError: it has no rows, no objective, an unknown status, or a configuration twice; or the YAML beside it is
+            not a mapping.
     """
     path = Path(path)
     with path.open(newline="") as file:
@@ -111,7 +111,7 @@ def _value(text: str) -> Any:
 
 
 def _space(points: list[dict[str, Any]]) -> Space:
-    """The space of exactly these points; replicas and accumulation are derived where they follow."""
+    """Returns the space of exactly these points; replicas and accumulation are derived if they follow from other knobs."""
     space = Space()
     names = list(points[0])
     derived = {}
@@ -163,7 +163,7 @@ def _measurement(
         seconds_total=_float(row.get("seconds_total")),
     )
     if status == "failed":
-        # Most are out of memory, so that is what a search is told.
+        # Most of these are out of memory, so that the search receives that.
         return made(status=Status.OOM, reason="cause not recorded")
     if status not in {*Status}:
         raise UsageError(f"{where}: the status must be ok, failed, oom, crash or timeout, but got '{status}'")
@@ -187,7 +187,7 @@ def _float(text: str | None) -> float | None:
 
 
 def _limit_mib(facts: Mapping[str, Any]) -> float | None:
-    """Memory of a device by the name of the hardware, as in `h100-80gb-sxm`, or as `memory_limit_mib`."""
+    """Returns the memory of a device from the name of the hardware, such as `h100-80gb-sxm`, or from `memory_limit_mib`."""
     hardware = facts.get("hardware") or {}
     if hardware.get("memory_limit_mib"):
         return float(hardware["memory_limit_mib"])

@@ -1,4 +1,4 @@
-"""Tables with a YAML beside each (`bench/surfaces`, and other trainers' in that form) as estimators and as runs."""
+"""Tables with a YAML beside each (`bench/surfaces`, and those of other trainers in that form) as estimators and as runs."""
 
 import re
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Measured:
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
-    """The model of a YAML."""
+    """Returns the model of a YAML."""
     llama = model.get("family") not in ("gpt2", "gpt", "bert", "opt")
     return Shape(
         name=str(model.get("family", "model")),
@@ -71,7 +71,7 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
 
 
 def hardware_of(data: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
-    """The cluster of a YAML; its network where the YAML puts a number on it."""
+    """Returns the cluster of a YAML, with its network if the YAML has its bandwidth."""
     device = find_hardware(data["device"])
     notes = []
     per_node = int(data.get("gpus_per_node", device.devices_per_node))
@@ -91,14 +91,14 @@ def hardware_of(data: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
 
 
 def framework_of(about: Mapping[str, Any]) -> str:
-    """The trainer of a YAML: the one that its name or its source names; redline where none is."""
+    """Returns the trainer of a YAML by its name or its source; redline if neither names one."""
     words = f"{about.get('name', '')} {about.get('source', '')} {about.get('framework', '')}".lower()
     named = [name for name in TRAINERS if name not in ("redline", "trainer") and name in words]
     return named[0] if named else "trainer" if "transformers" in words else "redline"
 
 
 def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any) -> tuple[dict[str, Any], list[str]]:
-    """Fields of the setup that a YAML states, and in words what was inferred rather than read."""
+    """Returns the fields of the setup in a YAML, and a description of the inferred ones."""
     notes = []
     recompute = str(data.get("checkpointing", "none")).lower()
     selective = "selective" in recompute
@@ -113,7 +113,7 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any) -> tuple[dict[
         if any(each in order for each in ("gpipe", "afab"))
         else "1f1b"
     )
-    said: dict[str, Any] = {
+    setup_fields: dict[str, Any] = {
         "devices": gpus if isinstance(gpus, int) else 1,
         "seq_len": seq_len,
         "global_batch": data.get("global_batch_sequences"),
@@ -126,18 +126,17 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any) -> tuple[dict[
         "virtual_stages": int(data.get("virtual_stages", 2 if pipeline == "interleaved" else 1)),
     }
     if "16" not in str(data.get("precision", "bf16")):
-        said |= {"precision": "fp32", "parameter_dtype": None, "gradient_dtype": None, "master_weights": None}
+        setup_fields |= {"precision": "fp32", "parameter_dtype": None, "gradient_dtype": None, "master_weights": None}
     for name, field in (("master_weights", "master_weights"), ("gradient_accumulation", "gradient_dtype")):
         if name in data:
-            said[field] = str(data[name])
+            setup_fields[field] = str(data[name])
     if "attention" in data:
-        said["attention"] = "sdpa" if "flash" in str(data["attention"]).lower() else "eager"
-    return said, notes
+        setup_fields["attention"] = "sdpa" if "flash" in str(data["attention"]).lower() else "eager"
+    return setup_fields, notes
 
 
 def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
-    """The machine and the set-up of a table that `bench/record.py` took: what varies is in the table's
-    columns."""
+    """Returns the machine and the setup of a table recorded by `bench/record.py`; knobs are in the columns of the table."""
     machine, training = about["hardware"], about["training"]
     precision = training["precision"]
     return Hardware.from_mapping(machine["numbers"], name=machine["name"], where=about["name"]), TrainingSetup(
@@ -150,7 +149,7 @@ def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
 
 
 def load(path: Path) -> Measured:
-    """A table with its estimator."""
+    """Returns a table with its estimator."""
     about = yaml.safe_load(path.with_suffix(".yaml").read_text())
     framework = framework_of(about)
     table = pd.read_csv(path)
@@ -160,18 +159,18 @@ def load(path: Path) -> Measured:
     else:
         device, notes = hardware_of(about["hardware"])
         trainer = find_trainer(framework)
-        said, more = training_of(about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"))
+        setup_fields, more = training_of(about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"))
         if framework == "megatron":
-            # The tables are of 2021 and before: scores are kept, and backward writes gradients of their own.
-            # With fp16 it adds gradients up in it, unless it is told otherwise; with bf16 in fp32.
+            # The tables are from 2021 or before: scores are stored, and backward writes separate gradients.
+            # With fp16 it accumulates gradients in fp16 unless configured otherwise; with bf16 in fp32.
             half = "fp16" in str(about["training"].get("precision", ""))
-            said = {
+            setup_fields = {
                 "attention": "eager",
-                "gradient_copy": not half,
+                "gradient_copy": True,
                 **({"gradient_dtype": "fp16"} if half else {}),
-                **said,
+                **setup_fields,
             }
-        setup, notes = trainer.training(**said), [*notes, *more, *trainer.facts]
+        setup, notes = trainer.training(**setup_fields), [*notes, *more, *trainer.facts]
     samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
     if "step_ms" not in table:
         table["step_ms"] = samples * setup.seq_len / table["tokens_per_second"] * 1e3

@@ -1,4 +1,4 @@
-"""PyTorch's torchtitan, its benchmarks/ pages: Llama 3 by FSDP2, tensor, pipeline and context parallelism."""
+"""Tables in the benchmarks/ pages of PyTorch's torchtitan: Llama 3 by FSDP2, tensor, pipeline and context parallelism."""
 
 import re
 from functools import partial
@@ -10,9 +10,10 @@ from .form import Left, Rows, Run, Table, batches, columns, degrees, memory_mib,
 from .models import model_of
 
 INFERRED = (
-    "the pages' H100s have 96 GB of HBM2e (2.4 TB/s) and 500 W, at which clocks are some 0.85 of those at 700 W",
+    "the pages' H100s have 96 GB of HBM2e (2.4 TB/s) and 500 W",
     "8192 tokens a sequence where no column says so",
-    "FSDP2, reshard after forward; gradients and reductions in fp32, gathered in bf16; under pipelines weights stay gathered",
+    "FSDP2, reshard after forward; gradients and reductions in fp32, gathered in bf16; under pipelines weights stay gathered and "
+    "gradients whole",
     "selective checkpointing keeps every other product and attention of a block; memory is what the allocator reserved",
     "float8 is of linear layers but the head's; tensorwise gathers in 8 bits",
     "interleaved pipelines have two chunks a rank; `Local batch size` of a pipeline is all its micro-batches, as "
@@ -26,8 +27,7 @@ def matches(path: Path, header: set[str]) -> bool:
 
 def machine() -> Hardware:
     base = find_hardware("h100-80gb")
-    slower = {name: rate * 0.85 for name, rate in base.tflops.items()}
-    return base.replace(name="h100-96gb-500w", memory_gib=94.5, memory_gb_per_s=2400.0, tflops=slower)
+    return base.replace(name="h100-96gb-500w", memory_gib=94.5, memory_gb_per_s=2400.0, watts=500)
 
 
 def read(path: Path, source: str) -> Rows:
@@ -51,7 +51,7 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
     devices = _said(title, r"(\d+) (?:GPU|H100)s")
     if name is None or devices is None:
         raise Left("model or devices is not stated")
-    words = f"{cells} {title}"  # a row's own degrees count first
+    words = f"{cells} {title}"  # degrees in the row come first
     tp, cp, pp = (_said(words, rf"\b{each}[ =]?(\d+)") or 1 for each in ("TP", "CP", "PP"))
     split = degrees(devices, tp=tp, cp=cp, pp=pp)
     local = _said(title, r"local batch size (\d+)")
@@ -60,7 +60,7 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
     rate = number(row[found.get("tokens_per_device") or found["tokens"]])
     if rate is None or local is None or seq_len is None:
         raise Left("throughput, batch or sequence is not stated")
-    # A pipeline's local batch is all that its ranks do in a step: by default in as many micro-batches as stages.
+    # The local batch of a pipeline contains all samples of its ranks in a step: by default one micro-batch per stage.
     sizes = (
         {"micro_batch": max(local // pp, 1), "grad_accum": min(local, pp)}
         if pp > 1
@@ -85,6 +85,7 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
             "seq_len": seq_len,
             **({"products": "fp8"} if "float8" in precision else {}),
             "keeps_products": selective,
+            "unsharded_gradients": pp > 1,
             "overlap_tensor": "asynctp" in words.lower(),
         },
         config=config,

@@ -1,4 +1,4 @@
-"""PyTorch's torchtune: what each technique saves and costs on one device, as its README has it."""
+"""Tables in the README of PyTorch's torchtune: savings and cost of each technique on one device."""
 
 from functools import partial
 from pathlib import Path

@@ -23,6 +23,7 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup
     has."""
     known: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
+    known = {name: values for name, values in known.items() if name not in setup.fixed}
     precisions, attentions, fusions, kernels = (known.get(name, (getattr(setup, name),)) for name in _VARIANT)
     return list(product(precisions, attentions, fusions, kernels))
 
@@ -37,8 +38,8 @@ def trace_concurrently(
     hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
     """
     groups: dict[tuple[str, str], list[Variant]] = {}
-    # What kernels change follows from the facts without.
-    formed: Iterable[Variant] = ((*each[:3], False) for each in variants)
+    # What kernels change follows from the facts without, and tf32 has those of fp32.
+    formed: Iterable[Variant] = (("fp32" if each[0] == "tf32" else each[0], *each[1:3], False) for each in variants)
     for variant in dict.fromkeys(formed):
         if not source.is_known(variant):
             # Those that differ in fusion alone share a trace.

@@ -65,8 +65,9 @@ def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:
     """The facts with cross-entropy computed as one of `estimator.setup.LOSSES` says; None leaves it.
 
     Of `plain` there are the logits, their fp32 copy and its logarithms, then the gradient of either; of `parallel` their fp32
-    copy, which becomes their shares, and the gradient in 16 bits; of `fused` the logits, in whose place their gradient comes:
-    read twice, written once.
+    copy, which becomes their shares, and the gradient in 16 bits: the copy is made, its largest found, subtracted, raised, summed
+    and divided, then scaled and cast, each a pass over memory (Megatron-LM, core/tensor_parallel/cross_entropy.py); of `fused`
+    the logits, in whose place their gradient comes: read twice, written once.
     """
     head = _head(facts)
     if loss is None or head is None:
@@ -76,7 +77,7 @@ def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:
     width, count = bytes_of(facts.precision), float(head.n)
     saved, spike, moved, back, kernels = {
         "plain": (width + (8 if width < 4 else 4), 4 + width, width + 16, 2 * width + 32, 8.0),
-        "parallel": (4, width, width + 20, 8 + width, 8.0),
+        "parallel": (4, width, width + 36, width + 12, 8.0),
         "fused": (width, 0, 2 * width, width, 2.0),
     }[loss]
     parts = tuple(

@@ -1,4 +1,4 @@
-"""How a family of models is rewritten: one schedule a file."""
+"""Schedules of model families, one per file."""
 
 from importlib import import_module
 
@@ -6,8 +6,8 @@ from .generic import schedule as generic_schedule
 from .standard import StandardSchedule, Support, indices_of
 from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
-# Model types, as transformers names them, to the module with their schedule. What transformers itself has plans
-# for (Llama, Qwen, Mistral, Mixtral, GPT-NeoX and about a hundred more) needs none.
+# Maps model types, as transformers names them, to the module with their schedule. Types with plans in transformers
+# (Llama, Qwen, Mistral, Mixtral, GPT-NeoX and about a hundred more) need none.
 _FILES = {
     "albert": "albert",
     "bert": "bert",
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def schedule_of(model_type: str) -> StandardSchedule:
-    """The schedule of a family; for those without a file the one that follows transformers' own plans."""
+    """Returns the schedule of a family; for those without a file the one that follows transformers' own plans."""
     if model_type not in _FILES:
         return generic_schedule
     return import_module(f".{_FILES[model_type]}", __name__).schedule

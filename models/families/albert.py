@@ -1,4 +1,4 @@
-"""ALBERT: one layer, used again and again."""
+"""ALBERT: one layer, used repeatedly."""
 
 from typing import TYPE_CHECKING, NoReturn
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """The shared layer; several where the model has groups of them."""
+    """Returns the shared layer, or one per group if the model has groups."""
     return sch.select("albert.encoder.albert_layer_groups.*.albert_layers.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """Attention by heads, the feed-forward part by its inner features."""
+    """Cuts attention by heads, the feed-forward part by its inner features."""
     for name in ("attention.query", "attention.key", "attention.value"):
-        # The attention module adds its input to its output, so each projection's gradient is summed by itself.
+        # The attention module adds its input to its output, so each projection's gradient is summed separately.
         column_parallel(block[name])
         block[name].sync("bwd_post", "all_reduce")
     row_parallel(block["attention.dense"])
@@ -31,14 +31,14 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 def no_stages(sch: "Schedule", stages: int) -> NoReturn:
-    """The shared layer would have to be on every rank."""
+    """Raises, because the shared layer would have to be on every rank."""
     layers = sch.module.config.num_hidden_layers
-    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot lie in {stages} stages")
+    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot be in {stages} stages")
 
 
 schedule = StandardSchedule(
     blocks,
     Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
-    no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
+    no_sequence_parallel="the attention module includes the residual, and takes its sizes from the whole sequence",
 )

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Attention and feed-forward, each followed by its norm."""
+    """Returns attention and feed-forward, each followed by its norm."""
     return sch.select("bert.encoder.layer.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """Attention by heads, the feed-forward part by its inner features."""
+    """Cuts attention by heads, the feed-forward part by its inner features."""
     for name in ("query", "key", "value"):
         column_parallel(block[f"attention.self.{name}"])
     row_parallel(block["attention.output.dense"])

@@ -1,4 +1,4 @@
-"""Any model: the repeated blocks are found by their being repeated, parallelism is as transformers plans it."""
+"""Any model: finds repeated blocks by their repetition, and uses transformers' parallelism plans."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,20 +12,22 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 SHARE_OF_LARGEST = 0.25
-"""Lists of blocks with at least this share of the largest list's parameters count too: the decoder beside the
-encoder, the stages of a convolutional network."""
+"""Lists of blocks with at least this share of the largest list's parameters count too: the decoder beside an encoder, the
+stages of a convolutional network.
+"""
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """The members of the largest `nn.ModuleList` or `nn.Sequential` of modules of one type, and of lists like
-    it elsewhere in the model. Modules without children are no blocks. Empty where nothing is repeated."""
+    """Returns the members of the largest `nn.ModuleList` or `nn.Sequential` of modules of one type, and of similar
+    lists elsewhere in the model. Modules without children are not blocks. Empty if nothing is repeated.
+    """
     found = list(_lists(sch, sch.module))
     largest = max((size for _, size in found), default=0)
     return [block for members, size in found if size >= SHARE_OF_LARGEST * largest for block in members]
 
 
 def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedule], int]]":
-    """Outermost lists of blocks below a module, with their parameters."""
+    """Yields the outermost lists of blocks below a module, with their number of parameters."""
     from torch import nn
 
     for name, child in module.named_children():

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Attention and feed-forward with their norms in front."""
+    """Returns attention and feed-forward, each preceded by its norm."""
     return sch.select("transformer.h.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """Attention by heads (q, k and v are fused in one weight), the feed-forward part by its inner features."""
+    """Cuts attention by heads (q, k and v are fused in one weight), the feed-forward part by its inner features."""
     column_parallel(block["attn.c_attn"], parts=3)
     row_parallel(block["attn.c_proj"])
     block["attn"].fork_rng()

@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2's layout, every other block with attention to a window."""
+"""GPT-Neo: GPT-2's layout, with windowed attention in every other block."""
 
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """The blocks, global and local attention in turn."""
+    """Returns the blocks, global and local attention alternating."""
     return sch.select("transformer.h.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """Attention by heads, the feed-forward part by its inner features."""
+    """Cuts attention by heads, the feed-forward part by its inner features."""
     attention = block["attn.attention"]
     for name in ("q_proj", "k_proj", "v_proj"):
         column_parallel(attention[name])

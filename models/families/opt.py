@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Decoder layers."""
+    """Returns the decoder layers."""
     return sch.select("model.decoder.layers.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """Attention by heads, the feed-forward part by its inner features."""
+    """Cuts attention by heads, the feed-forward part by its inner features."""
     attention = block["self_attn"]
     for name in ("q_proj", "k_proj", "v_proj"):
         column_parallel(attention[name])
@@ -24,10 +24,10 @@ def cut(block: "Schedule", regions: Regions) -> None:
     regions.around(attention, attention["out_proj"])
     column_parallel(block["fc1"])
     row_parallel(block["fc2"])
-    # Samples and positions are one dimension there.
+    # Samples and positions are one dimension here.
     regions.around(block["fc1"], block["fc2"], sequence=0)
     if regions.sequence_parallel:
-        # The layer itself drops activations, of another piece on each rank.
+        # The layer itself has dropout on activations, with another piece on each rank.
         block.fork_rng()
 
 

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT's blocks under another name."""
+"""RoBERTa and XLM-RoBERTa: BERT's blocks under other names."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Attention and feed-forward, each followed by its norm."""
+    """Returns attention and feed-forward, each followed by its norm."""
     return sch.select("roberta.encoder.layer.*")
 
 

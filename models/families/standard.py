@@ -1,4 +1,4 @@
-"""What every family's schedule does with the standard knobs."""
+"""Schedule of the standard knobs, common to all families."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 KNOBS = ("checkpoint_ratio", "fusion", "kernels")
-"""Knobs that rewrite the model on one device, and that a StandardSchedule follows."""
+"""Knobs that rewrite the model on one device and that a StandardSchedule supports."""
 
 NO_TENSOR_PARALLEL = (
     "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
@@ -28,66 +28,67 @@ NO_PIPELINE = "neither transformers nor redline has a pipeline plan for this mod
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Support:
-    """Which parallel knobs a model can follow; a reason in words where it cannot, empty where it can."""
+    """Parallel knobs that a model supports: a reason if it does not, empty if it does."""
 
     tp: Callable[[int], str]
-    """Why the model cannot be cut over so many tensor-parallel ranks."""
+    """Obstacle to cutting the model over this number of tensor-parallel ranks."""
     sequences: Callable[[int, int, int], str]
-    """`sequences(sp, cp, tp)`: why so many ranks cannot share its sequences, heads exchanged among `sp` of them and keys
-    going round among `cp`, each layer of which is cut over `tp` ranks."""
+    """`sequences(sp, cp, tp)`: obstacle to sharing its sequences among ranks: `sp` of them exchange heads, `cp` of
+    them pass keys around a ring, and each layer is cut over `tp` ranks.
+    """
     pp: Callable[[int], str]
-    """Why it cannot be divided into so many pipeline stages."""
+    """Obstacle to dividing it into this number of pipeline stages."""
     sequence_parallel: str
-    """Why the sequence cannot be cut between regions. Where it can, tp must divide a sample's tokens."""
+    """Obstacle to cutting the sequence between regions. If there is none, tp must divide a sample's tokens."""
     zero: str
-    """Why what replicas hold cannot be cut over them."""
+    """Obstacle to sharding over replicas."""
     offload: str
-    """Why the optimizer's state cannot live in host memory."""
+    """Obstacle to keeping the optimizer's state in host memory."""
     virtual_stages: str = ""
-    """Why a rank of a pipeline cannot hold several stages."""
+    """Obstacle to several stages on a pipeline rank."""
     zero_in_stages: str = ""
-    """Why parameters and gradients (ZeRO 2 and 3) cannot be cut over the replicas of a pipeline."""
+    """Obstacle to sharding parameters and gradients (ZeRO 2 and 3) over the replicas of a pipeline."""
     kernels: str = ""
-    """Why the logits cannot be left unformed."""
+    """Obstacle to a loss without materialised logits."""
     float8: Callable[[int], str] = lambda ranks: ""
-    """Why nothing in the blocks, cut over so many tensor-parallel ranks, can be computed in 8 bits."""
+    """Obstacle to 8-bit products in the blocks, cut over this number of tensor-parallel ranks."""
     padding: Callable[[int], str] = lambda ranks: ""
-    """What is filled up with zeros where so many tensor-parallel ranks do not divide it; empty for nothing."""
+    """Tensors that are padded with zeros if this number of tensor-parallel ranks does not divide them; empty for none."""
 
 
 @dataclass(frozen=True)
 class StandardSchedule:
-    """`schedule(sch, config)`: follows the standard knobs on the repeated blocks of a model.
+    """`schedule(sch, config)`: applies the standard knobs to the repeated blocks of a model.
 
-    | knob | what happens |
-    |---|---|
-    | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
-    | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
-    | `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
-    | `cp` | likewise, and keys and values go round among them (ring attention) |
-    | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
-    | `virtual_stages` | so many stages on each of its ranks |
-    | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `checkpoint_blocks` | in its place: the blocks of these indices, such as `0-3,7`, are recomputed |
-    | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
-    | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
+     knob | effect |
+    ---|---|
+     `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis according to the family |
+     `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
+     `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
+     `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
+     `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
+     `virtual_stages` | number of stages on each of its ranks |
+     `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
+     `checkpoint_blocks` | instead: the blocks of these indices, such as `0-3,7`, are recomputed |
+     `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
+     `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
     Raises (when called):
-        ScheduleError: the model cannot be cut so; `support` tells beforehand.
+        ScheduleError: the model cannot be cut so; `support` finds that out in advance.
     """
 
     blocks: "Callable[[Schedule], list[Schedule]]"
-    """The repeated blocks of a model, in order."""
+    """Returns the repeated blocks of a model, in order."""
     tensor_parallel: "Callable[[Schedule, Sequence[Schedule], bool], None] | None" = None
-    """`tensor_parallel(sch, blocks, sequence_parallel)` cuts the model over the `tp` axis; None where nobody
-    knows how."""
+    """`tensor_parallel(sch, blocks, sequence_parallel)` cuts the model over the `tp` axis; None if it is not supported."""
     stage_ends: "Callable[[Schedule, int], list[Schedule]] | None" = None
-    """`stage_ends(sch, stages)`: the modules behind which all stages but the last end; None for blocks in
-    even shares. Raises ScheduleError where it cannot be done."""
+    """`stage_ends(sch, stages)`: the last module of each stage but the last; None for even shares of the blocks.
+    Raises ScheduleError if that is impossible.
+    """
     no_sequence_parallel: str = ""
-    """Why the sequence cannot be cut in this family."""
+    """Obstacle to cutting the sequence in this family."""
     late: tuple[str, ...] = ()
-    """Paths of modules behind the blocks that the model registers before them."""
+    """Paths of modules after the blocks that the model registers before them."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         blocks = self.blocks(sch)
@@ -109,16 +110,16 @@ class StandardSchedule:
                 stage[index].checkpoint()
         if config.get("fusion", False):
             for block in blocks or [sch]:
-                # Shapes do not change in training, so nothing is gained by code for any shape.
+                # Shapes do not change in training, so code for dynamic shapes has no advantage.
                 block.compile(dynamic=False)
         if config.get("kernels", False):
             head_of(sch, blocks).fused_loss()
 
     def support(self, sch: "Schedule") -> Support:
-        """What can be done with a model, found by trying on a copy of it without weights.
+        """Returns the supported parallel knobs of a model, found by trials on a copy without weights.
 
         Args:
-            sch: the schedule of the model or of its skeleton; it is left as it is. Its mesh is not looked at.
+            sch: schedule of the model or of its skeleton; it is not changed. Its mesh is ignored.
         """
         from ...schedule.parallel.sequences import obstacle
 
@@ -139,7 +140,7 @@ class StandardSchedule:
         )
 
     def no_kernels(self, sch: "Schedule") -> str:
-        """Why the logits of a model cannot be left unformed, as in `support`; empty where they can."""
+        """Obstacle to a loss without materialised logits, as in `support`; empty if there is none."""
         return _Trials(self, sch).kernels()
 
     def _cut(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
@@ -164,21 +165,21 @@ class StandardSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
-    """What became of a model that was to be cut over tensor-parallel ranks."""
+    """Result of cutting a model over tensor-parallel ranks."""
 
     obstacle: str = ""
-    """Why it cannot be; empty where it can."""
+    """Reason why it is impossible; empty if it is possible."""
     padding: str = ""
-    """What is filled up with zeros; empty for nothing."""
+    """Tensors padded with zeros; empty for none."""
     float8: str = ""
-    """Why nothing in its blocks can be computed in 8 bits then; empty where something can."""
+    """Obstacle to 8-bit products in its blocks then; empty if there is none."""
 
 
 class _Trials:
     """Tries primitives on copies of a model without weights.
 
-    What is cut is cut alike in blocks that are alike, so that a copy with a few of each kind tells; where it
-    refuses, the whole model says why.
+    Equal blocks are cut equally, so a copy with a few blocks of each kind is tried first. If it fails, the whole model
+    gives the reason.
     """
 
     def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
@@ -197,11 +198,11 @@ class _Trials:
         return model, shorten(model, self._paths)
 
     def cut(self, ranks: int, sequence_parallel: bool = False) -> _Cut:
-        """The model cut over so many ranks."""
+        """The model cut over this number of ranks."""
         model, paths = self._short
         try:
             return self._cut(model, paths, ranks, sequence_parallel)
-        except (ScheduleError, LookupError, AttributeError):  # also of a block that is not there
+        except (ScheduleError, LookupError, AttributeError):  # also for a missing block
             pass
         try:
             return self._cut(self._whole, self._paths, ranks, sequence_parallel)
@@ -209,7 +210,7 @@ class _Trials:
             return _Cut(obstacle=str(error))
 
     def uncut(self) -> _Cut:
-        """The model as it is."""
+        """The model without cuts."""
         return _Cut(float8=unconvertible(self._whole.get_submodule(path) for path in self._paths))
 
     def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> _Cut:
@@ -226,7 +227,7 @@ class _Trials:
         return _Cut(padding=_padding(tried), float8=unconvertible((each.module for each in blocks), ranks))
 
     def staged(self, stages: int) -> str:
-        """Why the model cannot be divided into so many pipeline stages; empty where it can."""
+        """Obstacle to dividing the model into this number of pipeline stages; empty if there is none."""
         from ...schedule.parallel.partition import units_of
 
         try:
@@ -239,12 +240,12 @@ class _Trials:
         from ...schedule import create_schedule
         from ...schedule.parallel.collectives import PlannedMesh
 
-        tried = create_schedule(self._whole, PlannedMesh(pp=stages))  # a cut is a note, the model stays whole
+        tried = create_schedule(self._whole, PlannedMesh(pp=stages))  # a cut is only recorded, the model is not changed
         self._schedule(tried, {"pp": stages})
         return tried
 
     def tied_stages(self) -> str:
-        """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
+        """Obstacle to ZeRO 2 and 3 in a pipeline; empty if there is none."""
         from ...schedule.parallel.partition import tied_within, units_of
         from ...schedule.primitives.data_parallel import no_tied_stages
 
@@ -253,7 +254,7 @@ class _Trials:
         return no_tied_stages(tied) if tied else ""
 
     def kernels(self) -> str:
-        """Why the logits cannot be left unformed; empty where they can."""
+        """Obstacle to a loss without materialised logits; empty if there is none."""
         from ...schedule import create_schedule
         from ...schedule.parallel.partition import meta_copy
 
@@ -266,11 +267,11 @@ class _Trials:
 
 
 def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
-    """Why nothing in repeated blocks can be computed in 8 bits; empty where something can.
+    """Obstacle to 8-bit products in repeated blocks; empty if there is none.
 
     Args:
-        blocks: as they are cut over tensor-parallel ranks.
-        ranks: how many.
+        blocks: blocks as cut over tensor-parallel ranks.
+        ranks: number of these ranks.
     """
     from ...schedule.primitives.formats import obstacle
 
@@ -279,7 +280,7 @@ def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
 
 
 def _padding(sch: "Schedule") -> str:
-    """Each size that is filled up, with the first tensor of that size."""
+    """Each padded size, with the first tensor of that size."""
     from ...schedule.parallel.sharding import shards_of, walk
 
     found: dict[int, str] = {}
@@ -294,12 +295,12 @@ def _padding(sch: "Schedule") -> str:
 
 
 def _check_heads(sch: "Schedule") -> None:
-    """Refuses heads that would be cut apart, in the words of a model's configuration where it has one."""
+    """Refuses to cut within heads, with the names of the model's configuration if it has one."""
     from ...schedule.parallel.collectives import axis_of
 
     config: Any = getattr(sch.module, "config", None)
     axis = axis_of(sch.mesh, "tp")
-    if axis is None or not hasattr(config, "get_text_config"):  # without an axis `shard` refuses
+    if axis is None or not hasattr(config, "get_text_config"):  # without an axis `shard` raises
         return
     for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         count = getattr(config.get_text_config(), name, None)
@@ -308,10 +309,10 @@ def _check_heads(sch: "Schedule") -> None:
 
 
 def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
-    """The last block of each stage but the last, blocks in even shares.
+    """The last block of each stage but the last, for even shares of the blocks.
 
     Raises:
-        ScheduleError: fewer blocks than stages.
+        ScheduleError: there are fewer blocks than stages.
     """
     if len(blocks) < stages:
         raise ScheduleError(
@@ -332,8 +333,8 @@ def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[
 
 
 def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
-    """The projection to the vocabulary: the one that transformers knows; in another model the widest linear
-    layer outside of its blocks that makes more features than it takes.
+    """Returns the projection to the vocabulary: the one that transformers knows; in another model the widest linear
+    layer outside its blocks with more outputs than inputs.
 
     Raises:
         ScheduleError: there is none.
@@ -345,7 +346,7 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
     paths = {module: path for path, module in sch.module.named_modules() if module not in inside}
     if known is not None:
         head = known()
-    elif blocks:  # without any, what is compiled is the whole model
+    elif blocks:  # without blocks, the whole model is compiled
         linear = [each for each in paths if isinstance(each, nn.Linear)]
         wide = [each for each in linear if each.out_features > each.in_features]
         head = max(wide, key=lambda each: each.out_features, default=None)
@@ -355,13 +356,13 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
 
 
 def indices_of(text: str, count: int) -> list[int]:
-    """Indices of blocks from text, ranges with both ends; empty for `none`.
+    """Parses indices of blocks, with inclusive ranges; empty for `none`.
 
     >>> indices_of("0-2,5", 6)
     [0, 1, 2, 5]
 
     Raises:
-        ScheduleError: it is no such text, or there are not as many blocks.
+        ScheduleError: the text is malformed, or there are fewer blocks.
     """
     if text == "none":
         return []

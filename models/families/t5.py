@@ -1,4 +1,4 @@
-"""T5: encoder and decoder, position biases that the first block computes for all."""
+"""T5: encoder and decoder, with position biases that the first block computes for all."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,12 +14,12 @@ EMBEDDINGS = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """The encoder's blocks, then the decoder's."""
+    """Returns the encoder's blocks, then the decoder's."""
     return [*sch.select("encoder.block.*"), *sch.select("decoder.block.*")]
 
 
 def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
-    """Attention and its position bias by heads, the feed-forward parts by their inner features."""
+    """Cuts attention and its position bias by heads, the feed-forward parts by their inner features."""
     vocabulary(sch, EMBEDDINGS, "lm_head")
     for block in blocks:
         for layer in block["layer"]:
@@ -28,12 +28,12 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         for stack in ("encoder", "decoder"):
             norms = [f"layer.{index}.layer_norm" for index in range(3)]
             sequence(sch, sch.select(f"{stack}.block.*"), norms, f"{stack}.final_layer_norm")
-    # Cross-attention in all blocks of the decoder reads what the encoder returns.
+    # Cross-attention in all blocks of the decoder reads the encoder's output.
     sch["encoder.final_layer_norm"].sync("bwd_pre", "all_reduce")
 
 
 def cut_layer(layer: "Schedule", regions: Regions) -> None:
-    """Self-attention, cross-attention or the feed-forward part of a block."""
+    """Cuts self-attention, cross-attention or the feed-forward part of a block."""
     for name in ("SelfAttention", "EncDecAttention"):
         if name in layer:
             for projection in ("q", "k", "v"):
@@ -51,7 +51,7 @@ def cut_layer(layer: "Schedule", regions: Regions) -> None:
 
 
 def around(layer: "Schedule", entry: "Schedule", last: "Schedule", regions: Regions) -> None:
-    """The exchanges of a region. Only the norm's output is summed: position biases are cut by heads."""
+    """Adds the communication of a region. Only the norm's output is summed: position biases are cut by heads."""
     entry.fork_rng()
     if regions.sequence_parallel:
         regions.around(entry, last, dropout=[layer["dropout"]])
@@ -61,12 +61,13 @@ def around(layer: "Schedule", entry: "Schedule", last: "Schedule", regions: Regi
 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
-    """The encoder in all stages but the last, where the decoder is: each of its blocks reads the encoder."""
+    """Puts the decoder in the last stage and the encoder in all others, because each decoder block reads the
+    encoder's output.
+    """
     encoder = sch.select("encoder.block.*")
     if len(encoder) < stages - 1:
         raise ScheduleError(
-            f"pp: the decoder needs a stage of its own, so that {len(encoder)} encoder blocks remain for "
-            f"{stages - 1} stages"
+            f"pp: the decoder needs its own stage, so {len(encoder)} encoder blocks remain for {stages - 1} stages"
         )
     return [*even_ends(encoder, stages - 1), encoder[-1]]
 

@@ -1,4 +1,4 @@
-"""How a transformer is cut over the `tp` axis: regions within its blocks, the vocabulary, the sequence between."""
+"""Cuts a transformer over the `tp` axis: regions within its blocks, the vocabulary, the sequence between."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The exchanges around what is cut. A region goes from where ranks have the whole input to where they have
-    the whole output again; with `sequence_parallel`, a piece of the sequence each (Korthikanti et al., 2022)."""
+    """Communication around cut regions. A region starts and ends where ranks have the whole input and output; with
+    `sequence_parallel`, a piece of the sequence each (Korthikanti et al., 2022).
+    """
 
     sequence_parallel: bool = False
-    """Whether ranks hold pieces of the sequence between regions."""
+    """True if ranks have pieces of the sequence between regions."""
 
     def around(
         self,
@@ -23,13 +24,13 @@ class Regions:
         dropout: "Sequence[Schedule]" = (),
         sequence: int = 1,
     ) -> None:
-        """The exchanges of one region.
+        """Adds the communication of one region.
 
         Args:
-            entry: the module whose input starts the region; all that it computes from it is cut.
-            last: the projection that ends it with partial sums.
-            dropout: modules behind the region's end that drop activations.
-            sequence: the dimension of the sequence; 0 where samples and positions are one dimension.
+            entry: module whose input starts the region; everything that it computes from it is cut.
+            last: projection that ends it with partial sums.
+            dropout: dropout modules after the region's end.
+            sequence: dimension of the sequence; 0 if samples and positions are one dimension.
         """
         if self.sequence_parallel:
             entry.sync("fwd_pre", "all_gather", axis=sequence)
@@ -38,14 +39,14 @@ class Regions:
             entry.sync("bwd_post", "all_reduce")
             last.sync("fwd_post", "all_reduce")
         for each in dropout:
-            # Each rank has the whole again, or another piece of the sequence.
+            # Each rank has the whole output, or another piece of the sequence.
             each.fork_rng(differ=self.sequence_parallel)
 
 
 def column_parallel(module: "Schedule", parts: int = 1) -> None:
-    """Cuts a linear layer along its output, bias included; `parts` projections are fused in it.
+    """Cuts a linear layer along its output, including the bias; `parts` projections are fused in it.
 
-    Of an adapted layer (LoRA) the inner half of the adapter stays whole, and has its gradient from all ranks.
+    In an adapted layer (LoRA) the inner half of the adapter stays whole and sums its gradient over all ranks.
     """
     if is_adapted(module):
         column_parallel(module["base_layer"], parts)
@@ -61,7 +62,7 @@ def column_parallel(module: "Schedule", parts: int = 1) -> None:
 def row_parallel(module: "Schedule") -> None:
     """Cuts a linear layer along its input: its output is a partial sum.
 
-    Of an adapted layer (LoRA) the outer half of the adapter stays whole: it makes partial sums of partial sums.
+    In an adapted layer (LoRA) the outer half of the adapter stays whole: it maps partial sums to partial sums.
     """
     if is_adapted(module):
         row_parallel(module["base_layer"])
@@ -73,24 +74,24 @@ def row_parallel(module: "Schedule") -> None:
 
 
 def is_adapted(module: "Schedule") -> bool:
-    """Whether it is a layer that peft put an adapter around."""
+    """True for a layer with an adapter of peft."""
     return "base_layer" in module and "lora_A" in module
 
 
 def _adapters(module: "Schedule") -> "list[tuple[Schedule, Schedule]]":
-    """The inner and outer halves of a layer's adapters."""
+    """Inner and outer halves of a layer's adapters."""
     return [(module[f"lora_A.{name}"], module[f"lora_B.{name}"]) for name in module.module.lora_A]
 
 
 def _axes(module: "Schedule") -> tuple[int, int]:
-    # GPT-2's Conv1D keeps its weight transposed.
+    # GPT-2's Conv1D stores its weight transposed.
     return (1, 0) if type(module.module).__name__ == "Conv1D" else (0, 1)
 
 
 def vocabulary(sch: "Schedule", embeddings: Sequence[str], head: str) -> None:
-    """Cuts embeddings (tied to each other where there are several) and the head over the vocabulary.
+    """Cuts embeddings (tied to each other if there are several) and the head over the vocabulary.
 
-    What the ranks do not divide is filled up with zeros; the loss is computed from the pieces.
+    The vocabulary is padded with zeros to a multiple of the ranks; the loss is computed from the pieces.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3.
     """
@@ -102,7 +103,7 @@ def vocabulary(sch: "Schedule", embeddings: Sequence[str], head: str) -> None:
     if not tied:
         sch[head].shard("weight", axis=0, pad=True)
     if sch[head].module.bias is not None:
-        # BERT holds it at two places.
+        # BERT has it at two places.
         sch[head].shard("bias", axis=0, tied=True, pad=True)
     sch[head].sync("bwd_post", "all_reduce").parallel_loss()
 
@@ -112,9 +113,9 @@ def sequence(sch: "Schedule", blocks: "Sequence[Schedule]", norms: Sequence[str]
 
     Args:
         sch: the model.
-        blocks: the blocks that follow upon each other.
-        norms: modules of a block that compute on pieces of the sequence with weights that are whole.
-        last: the norm behind the blocks; empty where a block ends in its own.
+        blocks: consecutive blocks.
+        norms: modules of a block that compute on pieces of the sequence with whole weights.
+        last: norm after the blocks; empty if each block ends in its own.
     """
     blocks[0].sync("fwd_pre", "scatter", axis=1)
     for block in blocks:
@@ -128,18 +129,18 @@ def sequence(sch: "Schedule", blocks: "Sequence[Schedule]", norms: Sequence[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """A model whose blocks, embedding and head are cut; called with the model's schedule."""
+    """Cuts blocks, embedding and head of a model; called with the model's schedule."""
 
     block: "Callable[[Schedule, Regions], None]"
     """Cuts one block."""
     embedding: str = ""
-    """Path of the token embedding; empty where there is none to cut."""
+    """Path of the token embedding; empty if there is none to cut."""
     head: str = ""
     """Path of the projection to the vocabulary."""
     norms: tuple[str, ...] = ()
-    """Within a block, the norms outside of its regions."""
+    """Norms of a block outside its regions."""
     last: str = ""
-    """The norm behind the blocks; empty where a block ends in its own."""
+    """Norm after the blocks; empty if each block ends in its own."""
 
     def __call__(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
         """Applies the cuts."""

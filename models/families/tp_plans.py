@@ -1,7 +1,7 @@
-"""Tensor and pipeline parallelism as transformers plans it for an architecture.
+"""Tensor and pipeline parallelism by transformers' plans of an architecture.
 
-About a hundred architectures say in their configuration how each of their weights is cut (`base_model_tp_plan`)
-and what follows upon what (`base_model_pp_plan`). The plans are turned into shard, sync and fork_rng here.
+About a hundred architectures define in their configuration how each of their weights is cut (`base_model_tp_plan`) and
+the order of their modules (`base_model_pp_plan`). The plans are converted to shard, sync and fork_rng here.
 
 Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 """
@@ -23,11 +23,11 @@ COLUMNS = ("colwise", "packed_colwise")
 WITHIN = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
 """Styles of a region: whole input, cut features, partial sums."""
 STYLES = (*WITHIN, "colwise_gather_output", "embedding_rowwise", "moe_tp_experts")
-"""Styles of transformers' plans that have a counterpart here."""
+"""Supported styles of transformers' plans."""
 
 
 def tensor_plan(sch: "Schedule") -> dict[str, str]:
-    """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty for none."""
+    """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty if there is none."""
     return _plan_of_transformers(sch.module, "tp")
 
 
@@ -41,11 +41,10 @@ def _plan_of_transformers(model: "nn.Module", kind: str) -> dict[str, Any]:
 
 
 def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
-    """Cuts a model as transformers plans it.
+    """Cuts a model by transformers' plan.
 
     Raises:
-        ScheduleError: it has no plan, the plan has a style that has no counterpart, or the sequence cannot be
-            cut around it.
+        ScheduleError: it has no plan, the plan has an unsupported style, or the sequence cannot be cut around it.
     """
     plan = tensor_plan(sch)
     if not plan:
@@ -67,8 +66,8 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         if not any(place == each or place.startswith(each + ".") for each in done):
             if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
                 raise ScheduleError(
-                    f"sequence_parallel: '{place}' is not alone with what is cut, so that transformers' plan does "
-                    "not tell where the sequence is to be joined"
+                    f"sequence_parallel: no module around '{place}' contains only sharded modules, so transformers' "
+                    "plan does not show where to gather the sequence"
                 )
             _cut_alone(sch, place, style, sequence_parallel, drops)
     if sequence_parallel:
@@ -76,7 +75,7 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
-    """Blocks in even shares, where transformers' plan has one list of blocks."""
+    """Even shares of the blocks, if transformers' plan has one list of blocks."""
     lists = [
         path for path in _plan_of_transformers(sch.module, "pp") if path in sch and hasattr(sch[path].module, "append")
     ]
@@ -86,7 +85,7 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
 
 
 def _places(sch: "Schedule", path: str) -> list[str]:
-    """The modules or parameters that a path of a plan stands for; none where this model has none."""
+    """Modules or parameters that match a path of a plan; none if this model has none."""
     from fnmatch import fnmatchcase
 
     parts = path.split(".")
@@ -101,7 +100,7 @@ def _places(sch: "Schedule", path: str) -> list[str]:
 
 
 def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
-    """The module around a place that computes nothing but what is cut; empty where there is none."""
+    """Path of the module around a place that contains only cut modules; empty if there is none."""
     parent = place.rpartition(".")[0]
     if not parent or _is_parameter(sch, place) or places[place] not in WITHIN:
         return ""
@@ -117,15 +116,18 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
 
 
 def _drops(sch: "Schedule") -> bool:
-    """Whether the configuration has dropout or noise anywhere. Llama and most after it have none: to set random
-    streams there costs a break in every compiled block, for nothing."""
+    """True if the configuration has dropout or noise anywhere. Llama and most later models have none: seeding random
+    streams there would needlessly break every compiled block.
+    """
     config = sch.module.config.get_text_config().to_dict()
     numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
     return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
 
 
 def _layer(sch: "Schedule", holder: str) -> str:
-    """The layer that a module with weights belongs to: an adapted layer's are its original and its adapters."""
+    """Path of the layer that a module with weights belongs to: an adapted layer consists of its original and its
+    adapters.
+    """
     parts = holder.split(".")
     for depth in range(1, len(parts)):
         path = ".".join(parts[:depth])
@@ -148,7 +150,7 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
     behind = []
     if drops:
         region.fork_rng()
-        # Dropout behind the projection, within the region's own module.
+        # Dropout after the projection, within the region's own module.
         behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
     regions.around(region, last, dropout=behind)
 
@@ -159,7 +161,7 @@ def _is_behind(path: str) -> bool:
 
 
 def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool, drops: bool) -> None:
-    """One place of a plan, with exchanges of its own, as transformers does it."""
+    """Cuts one place of a plan, with its own communication, as transformers does."""
     if _is_parameter(sch, place):
         holder, _, name = place.rpartition(".")
         dims = sch[holder].module.get_parameter(name).dim()
@@ -173,7 +175,7 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
         if drops:
             module.fork_rng()
         if not sequence_parallel:
-            # Of the tokens and of the weights by which experts' outputs are added up.
+            # For the tokens and the weights of the experts' outputs.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     elif style in COLUMNS or style == "colwise_gather_output":
         column_parallel(module, parts=2 if style == "packed_colwise" else 1)
@@ -190,7 +192,7 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
 
 
 def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
-    """Embedding and head, where the plan cuts the head; they are taken out of `places`."""
+    """Cuts embedding and head, if the plan cuts the head; they are removed from `places`."""
     paths = {id(module): path for path, module in sch.module.named_modules()}
     head = paths.get(id(sch.module.get_output_embeddings()), "")
     embedding = paths[id(sch.module.get_input_embeddings())]
@@ -200,7 +202,7 @@ def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
 
 
 def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
-    """Modules of a router and its experts, and nothing else."""
+    """Paths of modules with only a router and its experts."""
     found = []
     for place in (path for path, style in places.items() if style == "moe_tp_experts"):
         parent = place.rpartition(".")[0]
@@ -211,13 +213,14 @@ def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
 
 
 def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str]) -> None:
-    """Between regions, and around mixtures of experts, whose router sees the whole sequence on every rank and
-    has a part of its gradient on each."""
+    """Cuts the sequence between regions, and around mixtures of experts, whose router sees the whole sequence on
+    every rank and has a part of its gradient on each.
+    """
     experts = [path for path, style in _experts(sch)]
     for path in experts:
         mixture = sch[path.rpartition(".")[0]]
         if mixture.path not in regions:
-            raise ScheduleError(f"sequence_parallel: '{mixture.name}' holds more than a router and experts")
+            raise ScheduleError(f"sequence_parallel: '{mixture.name}' contains more than a router and experts")
         for each in mixture:
             if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
                 each.sync("bwd_post", "all_reduce", on="parameters")

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Attention and feed-forward with their norms in front."""
+    """Returns attention and feed-forward, each preceded by its norm."""
     return sch.select("vit.layers.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """Attention by heads, the feed-forward part by its inner features."""
+    """Cuts attention by heads, the feed-forward part by its inner features."""
     for name in ("q_proj", "k_proj", "v_proj"):
         column_parallel(block["attention"][name])
     row_parallel(block["attention.o_proj"])

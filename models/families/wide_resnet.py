@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Residual blocks."""
+    """Returns the residual blocks."""
     return sch.select("blocks.*")
 
 
 def cut(block: "Schedule", regions: Regions) -> None:
-    """The first convolution by its output channels, with their norm, the second by its input channels."""
+    """Cuts the first convolution and its norm by output channels, the second by input channels."""
     column_parallel(block["conv1"])
     block["norm2"].shard(["weight", "bias"], axis=0)
     row_parallel(block["conv2"])
     regions.around(block["conv1"], block["conv2"])
 
 
-schedule = StandardSchedule(blocks, Cuts(block=cut), no_sequence_parallel="images are no sequences of tokens")
+schedule = StandardSchedule(blocks, Cuts(block=cut), no_sequence_parallel="images are not sequences of tokens")

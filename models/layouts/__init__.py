@@ -1,1 +1,1 @@
-"""Checkpoints of other tools, both ways: transformers, peft, Megatron-LM, torchtitan, and DCP folders."""
+"""Reads and writes checkpoints of other tools: transformers, peft, Megatron-LM, torchtitan, and DCP folders."""

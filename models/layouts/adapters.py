@@ -1,4 +1,4 @@
-"""Low-rank adapters as peft keeps them: read, written, and merged into the weights they adapt."""
+"""Low-rank adapters in peft's format: reads, writes, and merges them into the adapted weights."""
 
 import re
 from collections.abc import Mapping
@@ -17,27 +17,27 @@ from .weights import LazyWeights, Weights, differences, lazy_tensors, unlike
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft's names begin with: its own two modules around the model."""
+"""Prefix of peft's names: its own two modules around the model."""
 _TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
-"""What peft calls tasks; it has no word for the others."""
+"""peft's names of tasks; it has none for the others."""
 _ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")
 
 
 def with_adapters(weights: LazyWeights, architecture: Architecture, adapters: Path | None) -> Weights:
-    """The weights of a plain model, by the names of the same model with adapters.
+    """Returns the weights of a plain model, by the names of the same model with adapters.
 
     Args:
-        weights: those of the plain model.
-        architecture: with adapters, or without; then the weights are given back as they are.
-        adapters: peft's folder; None leaves them as they are initialised.
+        weights: weights of the plain model.
+        architecture: with adapters; without, the weights are returned unchanged.
+        adapters: peft's folder; None leaves adapters at their initial values.
 
     Raises:
-        WorkloadError: the folder holds adapters of another kind, rank or of other layers; or the model has none.
+        WorkloadError: the folder contains adapters of another kind, rank or of other layers; or the model has none.
     """
     if not isinstance(architecture, AdaptedArchitecture):
         if adapters is not None:
             raise WorkloadError(
-                f"'{adapters}' holds adapters, and this {architecture.model_type} is trained without; give --lora r=..., "
+                f"'{adapters}' contains adapters, but this {architecture.model_type} is trained without; give --lora r=..., "
                 "or merge them first: redline convert --merge"
             )
         return weights
@@ -59,32 +59,33 @@ def with_adapters(weights: LazyWeights, architecture: Architecture, adapters: Pa
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a model with adapters means one of them by a name."""
+    """True if a name in a model with adapters is that of an adapter."""
     return _ADAPTER.search(name) is not None
 
 
 def base_name(name: str) -> str:
-    """The name that a tensor of an adapted layer has in the plain model."""
+    """Name of an adapted layer's tensor in the plain model."""
     return name.replace(".base_layer.", ".")
 
 
 def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, LazyTensor]:
-    """The adapters in peft's folder, by the model's names.
+    """Reads the adapters in peft's folder, by the model's names.
 
     Raises:
-        WorkloadError: it is no such folder, or its adapters are of another kind, or scaled otherwise than the model's.
+        WorkloadError: it is not such a folder, or its adapters are of another kind, or have another scale than the
+            model's.
     """
     settings = adapter_settings(folder)
     kind = settings.get("peft_type")
     extra = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(key)]
     if kind != "LORA" or extra or settings.get("bias", "none") != "none":
         what = extra[0] if extra else f"bias={settings.get('bias')}" if kind == "LORA" else f"peft_type {kind}"
-        raise WorkloadError(f"'{folder}' holds adapters with {what}; redline trains plain LoRA, without biases")
+        raise WorkloadError(f"'{folder}' contains adapters with {what}; redline trains plain LoRA, without biases")
     lora = architecture.lora
     scale = settings.get("lora_alpha", 0) / max(1, settings.get("r", 0))
     if settings.get("r") != lora.r or scale != scaling(architecture):
         raise WorkloadError(
-            f"'{folder}' holds adapters of r={settings.get('r')}, alpha={settings.get('lora_alpha')}, and the model has "
+            f"'{folder}' contains adapters of r={settings.get('r')}, alpha={settings.get('lora_alpha')}, and the model has "
             f"r={lora.r}, alpha={_alpha(lora)}: give --lora "
             f"r={settings.get('r')},alpha={settings.get('lora_alpha')}"
         )
@@ -95,22 +96,22 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
-    """What adapter_config.json says.
+    """Contents of adapter_config.json.
 
     Raises:
-        WorkloadError: there is none that can be read.
+        WorkloadError: it is missing or cannot be read.
     """
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
     except (OSError, Malformed) as error:
-        raise WorkloadError(f"'{folder}' is no folder of adapters: {CONFIG}: {error}") from error
+        raise WorkloadError(f"'{folder}' is not a folder of adapters: {CONFIG}: {error}") from error
     if not isinstance(document, dict):
-        raise WorkloadError(f"'{folder / CONFIG}' should hold a mapping")
+        raise WorkloadError(f"'{folder / CONFIG}' must contain a mapping")
     return document
 
 
 def scaling(architecture: AdaptedArchitecture) -> float:
-    """By what an adapter's product is multiplied."""
+    """Factor of an adapter's product."""
     return _alpha(architecture.lora) / architecture.lora.r
 
 
@@ -120,12 +121,12 @@ def _alpha(lora: Lora) -> float:
 
 
 def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
-    """The weights of the plain model with each adapter added to its layer, `W + alpha / r * B A`.
+    """Returns the weights of the plain model with each adapter added to its layer, `W + alpha / r * B A`.
 
     The sum is computed in float32 and rounded to the dtype of the weights.
 
     Raises:
-        WorkloadError: an adapter is not there.
+        WorkloadError: an adapter is missing.
     """
     tensors = lazy_tensors(weights)
     transposed = _transposed(architecture)
@@ -139,7 +140,7 @@ def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
             continue
         absent = [part for part in ("A", "B") if f"{layer}.lora_{part}.default.weight" not in tensors]
         if absent:
-            raise WorkloadError(f"the adapter {layer}.lora_{absent[0]} is not there, so that nothing can be merged")
+            raise WorkloadError(f"the adapter {layer}.lora_{absent[0]} is missing, so nothing can be merged")
         up, down = (tensors[f"{layer}.lora_{part}.default.weight"] for part in ("B", "A"))
         added = Added(up=up, down=down, scale=scaling(architecture), transposed=layer in transposed)
         out[base_name(name)] = Merged(each, added)
@@ -147,7 +148,7 @@ def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
 
 
 def _transposed(architecture: AdaptedArchitecture) -> set[str]:
-    """Adapted layers whose weight is stored as (in, out): GPT-2's."""
+    """Adapted layers whose weight is stored as (in, out), as in GPT-2."""
     modules = without_memory(architecture).named_modules()
     return {path for path, each in modules if type(getattr(each, "base_layer", None)).__name__ == "Conv1D"}
 
@@ -162,21 +163,21 @@ def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Ma
         if name in mine and tuple(each.shape) != mine[name]
     ]
     what = differences(missing, left, wrong)
-    return f"'{folder}' holds other adapters than the model has. {what} Give --lora target=... of these layers"
+    return f"'{folder}' contains other adapters than the model has. {what} Give --lora target=... of these layers"
 
 
 def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *, base: str | None = None) -> None:
-    """Writes the adapters alone, as `peft.PeftModel.from_pretrained` loads them.
+    """Writes only the adapters, in the format of `peft.PeftModel.from_pretrained`.
 
     Args:
-        weights: of a model with adapters.
+        weights: weights of a model with adapters.
         architecture: that model.
-        out: a folder that is not there yet, or empty.
-        base: where the plain model's weights lie, which peft notes.
+        out: a folder that does not exist, or is empty.
+        base: location of the plain model's weights, which peft records.
 
     Raises:
-        WorkloadError: the model has no adapters, or these are not all there.
-        UsageError: the folder holds something, or cannot be written.
+        WorkloadError: the model has no adapters, or some are missing.
+        UsageError: the folder is not empty, or cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -199,7 +200,7 @@ def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *,
 
 
 def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
-    """A `peft.LoraConfig` that gives the plain model the same adapters."""
+    """Returns a `peft.LoraConfig` that gives the plain model the same adapters."""
     import peft
 
     lora = architecture.lora
@@ -207,7 +208,7 @@ def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=_alpha(lora),
-        # Each layer by its last name, where no other layer has that name; else by its path.
+        # Each layer by its last name if no other layer has that name, otherwise by its path.
         target_modules=_targets(paths, model),
         lora_dropout=lora.dropout,
         task_type=_TASKS.get(architecture.task),

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read in part, and written a piece at a time, by one process."""
+"""Folders of torch.distributed.checkpoint: read partially, and written piece by piece, by one process."""
 
 import io
 import math
@@ -34,8 +34,8 @@ class DcpWeights(LazyWeights):
     """Weights in a DCP folder, by the names of a model.
 
     Args:
-        path: the folder, with `.metadata` in it.
-        names: each name of ours, and under which one it is stored.
+        path: folder with `.metadata`.
+        names: stored name of each of the model's names.
 
     Raises:
         WorkloadError: the folder cannot be read, or lacks a tensor.
@@ -47,18 +47,18 @@ class DcpWeights(LazyWeights):
         missing = [each for each in names.values() if each not in stored]
         if missing:
             raise WorkloadError(
-                f"'{folder}' lacks {len(missing)} of the {len(names)} tensors that it should hold: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it holds "
+                f"'{folder}' lacks {len(missing)} of the {len(names)} tensors that it should contain: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it contains "
                 f"{', '.join(sorted(stored)[:5])}{', ...' if len(stored) > 5 else ''}"
             )
         super().__init__({ours: stored[theirs] for ours, theirs in names.items()})
 
 
 def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors in a DCP folder by their names there. What is no tensor is left out.
+    """Returns the tensors in a DCP folder by their stored names. Other objects are left out.
 
     Raises:
-        WorkloadError: it is no such folder, its metadata cannot be read, or would run code.
+        WorkloadError: it is not such a folder, or its metadata cannot be read, or would run code.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -71,7 +71,7 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
 
 
 def read_metadata(folder: Path) -> "Metadata":
-    """What a DCP folder holds, without running what a pickle could have run.
+    """Reads the metadata of a DCP folder without running code that a pickle may contain.
 
     Raises:
         WorkloadError: as for `dcp_tensors`.
@@ -80,7 +80,7 @@ def read_metadata(folder: Path) -> "Metadata":
 
     path = folder / METADATA
     if not path.is_file():
-        raise WorkloadError(f"'{folder}' is no distributed checkpoint: it has no {METADATA}")
+        raise WorkloadError(f"'{folder}' is not a distributed checkpoint: it has no {METADATA}")
     try:
         found = _Careful(io.BytesIO(path.read_bytes())).load()
     except (
@@ -97,12 +97,12 @@ def read_metadata(folder: Path) -> "Metadata":
             f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
         ) from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise WorkloadError(f"'{path}' holds no metadata of torch.distributed.checkpoint")
+        raise WorkloadError(f"'{path}' contains no metadata of torch.distributed.checkpoint")
     return found
 
 
 class _Careful(pickle.Unpickler):
-    """Knows what a checkpoint's metadata is made of, and refuses all else."""
+    """Unpickles only the classes of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
@@ -120,7 +120,7 @@ class _Careful(pickle.Unpickler):
 
 @dataclass
 class _Note:
-    """What Megatron adds to metadata, which says nothing of where tensors lie."""
+    """Megatron's additions to metadata, which do not affect the location of tensors."""
 
     nd_reformulated_orig_global_shape: tuple[int, ...] = ()
 
@@ -142,7 +142,7 @@ def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
         wanted = ChunkStorageMetadata(offsets=torch.Size([each.start for each in box]), sizes=size)
         items = create_read_items_for_chunk_list(name, about, [wanted])
         if sum(math.prod(each.lengths) for each in items) != out.numel():
-            raise WorkloadError(f"'{folder}' does not hold all of {name}: a rank's part was not saved")
+            raise WorkloadError(f"'{folder}' does not contain all of {name}: a rank's part was not saved")
         reader = FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         try:
@@ -157,7 +157,7 @@ def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
 
 
 def _placing() -> Any:
-    """The planner that puts what is read into one tensor."""
+    """Returns a planner that reads into a single tensor."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     class Placing(DefaultLoadPlanner):
@@ -179,46 +179,45 @@ def _placing() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor that is to be written."""
+    """A box of a tensor to write."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the box begins in it."""
+    """Offset of the box in the tensor."""
     size: tuple[int, ...]
-    """Of the box."""
+    """Size of the box."""
     dtype: "torch.dtype"
-    """Of the tensor."""
     read: "Callable[[], torch.Tensor]"
-    """Gives what is there, when it is written."""
+    """Returns the contents when the box is written."""
 
 
 def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | None = None) -> None:
     """Writes tensors, and other objects, as one rank; one piece of at most `PIECE_BYTES` is in memory at a time.
 
     Args:
-        tensors: by the names that they are stored under.
-        folder: exists and is empty.
-        objects: what `torch.save` is to write, by name.
+        tensors: tensors by their stored names.
+        folder: an existing empty folder.
+        objects: objects for `torch.save`, by name.
     """
     from torch.distributed import checkpoint
 
-    # A file for each piece: of those that share a file, torch keeps all in memory until the file is closed.
+    # One file per piece: torch keeps all pieces of a file in memory until the file is closed.
     # To copy ahead torch would open a context on GPU 0.
     writer = checkpoint.FileSystemWriter(
         folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0, overwrite=False
     )
     planner = save_planner([each for name, tensor in tensors.items() for each in _pieces(name, tensor)], objects or {})
     with warnings.catch_warnings():
-        # It says that there is one process, which is what was meant.
+        # It warns that there is only one process, which is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def save_planner(pieces: Sequence[Piece], objects: Mapping[str, Any] | None = None) -> Any:
-    """What has torch.distributed.checkpoint write these pieces, and objects as `torch.save` writes them."""
+    """Returns a planner with which torch.distributed.checkpoint writes these pieces, and objects like `torch.save`."""
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -263,7 +262,7 @@ def _pieces(name: str, tensor: LazyTensor) -> Iterable[Piece]:
 
 
 def boxes(tensor: "LazyTensor | torch.Tensor") -> Iterable[Box]:
-    """Boxes that make up a tensor, each at most `PIECE_BYTES` or one entry of the first two dimensions."""
+    """Boxes that partition a tensor, each at most `PIECE_BYTES` or one entry of the first two dimensions."""
     found: list[Box] = [()]
     rest = tensor.nbytes
     for size in tensor.shape[:2]:

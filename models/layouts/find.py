@@ -1,4 +1,4 @@
-"""Which layout a checkpoint has, and what writes each."""
+"""Detects the layout of a checkpoint, and finds the writer of each layout."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,33 +20,33 @@ LAYOUTS: Mapping[str, Callable[..., None]] = {
     "megatron": write_megatron,
     "torchtitan": write_torchtitan,
 }
-"""What writes each layout: called with weights, architecture and folder."""
+"""Writer of each layout: called with weights, architecture and folder."""
 
 PREFIXES = ("", "model/", "model.", "app.model.")
-"""What trainers put before the names of a model's tensors in a folder of torch.distributed.checkpoint."""
+"""Prefixes of the names of a model's tensors that trainers use in folders of torch.distributed.checkpoint."""
 
 
 def find_weights(path: Path | str, architecture: Architecture, adapters: Path | str | None = None) -> Weights:
-    """The weights of a model in another tool's checkpoint, whichever it is.
+    """Returns the weights of a model in another tool's checkpoint, whatever its layout.
 
     Args:
-        path: transformers' folder or a .safetensors file; peft's folder, whose base lies where it says, on this machine;
+        path: transformers' folder or a .safetensors file; peft's folder, whose base must be on this machine;
             Megatron-LM's folder, of an iteration or of all; torchtitan's, of a step or of all; a folder of
             torch.distributed.checkpoint with the model's own names.
         architecture: the model.
-        adapters: peft's folder beside weights of a plain model.
+        adapters: peft's folder, for weights of a plain model.
 
     Raises:
-        WorkloadError: it is none of these, cannot be read, or is a checkpoint of another model: says which tensors
-            differ, and how.
-        UsageError: no file system could have such a path.
+        WorkloadError: it is none of these, cannot be read, or is a checkpoint of another model; the message lists the
+            differing tensors.
+        UsageError: the path is invalid in every file system.
     """
     folder = path_of(path)
     if (folder / ADAPTER_CONFIG).is_file() and adapters is None:
         base = adapter_settings(folder).get("base_model_name_or_path")
         if not isinstance(base, str) or not Path(base).exists():
             raise WorkloadError(
-                f"'{folder}' holds adapters alone, of the model '{base}', which is not on this machine: give the folder "
+                f"'{folder}' contains only adapters, of the model '{base}', which is not on this machine: give the folder "
                 "of its weights, and this one as its adapters"
             )
         return find_weights(base, architecture, folder)
@@ -64,30 +64,30 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
 def distributed(
     path: Path | str, architecture: Architecture, *, prefix: str = "", adapters: Path | str | None = None
 ) -> Weights:
-    """The weights of a model in a folder of torch.distributed.checkpoint, by the model's own names.
+    """Returns the weights of a model in a folder of torch.distributed.checkpoint, by the model's own names.
 
     Args:
         path: the folder.
-        architecture: the model. One with adapters finds them in the folder, or its original layers alone.
-        prefix: what stands before each name there.
-        adapters: as for `hugging_face`, where the folder holds a plain model.
+        architecture: the model. One with adapters finds them in the folder, or only its original layers.
+        prefix: prefix of each name.
+        adapters: as for `hugging_face`, if the folder contains a plain model.
 
     Raises:
-        WorkloadError: it is no such folder, or holds another model.
+        WorkloadError: it is not such a folder, or contains another model.
     """
     folder = path_of(path)
     stored = dcp_tensors(folder)
     named = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
     if any(is_adapter(name) for name in named):
         return fit(named, without_memory(architecture), f"'{folder}'")
-    # Without a prefix the optimizer's tensors lie among the others.
+    # Without a prefix the optimizer's tensors are among the others.
     kept = {name: each for name, each in named.items() if not name.startswith("optim")}
     weights = fit(kept, without_memory(plain(architecture)), f"'{folder}'")
     return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
 
 
 def _prefix(stored: Iterable[str], architecture: Architecture) -> str:
-    """What stands before the names of a model in a folder."""
+    """Prefix of a model's names in a folder."""
     stored = set(stored)
     own = without_memory(plain(architecture)).state_dict()
     return max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in own))

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Creates a folder atomically."""
 
 import os
 import re
@@ -15,20 +15,20 @@ from ...base.scratch import OWNER, remove
 from ...base.writing import sync_folder
 
 _OS_ERROR = re.compile(r"(?:os error|code:) (\d+)")
-"""How Rust says which error the system gave."""
+"""Rust's form of the system's error number."""
 
 
 WRITING = ".writing"
-"""What the name of a folder ends in that is not whole yet."""
+"""Suffix of the name of an unfinished folder."""
 
 
 @contextmanager
 def whole_folder(out: Path | str) -> Iterator[Path]:
-    """A new folder beside `out`, which takes its place at the end of the `with`; an error removes it. What processes that were
-    killed have left of the same is removed too.
+    """Yields a new folder beside `out`, which is renamed to `out` at the end of the `with`; an error removes it.
+    Leftovers of killed processes for the same `out` are removed too.
 
     Raises:
-        UsageError: `out` is a file or a folder with something in it, or cannot be written.
+        UsageError: `out` is a file or a folder that is not empty, or cannot be written.
     """
     from safetensors import SafetensorError
     from torch.distributed.checkpoint import CheckpointException
@@ -46,7 +46,7 @@ def whole_folder(out: Path | str) -> Iterator[Path]:
         raise UsageError(f"cannot write to '{out.parent}': {error.strerror or error}; give another folder") from error
     lock = None
     try:
-        with suppress(StudyError):  # where a file system has no locks nothing is swept either
+        with suppress(StudyError):  # without locks in the file system, nothing is removed
             lock = FolderLock(made, OWNER)
         yield made
         made.chmod(0o777 & ~_mask())
@@ -69,18 +69,18 @@ def whole_folder(out: Path | str) -> Iterator[Path]:
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    """Removes folders that are not whole and whose writers are gone, by the lock that each of these holds."""
+    """Removes unfinished folders whose writers are gone, detected by the lock of each folder."""
     for each in parent.iterdir():
         ours = each.name.startswith(prefix) and each.name.endswith(WRITING) and not each.is_symlink()
         if ours and (each / OWNER).is_file():
-            with suppress(StudyError):  # its writer lives
+            with suppress(StudyError):  # its writer is running
                 lock = FolderLock(each, OWNER)
                 remove(each)
                 lock.release()
 
 
 def _refusal(error: BaseException) -> str:
-    """What the system said where it refused to write, behind what safetensors and torch make of it; empty where it did not."""
+    """The system's error message within an error of safetensors or torch; empty if there is none."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -97,7 +97,7 @@ def _refusal(error: BaseException) -> str:
 
 
 def _mask() -> int:
-    """This process's mask of permissions, which can be read only by setting it."""
+    """This process's file mode mask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: weights read by a model's names, and the tokenizer files beside them."""
+"""Hugging Face checkpoint folders: weights by a model's names, and the tokenizer files beside them."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -15,19 +15,19 @@ from .weights import Weights, fit
 
 
 def hugging_face(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
-    """The weights of a model in a folder of safetensors, or in one such file.
+    """Returns the weights of a model in a folder of safetensors, or in one such file.
 
-    Names and layouts of other versions are followed as `from_pretrained` follows them. A model with adapters finds
-    its original layers by the names they had, and its adapters in `adapters`; else these keep their initial values.
+    Names and layouts of other versions are converted as in `from_pretrained`. A model with adapters finds its original
+    layers by their original names, and its adapters in `adapters`; otherwise adapters keep their initial values.
 
     Args:
         path: a folder with model.safetensors or its index of shards, or a .safetensors file.
         architecture: the model.
-        adapters: a folder of peft's, with adapter_model.safetensors and adapter_config.json.
+        adapters: peft's folder, with adapter_model.safetensors and adapter_config.json.
 
     Raises:
-        WorkloadError: it cannot be read, or is a checkpoint of another model; says which tensors differ, and how.
-        UsageError: no file system could have such a path.
+        WorkloadError: it cannot be read, or is a checkpoint of another model; the message lists the differing tensors.
+        UsageError: the path is invalid in every file system.
     """
     path = path_of(path)
     model = without_memory(plain(architecture))
@@ -37,7 +37,7 @@ def hugging_face(path: Path | str, architecture: Architecture, *, adapters: Path
             found, left = as_loaded(model, stored)
         except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise WorkloadError(
-                f"'{path}' holds tensors that transformers converts while it loads this {architecture.model_type}, and "
+                f"'{path}' contains tensors that transformers converts while it loads this {architecture.model_type}, and "
                 f"redline cannot follow: {one_line(error)}; load it with transformers and save it with "
                 "save_pretrained(DIR, save_original_format=False)"
             ) from error
@@ -51,7 +51,7 @@ def plain(architecture: Architecture) -> Architecture:
 
 
 def _says(path: Path, architecture: Architecture) -> str:
-    """What the configuration beside a checkpoint says it is, where that is another family."""
+    """Hint if the configuration beside a checkpoint is of another family."""
     folder = path if path.is_dir() else path.parent
     try:
         document = parse_json(read_named(folder / "config.json", at_most=1 << 20))
@@ -60,33 +60,33 @@ def _says(path: Path, architecture: Architecture) -> str:
     family = document.get("model_type") if isinstance(document, dict) else None
     if family in (None, architecture.model_type):
         return ""
-    return f"Its config.json says it is a {family}."
+    return f"Its config.json is that of a {family}."
 
 
 GENERATION = "generation_config.json"
 _PROBE = "The 7 quick brown foxes' fur (naïve, 12.5 %)\n\tdoesn't jump over https://example.org/?a=b 日本語."
-"""A text that tokenizers of equal vocabularies may split otherwise."""
+"""A text that tokenizers with equal vocabularies may split differently."""
 
 
 def own_tokenizer(path: Path | str) -> Path | None:
-    """The folder of the tokenizer that belongs to a checkpoint: its own, or that of the base of adapters; None without one."""
+    """Folder of the tokenizer of a checkpoint: its own, or that of the base of adapters; None without one."""
     return next((each for each in _folders(path) if any((each / name).is_file() for name in TOKENIZER_FILES)), None)
 
 
 def own_generation(path: Path | str) -> Path | None:
-    """The file that says how the model of a checkpoint generates; None where there is none."""
+    """Generation configuration of a checkpoint's model; None if there is none."""
     return next((each / GENERATION for each in _folders(path) if (each / GENERATION).is_file()), None)
 
 
 def difference(given: Path, own: Path) -> str:
-    """How a tokenizer departs from the one that weights were learnt with; empty where both make the same tokens.
+    """Difference between a tokenizer and the one that weights were trained with; empty if both make the same tokens.
 
     Raises:
         WorkloadError: one of them cannot be loaded.
     """
     one, other = load_tokenizer(given), load_tokenizer(own)
     if one is None or other is None:
-        raise WorkloadError(f"'{given if one is None else own}' holds no tokenizer")
+        raise WorkloadError(f"'{given if one is None else own}' contains no tokenizer")
     mine, its = one.get_vocab(), other.get_vocab()
     if len(mine) != len(its):
         return f"it has {len(mine):,} tokens, and the checkpoint's {len(its):,}"
@@ -107,7 +107,7 @@ def _ids(tokenizer: Any) -> list[int]:
 
 
 def _folders(path: Path | str) -> list[Path]:
-    """Where what belongs to a checkpoint may lie: its folder, and of adapters the folder of their base behind it."""
+    """Folders that may contain files of a checkpoint: its own, and for adapters also that of their base."""
     found = path_of(path)
     folder = found if found.is_dir() else found.parent
     if not (folder / ADAPTER_CONFIG).is_file():

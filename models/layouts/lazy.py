@@ -1,8 +1,8 @@
-"""Tensors that are read box by box: what a layout does to stored tensors, without reading them.
+"""Tensors that are read box by box: transformations of stored tensors without reading them.
 
-A box is a tuple of slices with step 1, one a dimension; absent ones take all. Every operation maps a box of its
-result to boxes of what it is made of, so that a rank reads its share of a matrix that is put together from others
-and no more. transformers' own conversions run on these tensors as on torch's (`__torch_function__`).
+A box is a tuple of slices with step 1, one per dimension; missing ones take everything. Every operation maps a box of
+its result to boxes of its inputs, so that a rank reads only its share of a matrix that is assembled from others.
+transformers' own conversions run on these tensors as on torch's (`__torch_function__`).
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ Box = tuple[slice, ...]
 
 
 def full_box(box: Box | None, shape: Sequence[int]) -> Box:
-    """The box with a slice from 0 or more to at most the size for every dimension.
+    """Completes a box to a slice from 0 or more to at most the size, for every dimension.
 
     Raises:
         ValueError: it has more dimensions than the tensor, or a step.
@@ -30,15 +30,15 @@ def full_box(box: Box | None, shape: Sequence[int]) -> Box:
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of what a full box holds."""
+    """Shape of a full box."""
     return tuple(max(0, each.stop - each.start) for each in box)
 
 
 class LazyTensor(ABC):
-    """A tensor of which boxes can be read."""
+    """A tensor whose boxes can be read."""
 
     fresh = True
-    """Whether what `_read` gives is nobody else's memory."""
+    """True if `_read` returns memory that nothing else uses."""
 
     def __init__(self, shape: Sequence[int], dtype: "torch.dtype") -> None:
         import torch
@@ -48,13 +48,13 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def _read(self, box: Box) -> "torch.Tensor":
-        """The tensor of a full box; its memory may be another's where it is not `fresh`."""
+        """Returns the tensor of a full box; its memory may be shared if it is not `fresh`."""
 
     def read(self, box: Box | None = None) -> "torch.Tensor":
-        """A box as a contiguous CPU tensor of its own.
+        """Returns a box as a new contiguous CPU tensor.
 
         Raises:
-            ValueError: it is no box of this tensor.
+            ValueError: it is not a box of this tensor.
         """
         import torch
 
@@ -64,14 +64,14 @@ class LazyTensor(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
-    # -- what torch's tensors are asked for too ----------------------------------------------------------------
+    # -- interface of torch's tensors --------------------------------------------------------------------------
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -96,13 +96,13 @@ class LazyTensor(ABC):
 
 
 class Stored(LazyTensor):
-    """What a reader has.
+    """A tensor of a reader.
 
     Args:
-        read: gives the tensor of a full box.
-        shape: of the whole.
-        dtype: of the whole.
-        fresh: whether `read` gives memory that is nobody else's; else it is copied.
+        read: returns the tensor of a full box.
+        shape: shape of the whole.
+        dtype: dtype of the whole.
+        fresh: True if `read` returns memory that nothing else uses; otherwise it is copied.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class _Constant(LazyTensor):
 
 
 class _Joined(LazyTensor):
-    """Parts one behind the other along a dimension."""
+    """Parts concatenated along a dimension."""
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = list(parts[0].shape)
@@ -151,7 +151,7 @@ class _Joined(LazyTensor):
 
 
 class _Rows(LazyTensor):
-    """Entries of a dimension in another order, or some of them."""
+    """Selected entries of a dimension, in any order."""
 
     def __init__(self, of: LazyTensor, order: Sequence[int], dim: int) -> None:
         super().__init__((*of.shape[:dim], len(order), *of.shape[dim + 1 :]), of.dtype)
@@ -171,7 +171,7 @@ class _Rows(LazyTensor):
 
 
 def _neighbourhoods(wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of places whose entries, read from the lowest to the highest, are at least half of what is read."""
+    """Runs of indices for which at least half of the entries from the lowest to the highest are needed."""
     out: list[tuple[int, int]] = []
     begin, low, high = 0, 0, 0
     for at, each in enumerate(wanted):
@@ -185,7 +185,7 @@ def _neighbourhoods(wanted: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _Mapped(LazyTensor):
-    """A tensor whose dimensions another has in another way: how a box goes there, and what is found comes back."""
+    """A tensor whose dimensions are those of another in another order or form: maps boxes there, and results back."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ def zeros(shape: Sequence[int], dtype: "torch.dtype") -> LazyTensor:
 
 
 def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Parts one behind the other.
+    """Concatenates parts.
 
     Raises:
         ValueError: they differ in another dimension or in dtype.
@@ -221,7 +221,7 @@ def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 
 def stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Parts of one shape as a tensor with one dimension more."""
+    """Stacks parts of one shape along a new dimension."""
     dim %= parts[0].ndim + 1
     return cat([unsqueeze(each, dim) for each in parts], dim)
 
@@ -232,14 +232,14 @@ def unsqueeze(of: LazyTensor, dim: int) -> LazyTensor:
 
 
 def select(of: LazyTensor, dim: int, at: int) -> LazyTensor:
-    """One entry of a dimension, which is gone from the result."""
+    """Selects one entry of a dimension, which is removed."""
     shape = (*of.shape[:dim], *of.shape[dim + 1 :])
     there = slice(at, at + 1)
     return _Mapped(of, shape, lambda box: (*box[:dim], there, *box[dim:]), lambda found: found.squeeze(dim))
 
 
 def narrow(of: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
-    """Consecutive entries of a dimension."""
+    """Selects consecutive entries of a dimension."""
     shape = (*of.shape[:dim], length, *of.shape[dim + 1 :])
 
     def there(box: Box) -> Box:
@@ -249,17 +249,17 @@ def narrow(of: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
 
 
 def rows(of: LazyTensor, order: Sequence[int], dim: int = 0) -> LazyTensor:
-    """Entries of a dimension in this order."""
+    """Selects entries of a dimension in this order."""
     return _Rows(of, order, dim)
 
 
 def chunk(of: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
-    """As `torch.chunk`."""
+    """Like `torch.chunk`."""
     return split(of, -(-of.shape[dim] // chunks), dim)
 
 
 def split(of: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
-    """As `torch.split`."""
+    """Like `torch.split`."""
     dim %= of.ndim
     total = of.shape[dim]
     if isinstance(sizes, int):
@@ -280,19 +280,19 @@ def transpose(of: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
 
 
 def cast(of: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
-    """The same values in another dtype."""
+    """Converts to another dtype."""
     return of if dtype == of.dtype else _Mapped(of, of.shape, lambda box: box, lambda found: found.to(dtype), dtype)
 
 
 def pad_rows(of: LazyTensor, count: int) -> LazyTensor:
-    """With rows of zeros at the end, `count` in all."""
+    """Appends rows of zeros, up to `count` rows."""
     more = count - of.shape[0]
     return of if more <= 0 else cat([of, zeros((more, *of.shape[1:]), of.dtype)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """What `merged` adds to a matrix: `scale * up @ down`, transposed where the matrix is stored so."""
+    """The term that `merged` adds to a matrix: `scale * up @ down`, transposed if the matrix is stored transposed."""
 
     up: LazyTensor
     """B, of shape (out, rank)."""
@@ -300,11 +300,11 @@ class Added:
     """A, of shape (rank, in)."""
     scale: float
     transposed: bool = False
-    """Whether the matrix is of shape (in, out)."""
+    """True if the matrix is of shape (in, out)."""
 
 
 class Merged(LazyTensor):
-    """A matrix with a low-rank one added, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype."""
+    """A matrix plus a low-rank one, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype."""
 
     def __init__(self, of: LazyTensor, added: Added) -> None:
         super().__init__(of.shape, of.dtype)

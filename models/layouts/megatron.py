@@ -5,10 +5,10 @@
     d    size of a head             q, k, v    rows of one head, (d, H)
 
 A tensor of a layer is stored once for all layers, with the layer as its first dimension, or by a name for each layer
-(`non_homogeneous_layers`); both are read. Rows of `linear_qkv` go by query group: n/g heads of q, then k, then v. Rows
-of a gated `linear_fc1` are those of the gate, then those of the other. A norm before a projection belongs to it
-(`linear_qkv.layer_norm_weight`), with Transformer Engine and without. Sources: megatron-core 0.19,
-`GPTModel.sharded_state_dict`, `models/gpt/gpt_layer_specs.py`, `transformer/mlp.py`.
+(`non_homogeneous_layers`); both are read. Rows of `linear_qkv` are ordered by query group: n/g heads of q, then k,
+then v. Rows of a gated `linear_fc1` are those of the gate, then those of the other projection. A norm before a
+projection belongs to it (`linear_qkv.layer_norm_weight`), with Transformer Engine and without. Sources: megatron-core
+0.19, `GPTModel.sharded_state_dict`, `models/gpt/gpt_layer_specs.py`, `transformer/mlp.py`.
 """
 
 import json
@@ -30,7 +30,9 @@ CONFIG = "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "torch_dist"
 VOCABULARY_MULTIPLE = 128
-"""What Megatron-LM pads a vocabulary to (`--make-vocab-size-divisible-by`), times the tensor-parallel degree."""
+"""Megatron-LM pads the vocabulary to a multiple of this (`--make-vocab-size-divisible-by`) times the tensor-parallel
+degree.
+"""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OF_MODEL = ("embedding.", "decoder.", "output_layer.")
 _PROJECTIONS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -71,7 +73,7 @@ class MegatronLayout(Layout):
                 keys = [[f"{own['prefix']}{layer}.{each}.{kind}" for each in names] for layer in range(self.layers)]
                 if keys[0][0] in ours:
                     made = [self._theirs(suffix, [ours[each] for each in key], own) for key in keys]
-                    # A norm's name goes into its projection's: layer_norm_weight.
+                    # A norm's name becomes part of its projection's: layer_norm_weight.
                     out[f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"] = stack(made)
         return out
 
@@ -108,7 +110,7 @@ class MegatronLayout(Layout):
         return [transpose(each, 0, 1) if own["transposed"] and each.ndim == 2 else each for each in parts]
 
     def grouped(self) -> list[int]:
-        """Rows of q, k and v, one behind the other, in the order of query groups."""
+        """Rows of concatenated q, k and v, in the order of query groups."""
         n, g, d = self.heads
         per_group = n // g
         order: list[int] = []
@@ -155,19 +157,20 @@ _GPT2: dict[str, Any] = {
         "mlp.linear_fc2": ["mlp.c_proj"],
     },
 }
-"""Names that stand once, and by suffix those of a layer that are put together; Conv1D keeps (in, out)."""
+"""Names outside the layers, and suffixes of the assembled tensors of a layer; Conv1D stores (in, out)."""
 
 
 def megatron(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
-    """The weights of a Llama or GPT-2 in a `torch_dist` checkpoint of Megatron-LM.
+    """Returns the weights of a Llama or GPT-2 in a `torch_dist` checkpoint of Megatron-LM.
 
     Args:
-        path: the folder of an iteration, or the one that Megatron-LM was given as --save; then its latest.
+        path: the folder of an iteration, or Megatron-LM's --save folder; then its latest iteration.
         architecture: the model; with adapters, it finds its original layers.
         adapters: as for `hugging_face`.
 
     Raises:
-        WorkloadError: it is no such checkpoint, another model's, or one of a family that Megatron-LM's GPTModel has not.
+        WorkloadError: it is not such a checkpoint, or another model's, or of a family that Megatron-LM's GPTModel does
+            not support.
     """
     layout = MegatronLayout(architecture)
     folder = iteration_folder(path_of(path))
@@ -178,29 +181,29 @@ def megatron(path: Path | str, architecture: Architecture, *, adapters: Path | s
 
 
 def iteration_folder(path: Path) -> Path:
-    """The folder of the iteration that Megatron-LM would go on from below `path`, or `path` itself.
+    """Folder of the iteration below `path` that Megatron-LM would resume, or `path` itself.
 
     Raises:
-        WorkloadError: the file that names the iteration says something else.
+        WorkloadError: the file that names the iteration is malformed.
     """
     if not (path / TRACKER).is_file():
         return path
     try:
-        said = read_named(path / TRACKER, at_most=100).decode().strip()
+        tracker = read_named(path / TRACKER, at_most=100).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"cannot read '{path / TRACKER}': {error}") from error
-    if said != "release" and not said.isdecimal():
+    if tracker != "release" and not tracker.isdecimal():
         raise WorkloadError(
-            f"'{path / TRACKER}' should hold the number of an iteration, or release, but holds '{said}'"
+            f"'{path / TRACKER}' must contain the number of an iteration, or release, but contains '{tracker}'"
         )
-    return path / (said if said == "release" else f"iter_{int(said):07d}")
+    return path / (tracker if tracker == "release" else f"iter_{int(tracker):07d}")
 
 
 def stacked(stored: LazyTensors, layers: int, folder: Path) -> dict[str, LazyTensor]:
-    """Tensors by the names of layers that are stored together, however they are stored.
+    """Tensors by the names of layers that are stored together, in either storage format.
 
     Raises:
-        WorkloadError: there are more layers, or fewer, than the model has.
+        WorkloadError: the number of layers differs from the model's.
     """
     out: dict[str, LazyTensor] = {}
     single: dict[str, dict[int, LazyTensor]] = {}
@@ -222,7 +225,7 @@ def stacked(stored: LazyTensors, layers: int, folder: Path) -> dict[str, LazyTen
 
 
 def _norm(name: str) -> str:
-    """A layer's name of a norm as its projection's, which other versions keep apart."""
+    """Converts a layer's name of a norm to that within its projection; other versions separate them."""
     apart = next((each for each in _ONCE_NORMS if name.startswith(each)), None)
     return name if apart is None else _ONCE_NORMS[apart] + name.removeprefix(apart)
 
@@ -234,7 +237,7 @@ def _check_backend(folder: Path) -> None:
                 f"'{folder}' is a checkpoint of Megatron-LM's old format, which is a pickle; convert it there: "
                 "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
             )
-        raise WorkloadError(f"'{folder}' is no checkpoint of Megatron-LM: it has no {CONFIG}")
+        raise WorkloadError(f"'{folder}' is not a checkpoint of Megatron-LM: it has no {CONFIG}")
     try:
         document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
     except (OSError, Malformed) as error:
@@ -247,17 +250,18 @@ def _check_backend(folder: Path) -> None:
 def write_megatron(
     weights: Weights, architecture: Architecture, out: Path | str, *, vocabulary_multiple: int = VOCABULARY_MULTIPLE
 ) -> None:
-    """Writes a folder for Megatron-LM's --load (with --finetune --ckpt-format torch_dist): weights, no optimizer.
+    """Writes a folder for Megatron-LM's --load (with --finetune --ckpt-format torch_dist): weights, without
+    optimizer.
 
     Args:
-        weights: of the plain model.
+        weights: weights of the plain model.
         architecture: a Llama or a GPT-2.
-        out: a folder that is not there yet, or empty.
+        out: a folder that does not exist, or is empty.
         vocabulary_multiple: the vocabulary is padded with zeros to a multiple of this.
 
     Raises:
-        WorkloadError: these are no weights of this model, or Megatron-LM's GPTModel has no such model.
-        UsageError: the folder holds something, or cannot be written.
+        WorkloadError: the weights are not of this model, or Megatron-LM's GPTModel does not support it.
+        UsageError: the folder is not empty, or cannot be written.
     """
     layout = MegatronLayout(architecture)
     tensors = layout.given(weights, architecture)
@@ -274,7 +278,7 @@ def write_megatron(
 
 
 def _objects(layers: int) -> dict[str, Any]:
-    """What stands beside the tensors, as a ShardedObject is stored: at its place of how many, in a list."""
+    """Objects beside the tensors, stored like a ShardedObject: in a list, at an index."""
     common = {"checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0}
     out: dict[str, Any] = {"common_state/shard_0_1": [common], "decoder.final_layernorm._extra_state/shard_0_1": [None]}
     for layer in range(layers):

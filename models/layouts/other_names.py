@@ -1,4 +1,4 @@
-"""What the layouts of Megatron-LM and torchtitan have in common: a model's tensors by other names and in other shapes."""
+"""Common part of the layouts of Megatron-LM and torchtitan: a model's tensors by other names and in other shapes."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -13,51 +13,51 @@ from .weights import LazyWeights, Weights, differences, fit, lazy_tensors, unlik
 
 
 class Layout(ABC):
-    """Another tool's names and shapes of the models that it knows, both ways.
+    """Another tool's names and shapes of supported models, in both directions.
 
     Args:
         architecture: the model.
 
     Raises:
-        WorkloadError: the tool has no such model, or none with such settings.
+        WorkloadError: the tool does not support the model, or its settings.
     """
 
     tool: str
-    """What it is called in messages."""
+    """Name for messages."""
     families: tuple[str, ...]
-    """Model types that it has."""
+    """Supported model types."""
     vocabulary: tuple[str, ...]
-    """Its names of tensors with a row for each token, which may be padded."""
+    """The tool's names of tensors with a row for each token, which may be padded."""
 
     def __init__(self, architecture: Architecture) -> None:
         if architecture.model_type not in self.families or architecture.task != "causal":
-            said = unknown(f"model of {self.tool}", architecture.model_type, self.families)
-            raise WorkloadError(f"{said} Others go by --to hf")
+            problem = unknown(f"model of {self.tool}", architecture.model_type, self.families)
+            raise WorkloadError(f"{problem} Other models convert with --to hf")
         self.architecture = plain(architecture)
         self.model: Any = without_memory(self.architecture)
         self.settings: Any = self.model.config
         self.refuse()
 
     def refuse(self) -> None:
-        """Refuses settings that the tool's model has not.
+        """Refuses settings that the tool's model does not support.
 
         Raises:
-            WorkloadError: there are such.
+            WorkloadError: there are such settings.
         """
 
     @abstractmethod
     def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
-        """The tensors as the tool has them, its vocabulary not padded."""
+        """Converts tensors to the tool's form, without padding of the vocabulary."""
 
     @abstractmethod
     def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
-        """The tensors as the model has them, its vocabulary as it comes."""
+        """Converts tensors to the model's form, with the vocabulary as stored."""
 
     def read(self, stored: LazyTensors, where: str) -> LazyWeights:
-        """The weights of the model, of tensors by the tool's names.
+        """Returns the weights of the model from tensors by the tool's names.
 
         Raises:
-            WorkloadError: they are another model's; says which tensors differ, by the tool's names.
+            WorkloadError: they are another model's; the message lists the differing tensors by the tool's names.
         """
         expected = self.theirs({name: zeros(each.shape, each.dtype) for name, each in self.model.state_dict().items()})
         missing = [name for name in expected if name not in stored]
@@ -75,10 +75,10 @@ class Layout(ABC):
         return fit(self.ours(stored), self.model, where)
 
     def given(self, weights: Weights, architecture: Architecture) -> dict[str, LazyTensor]:
-        """The tensors as the tool has them.
+        """Returns the tensors in the tool's form.
 
         Raises:
-            WorkloadError: they are not the model's, or have adapters beside them.
+            WorkloadError: they are not the model's, or include adapters.
         """
         tensors = lazy_tensors(weights)
         if isinstance(architecture, AdaptedArchitecture) and any(is_adapter(name) for name in tensors):

@@ -26,7 +26,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def stored_tensors(path: Path) -> dict[str, LazyTensor]:
-    """What a folder of safetensors, or one file of them, holds by its names there.
+    """Tensors of a folder of safetensors, or of one such file, by their stored names.
 
     Raises:
         WorkloadError: there is none, a part of it is missing, or a file is damaged; pickles are refused.
@@ -47,21 +47,21 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
         if not (path / file).is_file():
             count = sum(each == file for each in named.values())
             raise WorkloadError(
-                f"'{path}' lacks {file}, which holds {count} tensors by its {INDEX}; copy the whole checkpoint"
+                f"'{path}' lacks {file}, which contains {count} tensors according to {INDEX}; copy the whole checkpoint"
             )
         here = _file_tensors(path / file)
         absent = [name for name, where in named.items() if where == file and name not in here]
         if absent:
-            raise WorkloadError(f"'{path / file}' lacks {absent[0]}, which {INDEX} has it hold; copy it again")
+            raise WorkloadError(f"'{path / file}' lacks {absent[0]}, which {INDEX} lists in it; copy it again")
         found |= {name: here[name] for name, where in named.items() if where == file}
     return found
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of every tensor, by an index of shards.
+    """File of every tensor, from an index of shards.
 
     Raises:
-        WorkloadError: it is no such index, or names a file outside its folder.
+        WorkloadError: it is not such an index, or names a file outside its folder.
     """
     try:
         document = parse_json(read_named(path, at_most=_LARGEST_INDEX))
@@ -69,7 +69,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise WorkloadError(f"cannot read '{path}': {error}") from error
     named = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
-        raise WorkloadError(f"'{path}' is no index of safetensors: it should hold the mapping weight_map")
+        raise WorkloadError(f"'{path}' is not an index of safetensors: it must contain the mapping weight_map")
     outside = [each for each in named.values() if Path(each).name != each or each in ("", ".", "..")]
     if outside:
         raise WorkloadError(f"'{path}' names the file '{outside[0]}', which is not in its folder")
@@ -80,13 +80,13 @@ def _not_safetensors(path: Path, pickles: Iterable[str]) -> str:
     pickles = list(pickles)
     if pickles:
         return (
-            f"'{path}' holds {', '.join(pickles[:3])} and no safetensors; such a file may be a pickle, which runs code "
-            "when it is read, and cannot be read in part. Save it anew with transformers: "
+            f"'{path}' contains {', '.join(pickles[:3])} and no safetensors; such a file may be a pickle, which runs code "
+            "when it is read, and cannot be read in part. Save it again with transformers: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
         )
     if not path.exists():
         return f"there is no checkpoint '{path}'"
-    return f"'{path}' holds neither {SINGLE} nor {INDEX}"
+    return f"'{path}' contains neither {SINGLE} nor {INDEX}"
 
 
 def _file_tensors(path: Path) -> dict[str, LazyTensor]:
@@ -94,12 +94,12 @@ def _file_tensors(path: Path) -> dict[str, LazyTensor]:
 
     out: dict[str, LazyTensor] = {}
     with opened(path) as file:
-        for name in file.keys():  # noqa: SIM118  it is no mapping
+        for name in file.keys():  # noqa: SIM118  not a mapping
             about = file.get_slice(name)
             kind = about.get_dtype()
             if kind not in _DTYPES:
                 raise WorkloadError(
-                    f"'{path}' holds {name} as {kind}, which is quantized or packed; give weights in "
+                    f"'{path}' contains {name} as {kind}, which is quantized or packed; give weights in "
                     "float32, bfloat16 or float16"
                 )
             out[name] = _stored(path, name, about.get_shape(), getattr(torch, _DTYPES[kind]))
@@ -107,7 +107,7 @@ def _file_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def opened(path: Path) -> Any:
-    """A safetensors file, for a `with`.
+    """Opens a safetensors file, for a `with`.
 
     Raises:
         WorkloadError: it cannot be read, or is damaged.
@@ -118,7 +118,7 @@ def opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise WorkloadError(
-            f"'{path}' is no whole safetensors file: {' '.join(str(error).split())[:200]}; copy it again"
+            f"'{path}' is not a complete safetensors file: {' '.join(str(error).split())[:200]}; copy it again"
         ) from error
 
 
@@ -134,7 +134,7 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
             return out
         row = dtype.itemsize * max(1, torch.Size(shape[1:]).numel())
         step = max(1, BLOCK_BYTES // row)
-        # The file is mapped: what was read of it counts as this process's memory until it is closed.
+        # The file is mapped: pages that were read count as this process's memory until it is closed.
         for first in range(box[0].start, box[0].stop, step):
             last = min(box[0].stop, first + step)
             with opened(path) as file:
@@ -145,6 +145,6 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
 
 
 def index_document(files: dict[str, str], total_bytes: int) -> bytes:
-    """An index of shards, as transformers writes it."""
+    """An index of shards in transformers' format."""
     document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(document, indent=2) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Checkpoints for transformers, written shard by shard."""
+"""Writes checkpoints for transformers, shard by shard."""
 
 import shutil
 from collections.abc import Iterable
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 5 << 30
-"""Bytes of a file above which another is begun; as much is in memory while it is written."""
+"""Largest size of a file; this much is in memory while it is written."""
 _TOKENIZER = (
     "*token*", "vocab*", "merges*", "spiece*", "*.model", "chat_template*", "normalizer.json", GENERATION,
 )  # fmt: skip
-"""What belongs to a tokenizer in a folder, and how the model is to generate."""
+"""Files of a tokenizer in a folder, and the generation configuration."""
 _NOT_TOKENIZER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "config.json", "*.py")
 
 
@@ -43,17 +43,17 @@ def write_hugging_face(
     Names, tied weights and the order within files are those of `save_pretrained`. At most one shard is in memory.
 
     Args:
-        weights: of the plain model; those with adapters are merged before (`merged`), or written by `write_peft`.
+        weights: weights of the plain model; adapters are merged before (`merged`), or written by `write_peft`.
         architecture: the model; its adapters are left out.
-        out: a folder that is not there yet, or empty.
-        dtype: what floating-point weights are rounded to; None keeps each as it is.
+        out: a folder that does not exist, or is empty.
+        dtype: dtype of written floating-point weights; None keeps each as it is.
         tokenizer: a folder whose tokenizer's files are copied, or one such file.
-        generation: a generation_config.json that is copied; None takes the tokenizer's, or one by the model's configuration.
-        max_shard_bytes: size of a file above which another is begun.
+        generation: a generation_config.json to copy; None takes the tokenizer's, or one by the model's configuration.
+        max_shard_bytes: largest size of a file.
 
     Raises:
-        WorkloadError: these are no weights of this model.
-        UsageError: the folder holds something, or cannot be written.
+        WorkloadError: the weights are not of this model.
+        UsageError: the folder is not empty, or cannot be written.
     """
     tensors = lazy_tensors(weights)
     if any(is_adapter(name) for name in tensors):
@@ -80,7 +80,7 @@ def write_hugging_face(
 
 
 def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) -> None:
-    """Tensors in one file, or in shards with an index, as transformers splits them; one shard is in memory at a time."""
+    """Writes tensors to one file, or to shards with an index, split like transformers; one shard is in memory at a time."""
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
@@ -98,10 +98,10 @@ def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) 
 
 
 def write_configuration(folder: Path, architecture: Architecture, model: Any, dtype: "torch.dtype | None") -> None:
-    """config.json and, of a model that generates, generation_config.json."""
+    """Writes config.json and, for a model that generates, generation_config.json."""
     with quiet():
         made = plain(architecture).configuration()
-        # Switched off for training alone.
+        # Switched off only for training.
         made.use_cache = architecture.arguments.get("use_cache", getattr(type(made)(), "use_cache", True))
         made.architectures = [type(model).__name__]
         if dtype is not None:
@@ -114,7 +114,7 @@ def write_configuration(folder: Path, architecture: Architecture, model: Any, dt
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies a tokenizer's files, and no weights, configuration or code.
+    """Copies a tokenizer's files, but no weights, configuration or code.
 
     Raises:
         UsageError: there are none.
@@ -128,7 +128,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         and not any(fnmatch(each.name, pattern) for pattern in _NOT_TOKENIZER)
     ]
     if not names:
-        raise UsageError(f"'{source}' holds no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
+        raise UsageError(f"'{source}' contains no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
     for each in names:
         shutil.copyfile(each, folder / each.name)
 
@@ -138,7 +138,7 @@ def _as(tensor: LazyTensor, dtype: "torch.dtype | None") -> LazyTensor:
 
 
 def main_dtype(tensors: "Iterable[tuple[torch.Size, torch.dtype]]") -> "torch.dtype | None":
-    """The floating-point dtype that most entries of tensors have, by shape and dtype of each."""
+    """Floating-point dtype of most entries of tensors, given the shape and dtype of each."""
     totals: dict[torch.dtype, int] = {}
     for shape, dtype in tensors:
         if dtype.is_floating_point:

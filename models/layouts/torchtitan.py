@@ -1,8 +1,9 @@
-"""Checkpoints of torchtitan: a DCP folder of its Llama 3. It has no GPT-2.
+"""Checkpoints of torchtitan: a DCP folder of its Llama 3. GPT-2 is not supported.
 
-Its rotary embedding turns neighbouring entries of a head, transformers' the first half against the second: rows of
-queries and keys are in another order, row 2i + j of a head there being row j d/2 + i here. Source: torchtitan 0.3,
-`models/llama3/state_dict_adapter.py`; earlier ones call the projections attention.wq and the head output.
+torchtitan's rotary embedding rotates neighbouring entries of a head, transformers' the first half with the second.
+Rows of queries and keys are therefore in another order: row 2i + j of a head there is row j d/2 + i here. Source:
+torchtitan 0.3, `models/llama3/state_dict_adapter.py`; earlier versions call the projections attention.wq and the head
+output.
 """
 
 import re
@@ -55,7 +56,7 @@ class TorchtitanLayout(Layout):
             raise WorkloadError(f"torchtitan's Llama has no biases, and this llama has ({biased[0]}=true)")
 
     def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
-        # A tied head is stored under both names there.
+        # torchtitan stores a tied head under both names.
         out = {theirs: ours[name] for name, theirs in _ONCE.items()}
         for layer in range(self.settings.num_hidden_layers):
             for name, theirs in _LAYER.items():
@@ -75,7 +76,7 @@ class TorchtitanLayout(Layout):
         return out
 
     def _turned(self, name: str) -> list[int]:
-        """Rows here in the order of rows there; empty where they are the same."""
+        """Rows here in the order of rows there; empty if they are the same."""
         made = self.settings
         counts = {"q_proj": made.num_attention_heads, "k_proj": made.num_key_value_heads}
         half = made.head_dim // 2
@@ -84,7 +85,7 @@ class TorchtitanLayout(Layout):
 
 
 def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
-    """The weights of a Llama in a checkpoint of torchtitan.
+    """Returns the weights of a Llama in a checkpoint of torchtitan.
 
     Args:
         path: the folder of a step, or the one of all steps; then its last.
@@ -92,7 +93,8 @@ def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path |
         adapters: as for `hugging_face`.
 
     Raises:
-        WorkloadError: it is no such checkpoint, another model's, or one of a family that torchtitan has not.
+        WorkloadError: it is not such a checkpoint, or another model's, or of a family that torchtitan does not
+            support.
     """
     layout = TorchtitanLayout(architecture)
     folder = step_folder(path_of(path))
@@ -109,12 +111,12 @@ def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path |
 
 
 def is_torchtitan(names: Iterable[str]) -> bool:
-    """Whether a folder's tensors are torchtitan's."""
+    """True if a folder's tensors have torchtitan's names."""
     return _ONCE["model.embed_tokens.weight"] in names
 
 
 def step_folder(path: Path) -> Path:
-    """The folder of the last step below `path`, or `path` itself."""
+    """Folder of the last step below `path`, or `path` itself."""
     if (path / METADATA).is_file():
         return path
     steps = [each for each in path.glob("step-*") if each.name[5:].isdecimal() and (each / METADATA).is_file()]
@@ -122,16 +124,16 @@ def step_folder(path: Path) -> Path:
 
 
 def write_torchtitan(weights: Weights, architecture: Architecture, out: Path | str) -> None:
-    """Writes a DCP folder for torchtitan's `checkpoint.initial_load_path`: weights, no optimizer.
+    """Writes a DCP folder for torchtitan's `checkpoint.initial_load_path`: weights, without optimizer.
 
     Args:
-        weights: of the plain model.
+        weights: weights of the plain model.
         architecture: a Llama.
-        out: a folder that is not there yet, or empty.
+        out: a folder that does not exist, or is empty.
 
     Raises:
-        WorkloadError: these are no weights of this model, or torchtitan has no such model.
-        UsageError: the folder holds something, or cannot be written.
+        WorkloadError: the weights are not of this model, or torchtitan does not support it.
+        UsageError: the folder is not empty, or cannot be written.
     """
     tensors = TorchtitanLayout(architecture).given(weights, architecture)
     with whole_folder(out) as folder:

@@ -1,4 +1,4 @@
-"""Named tensors on disk of which a rank reads its share, checked against the model's names and shapes."""
+"""Named tensors on disk, checked against a model's names and shapes; each rank reads its share."""
 
 import re
 from abc import ABC, abstractmethod
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 
 class Weights(ABC):
-    """Weights of a model by the names that its constructor gives them, whatever the format they lie in.
+    """Weights of a model by the names of its constructor, whatever their storage format.
 
-    Tied weights are there under each of their names. What a model has and this has not (computed buffers, adapters of
-    a base checkpoint) keeps its initial value.
+    Tied weights are available under each of their names. Tensors of the model that are missing here (computed buffers,
+    adapters of a base checkpoint) keep their initial values.
     """
 
     shapes: "Mapping[str, tuple[torch.Size, torch.dtype]]"
-    """Shape of every tensor as the model has it, and the dtype in which it is stored."""
+    """Shape of every tensor in the model, and its stored dtype."""
     notes: tuple[str, ...] = ()
-    """What a person should know of how they were read, a sentence each."""
+    """Notes for the user, one sentence each."""
 
     @abstractmethod
     def read(self, name: str, box: Box | None = None) -> "torch.Tensor":
-        """A box of a tensor, or all of it: a copy on the CPU; no more of the file is read than the box needs.
+        """Returns a box of a tensor, or all of it: a copy on the CPU. No more of the file is read than the box needs.
 
         Raises:
             KeyError: there is no tensor of this name.
-            ValueError: it is no box of this tensor.
+            ValueError: it is not a box of this tensor.
             WorkloadError: the file is damaged.
         """
 
 
 class LazyWeights(Weights):
-    """Weights given as lazy tensors."""
+    """Weights from lazy tensors."""
 
     def __init__(self, tensors: LazyTensors, notes: tuple[str, ...] = ()) -> None:
         self.tensors = tensors
@@ -49,7 +49,7 @@ class LazyWeights(Weights):
 
 
 def lazy_tensors(weights: Weights) -> dict[str, LazyTensor]:
-    """The tensors of any weights, as lazy ones."""
+    """Converts weights to lazy tensors."""
     if isinstance(weights, LazyWeights):
         return dict(weights.tensors)
 
@@ -61,21 +61,21 @@ def lazy_tensors(weights: Weights) -> dict[str, LazyTensor]:
 
 
 _SHOWN = 5
-"""How many names of a kind a message lists."""
+"""Number of names of a kind that a message lists."""
 
 
 def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str] = (), hint: str = "") -> LazyWeights:
-    """The weights of a model, of tensors by its names.
+    """Returns the weights of a model from tensors by its names.
 
     Args:
-        found: what there is, by the model's names.
+        found: tensors by the model's names.
         model: a transformers model, which may be on the meta device.
-        where: what holds the tensors, as a message begins.
-        unexpected: names of what the model has no place for.
-        hint: more that a message should say.
+        where: location of the tensors, for messages.
+        unexpected: names of tensors that the model does not have.
+        hint: hint to add to a message.
 
     Raises:
-        WorkloadError: tensors are missing, of another shape, or are those of repeated blocks that the model has not.
+        WorkloadError: tensors are missing, of another shape, or of repeated blocks that the model does not have.
     """
     notes: list[str] = []
     own = model.state_dict()
@@ -101,7 +101,7 @@ def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str]
         tensors |= {each: tensors[first] for each in names if first is not None}
     missing = [each for each in own if each not in tensors and each not in buffers and not may_be_missing(model, each)]
     left = [each for each in left if each not in buffers and not may_be_left(model, each)]
-    # What stands outside the blocks (another head, a pooler) does no harm to the rest.
+    # Tensors outside the blocks (another head, a pooler) do not affect the rest.
     harmless = [each for each in left if not re.search(r"\.\d+\.", each)]
     if missing or wrong or len(harmless) < len(left):
         raise WorkloadError(_of_another(where, model, missing, left, wrong, hint))
@@ -126,12 +126,12 @@ def _of_another(where: str, model: Any, missing: list[str], left: list[str], wro
 
 
 def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str]) -> str:
-    """In which tensors a checkpoint and a model differ: how many of each kind, and the first of them.
+    """Describes the differing tensors of a checkpoint and a model: number and first names of each kind.
 
     Args:
-        missing: what the checkpoint lacks.
-        left: what the model has no place for.
-        wrong: what has another shape, with both.
+        missing: tensors missing in the checkpoint.
+        left: tensors missing in the model.
+        wrong: tensors of another shape, with both shapes.
     """
     kinds = ((missing, "is", "missing"), (left, "is", "not in the model"), (wrong, "has", "another shape"))
     out = []
@@ -145,7 +145,7 @@ def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str
 
 
 def unlike(name: str, there: Sequence[int], here: Sequence[int]) -> str:
-    """A tensor that has another shape in a checkpoint than in the model."""
+    """Describes a tensor with another shape in a checkpoint than in the model."""
     return f"{name} with {tuple(there)} there, {tuple(here)} in the model"
 
 

@@ -1,1 +1,1 @@
-"""Somebody else's command as a trial: rendered for a configuration, started, read while it runs, and ended."""
+"""Trials of a user's own command: rendered for a configuration, started, read while it runs, and ended."""

@@ -1,4 +1,4 @@
-"""A command that is tuned, as it is asked for."""
+"""The command to tune, as the user gives it."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,36 +13,37 @@ from ...models.request import Asked, either
 from ...models.server_model import ServerModel
 
 HIDDEN = "***"
-"""What is shown in the place of a value that is not."""
+"""Shown instead of a hidden value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Somebody else's command, which is tuned as it is.
+    """A command to tune.
 
     Args:
-        command: as in a shell, or its words. `{knob}` and `{expression over knobs}` stand for values, and `{trial_dir}`,
-            `{trial}`, `{devices}`, `{hosts}`, `{node_rank}`, `{master_addr}` and `{master_port}` for what a trial gives;
-            braces of its own are written `{{` and `}}`. It is started without a shell.
-        env: variables of its environment, `NAME=value`, with `{...}` alike.
-        model: what it trains, by whatever name `redline.workload` takes, so that an estimate guides the search; by default
-            what the command says under a usual name, such as `--model_name_or_path`, where that is known here.
-        launcher: what the command starts, where it is a known one: knobs without a place in the command are said as it wants
-            them, and a short run is asked for. One of `redline.frameworks.registry.LAUNCHERS`.
-        render: files it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file with
-            `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
-        metric: what is read of what it says: a regular expression with a named group, such as
-            `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in lines of JSON, in `metric_file` or told by
-            `redline.report`; `METRIC=NAME` where it is to be called otherwise, such as `tokens_per_second=perf/tps`. By default
-            what known frameworks print, the steps of a progress bar among it. The first is what is tuned for.
-        metric_file: a file of JSON lines or CSV that it appends to, beside what it prints, or a folder or file of TensorBoard's
-            events, whose scalars are named by their tags. It may hold `{...}`: `{trial_dir}/runs`.
-        direction: `max` or `min`, of a metric that is no throughput and no time of a step. Such a metric counts as it
-            stands when the command ends; the others as soon as they are steady.
-        samples: samples of a step, such as `{micro_batch * grad_accum}`, where times of steps are told; by default the
+        command: as in a shell, or as a list of words. `{knob}` and `{expression over knobs}` are replaced by values, and
+            `{trial_dir}`, `{trial}`, `{devices}`, `{hosts}`, `{node_rank}`, `{master_addr}` and `{master_port}` by those
+            of the trial; literal braces are written `{{` and `}}`. It is started without a shell.
+        env: environment variables, `NAME=value`, with `{...}` as well.
+        model: the model that it trains, in any form that `redline.workload` accepts, so that an estimate guides the
+            search; by default the value of a usual option of the command, such as `--model_name_or_path`, if redline
+            knows that model.
+        launcher: the trainer that it starts, if it is a known one. Knobs without a place in the command are passed as
+            options of that trainer, and a short run is requested. One of `redline.frameworks.registry.LAUNCHERS`.
+        render: files that it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file
+            with `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
+        metric: metrics to read from its output: a regular expression with a named group, such as
+            `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in JSON lines, in `metric_file` or reported by
+            `redline.report`; `METRIC=NAME` to rename it, such as `tokens_per_second=perf/tps`. By default the output of
+            known frameworks, including the steps of a progress bar. The first one is the objective.
+        metric_file: a file of JSON lines or CSV that it appends to, besides its output, or a folder or file of
+            TensorBoard events, whose scalars are named by their tags. May contain `{...}`: `{trial_dir}/runs`.
+        direction: `max` or `min`, for a metric that is neither a throughput nor a step time. Such a metric counts with
+            its last value when the command ends; the others as soon as they are steady.
+        samples: samples per step, such as `{micro_batch * grad_accum}`, if step times are reported; by default the
             product of the knobs `micro_batch`, `grad_accum` and `dp`.
-        require: bounds on what it tells, such as `p99_ms < 200`; what breaks one is `wrong`.
-        shell: start it by `/bin/sh -c`; values in it are quoted.
+        require: bounds on metrics, such as `p99_ms < 200`; a trial that breaks one is `wrong`.
+        shell: start it with `/bin/sh -c`; values in it are quoted.
         emulate: run its first rank alone on one device, by the launcher's own mode for that (`megatron`, `torchtitan`).
     """
 
@@ -83,7 +84,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """What it is called: its program, or the script that an interpreter or launcher is given."""
+        """The name of its program, or of the script that an interpreter or launcher runs."""
         words = self.command.split() if isinstance(self.command, str) else list(self.command)
         script = next((word for word in words if word.endswith((".py", ".sh"))), None)
         program = next((word for word in words if "=" not in word), "command")
@@ -91,29 +92,30 @@ class Command:
 
     @property
     def reads_files(self) -> bool:
-        """Whether files that it names may be looked at before it is started."""
+        """True if files that it names may be read before it is started."""
         return True
 
     @property
     def hides_env(self) -> bool:
-        """Whether the values of its environment are shown to nobody."""
+        """True if the values of its environment must not be shown."""
         return False
 
     def named(self, model: str) -> str | ServerModel | None:
-        """The model of a name that it or its text gives, for `redline.workload`; None where it is not one.
+        """Returns the model of a name given by it or in its text, for `redline.workload`; None if there is no such
+        model.
 
         Raises:
-            WorkloadError: `model` itself is not one.
+            WorkloadError: `model` was given explicitly and does not exist.
         """
         return model
 
     def to_dict(self) -> dict[str, Any]:
-        """What run.yaml keeps."""
+        """Returns the fields for run.yaml."""
         return {name: value for name, value in asdict(self).items() if value not in (None, (), [], False)}
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Command":
-        """A command in a file with the fields of this class.
+        """Reads a command from a file with the fields of this class.
 
         Raises:
             UsageError: there is no such file, or a field is missing or unknown.
@@ -124,12 +126,12 @@ class Command:
         except OSError as error:
             raise UsageError(f"the command's file {where} cannot be read: {error.strerror or error}") from error
         except Malformed as error:
-            raise UsageError(f"the command's file {where} is no YAML: {error}") from error
+            raise UsageError(f"the command's file {where} is not valid YAML: {error}") from error
         known = [each.name for each in fields(cls)]
         if not isinstance(given, dict) or "command" not in given:
-            raise UsageError(f"the command's file {where} must hold a mapping with `command`")
-        if strange := [name for name in given if name not in known]:
-            raise UsageError(f"the command's file {where}: {unknown('field', strange[0], known)}")
+            raise UsageError(f"the command's file {where} must contain a mapping with `command`")
+        if unknown_fields := [name for name in given if name not in known]:
+            raise UsageError(f"the command's file {where}: {unknown('field', unknown_fields[0], known)}")
         many = ("env", "render", "metric", "require")
         values: dict[str, Any] = {
             name: [each] if name in many and isinstance(each, str) else each for name, each in given.items()
@@ -138,22 +140,22 @@ class Command:
 
 
 def hidden(env: Sequence[str]) -> list[str]:
-    """Variables of an environment without their values."""
+    """Returns environment variables with their values hidden."""
     return [f"{each.partition('=')[0]}={HIDDEN}" for each in env]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand(Command):
-    """A command as a server takes it, of somebody who may run it elsewhere and as somebody else.
+    """A command submitted to a server, by a user who may run it on another host and as another user.
 
-    Where it is resolved no file that it names is opened, and what it names as its model is a preset, a hub id, or nothing.
-    What its environment holds is for its process alone, and stands in no file of the run.
+    No file that it names is opened when it is resolved, and its model can only be a preset or a hub id. The values of
+    its environment are passed to its process only and appear in no file of the run.
     """
 
     def __post_init__(self) -> None:
         if self.render:
             raise UsageError(
-                "a command's --render reads files of the machine that it is submitted on, and does not travel"
+                "a command's --render reads files of the submitting machine and cannot be sent to a server; leave it out"
             )
 
     @property

@@ -1,7 +1,7 @@
-"""Configuration files that a command reads: parsed, knobs put in their places, and written for each trial.
+"""Configuration files that a command reads: parsed, filled with the values of knobs, and written for each trial.
 
-A file is never edited as text. Texts in it that hold `{expression}` become values, numbers and truth values where the
-whole text is one expression; besides, a value can be put at a path: `ds.json:zero_optimization.stage={zero}`.
+Files are edited as data, not as text. Texts that contain `{expression}` become values; a text that is a single
+expression becomes a number or boolean. A value can also be put at a path: `ds.json:zero_optimization.stage={zero}`.
 """
 
 import configparser
@@ -26,36 +26,36 @@ class Rendered:
     """A file that is written for every trial."""
 
     name: str
-    """In the trial's folder."""
+    """Name in the trial's folder."""
     document: Any
-    """As it was parsed, with templates in the places of texts that are some."""
+    """The parsed contents, with templates instead of texts that contain expressions."""
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions, and what of `GIVEN`."""
+        """The knobs and names of `GIVEN` that it uses."""
         return frozenset(name for each in _templates(self.document) for name in each.names)
 
     def write(self, folder: Path, values: Mapping[str, Any]) -> Path:
-        """Writes it for a trial; where."""
+        """Writes the file for a trial and returns its path."""
         path = folder / self.name
         path.write_text(_FORMATS[path.suffix][1](_filled(self.document, values)), encoding="utf-8")
         return path
 
 
-def read_files(asked: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[Rendered, ...]:
-    """The files to be rendered.
+def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[Rendered, ...]:
+    """Reads the files to render.
 
     Args:
-        asked: `FILE` or `FILE:PATH=VALUE`, such as `train.yaml.in` or `ds.json:zero_optimization.stage={zero}`; those of
-            one file come together.
-        knobs: that expressions are over.
+        requested: `FILE` or `FILE:PATH=VALUE`, such as `train.yaml.in` or `ds.json:zero_optimization.stage={zero}`;
+            several of the same file are combined.
+        knobs: available in expressions.
 
     Raises:
-        UsageError: a file is not there, is of no known kind or cannot be parsed, a path leads nowhere, or an expression
-            is none.
+        UsageError: a file does not exist, has an unknown format or cannot be parsed, a path does not exist in it, or
+            an expression is invalid.
     """
     found: dict[Path, Any] = {}
-    for each in asked:
+    for each in requested:
         match = PLACED.fullmatch(each)
         if match is None:
             raise UsageError(
@@ -73,7 +73,7 @@ def read_files(asked: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[R
             _put(found[path], match["path"], _template(match["value"], knobs, where), where)
     names = [_written_name(path) for path in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"two files to be rendered are both written as {twice}; give them different names")
+        raise UsageError(f"two files to render would both be written as {twice}; give them different names")
     return tuple(Rendered(_written_name(path), document) for path, document in found.items())
 
 
@@ -89,13 +89,13 @@ def _parsed(path: Path) -> Any:
     try:
         return _FORMATS[suffix][0](read_named(path, at_most=LARGEST_DOCUMENT))
     except OSError as error:
-        raise UsageError(f"the file to be rendered, {path}, cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"the file to render, {path}, cannot be read: {error.strerror or error}") from error
     except (Malformed, ValueError, configparser.Error) as error:
-        raise UsageError(f"the file to be rendered, {path}, is no {suffix[1:].upper()}: {error}") from error
+        raise UsageError(f"the file to render, {path}, is not valid {suffix[1:].upper()}: {error}") from error
 
 
 def _unquoted(value: Any, knobs: Mapping[str, Expression]) -> Any:
-    """What YAML reads as a mapping, `batch: {micro_batch}`, as the text that was meant."""
+    """Converts a mapping that YAML reads from `batch: {micro_batch}` back to the intended text."""
     if isinstance(value, list):
         return [_unquoted(each, knobs) for each in value]
     if not isinstance(value, dict):
@@ -120,7 +120,7 @@ def _template(text: str, knobs: Mapping[str, Expression], where: str) -> Templat
 
 
 def _put(document: Any, path: str, value: Template, where: str) -> None:
-    """Puts a value at a path of keys, and of positions in lists; keys that are missing are added."""
+    """Puts a value at a path of keys and list positions. Missing keys are added."""
     *parents, last = [each.replace("\0", ".") for each in path.strip().replace("\\.", "\0").split(".")]
     at = document
     for key in parents:
@@ -139,7 +139,7 @@ def _mapping(at: Any, where: str) -> dict[str, Any]:
 
 def _position(at: list[Any], key: str, where: str) -> int:
     if not key.isdecimal() or int(key) >= len(at):
-        raise UsageError(f"{where} leads into a list of {len(at)}, where '{key}' is no position")
+        raise UsageError(f"{where} leads into a list of {len(at)}, where '{key}' is not a position")
     return int(key)
 
 

@@ -1,4 +1,4 @@
-"""What a command is tuned for: a number that it tells, and how that becomes a throughput."""
+"""The objective of a command: a metric that it reports, and its conversion to a throughput."""
 
 import math
 import re
@@ -17,29 +17,28 @@ RATES = {
 }
 """Metrics that are throughputs, with their units."""
 STEP_TIMES = {"step_ms": 1.0, "step_s": 1e3, "step": 1.0}
-"""Metrics that say how long a step takes, in ms; of `step`, its number, it is told by when it was said."""
+"""Metrics that are step times, with their factor to ms. `step`, a step's number, is timed by when it is reported."""
 BESIDE = ("loss", "memory_mib", "memory_gib")
-"""Metrics that are kept beside it."""
+"""Metrics that are recorded besides the objective."""
 PREFERRED = (*RATES, *STEP_TIMES)
-"""Which of several is the objective where nobody says."""
+"""Default objectives, by preference."""
 DIRECTIONS = ("max", "min")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A metric, as costs that add up: what is smaller is better, and steadiness is judged by them."""
+    """A metric as a cost: smaller is better, and costs add up, so that steadiness can be judged by them."""
 
     name: str
-    """The metric."""
     smaller: bool = False
-    """Whether a smaller value is better."""
+    """True if a smaller value is better."""
     work: float | None = None
-    """Samples of a step, where that is known and the metric is a time of a step."""
+    """Samples per step, if known and the metric is a step time."""
 
     @property
     def unit(self) -> str:
-        """Of the throughput."""
+        """Unit of the throughput."""
         if self.name in RATES:
             return RATES[self.name]
         if self.name in STEP_TIMES:
@@ -49,49 +48,50 @@ class Objective:
         return f"1/{self.name}" if self.smaller else self.name
 
     def cost(self, value: float) -> float:
-        """What a value costs: milliseconds a step or a unit, or the value itself where smaller is better."""
+        """Returns the cost of a value: milliseconds per step or unit, or the value itself if smaller is better."""
         if self.name in STEP_TIMES:
             return value * STEP_TIMES[self.name]
         return value if self.smaller else 1e3 / value
 
     def throughput(self, cost: float) -> float:
-        """Of a cost."""
+        """Returns the throughput for a cost."""
         if self.name in STEP_TIMES:
             return (self.work or 1.0) * 1e3 / cost
         return 1.0 / cost if self.smaller else 1e3 / cost
 
     def cost_of(self, throughput: float) -> float:
-        """Of a throughput, as `throughput` gives it."""
-        return self.throughput(throughput)  # both are one over the other, by the same factor
+        """Returns the cost for a throughput."""
+        return self.throughput(throughput)  # throughput = factor / cost is its own inverse
 
 
 def objective_of(name: str | None, direction: str | None) -> tuple[str | None, bool]:
-    """The metric that is asked for, None for the first of `PREFERRED` that is seen, and whether smaller is better.
+    """Returns the requested metric, or None for the first of `PREFERRED` that is reported, and whether smaller is
+    better.
 
     Raises:
-        UsageError: the direction is none, or turns a throughput around.
+        UsageError: the direction is unknown, or wrong for a throughput or step time.
     """
     if direction is not None and direction not in DIRECTIONS:
         raise UsageError(unknown("direction", direction, DIRECTIONS))
     if direction == "min" and name in RATES:
-        raise UsageError(f"{name} is a throughput, of which more is better; leave --direction out")
+        raise UsageError(f"{name} is a throughput, so larger is better; leave --direction out")
     if direction == "max" and name in STEP_TIMES:
-        raise UsageError(f"{name} is a time, of which less is better; leave --direction out")
+        raise UsageError(f"{name} is a time, so smaller is better; leave --direction out")
     return name, direction == "min"
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A bound on what a command tells, such as `p99_ms < 200`."""
+    """A bound on a command's metrics, such as `p99_ms < 200`."""
 
     rule: Expression
 
     @classmethod
     def read(cls, text: str) -> "Requirement":
-        """A bound as it is written, in the grammar of a space's rules.
+        """Parses a bound, in the grammar of a space's rules.
 
         Raises:
-            UsageError: it is no condition.
+            UsageError: it is not a condition.
         """
         names = [
             name for name in dict.fromkeys(_NAME.findall(text)) if name not in ("and", "or", "not", "in", "min", "max")
@@ -105,23 +105,23 @@ class Requirement:
         return cls(rule)
 
     def broken(self, values: Mapping[str, float]) -> str:
-        """What is wrong with these values; empty where they keep it."""
+        """Returns an error text if these values break the bound; empty otherwise."""
         missing = [name for name in self.rule.names if name not in values]
         if missing:
-            return f"nothing said {', '.join(missing)}, of which `{self.rule}` is required"
+            return f"the command did not report {', '.join(missing)}, but `{self.rule}` is required"
         if self.rule.evaluate(values) is True:
             return ""
-        told = ", ".join(f"{name} = {values[name]:g}" for name in self.rule.names)
-        return f"{told}, but `{self.rule}` is required"
+        values_text = ", ".join(f"{name} = {values[name]:g}" for name in self.rule.names)
+        return f"{values_text}, but `{self.rule}` is required"
 
 
 def chosen(name: str | None, seen: Sequence[str]) -> str | None:
-    """The objective among the metrics that were seen; None where it is not among them."""
+    """Returns the objective among the metrics seen so far; None if it is not among them."""
     if name is not None:
         return name if name in seen else None
     return next((each for each in PREFERRED if each in seen), None)
 
 
 def usable(value: float) -> bool:
-    """Whether a number can be an objective's."""
+    """True if a number can be a value of an objective."""
     return math.isfinite(value) and value > 0

@@ -1,4 +1,6 @@
-"""Numbers that a command reports while it runs: lines it prints, files it writes, TensorBoard events, `redline.report`."""
+"""Numbers that a command reports while it runs: in its output, files it writes, TensorBoard events, and
+`redline.report`.
+"""
 
 import csv
 import json
@@ -16,17 +18,17 @@ from ...frameworks.registry import FRAMEWORKS, find_framework
 from .objective import BESIDE, PREFERRED
 
 _IN_NAME = "tfevents"
-"""What the name of every event file holds, as TensorBoard looks for it."""
+"""Part of the name of every TensorBoard event file."""
 
 
 class Events:
-    """Scalars in an event file, or in all of a folder, by their tags; `step` is the step they are of.
+    """Scalars in an event file, or in all event files of a folder, by their tags; `step` is their step.
 
-    What is in it already is an earlier run's, which is told by the events' times: these are those of the host's clock.
+    Events older than this object belong to an earlier run and are skipped, by the host's clock.
 
     Args:
-        path: need not be there yet; files may come later, in folders below it too.
-        names: metrics by their tags; all others are taken as they are called.
+        path: need not exist yet. Files may be added later, also in subfolders.
+        names: metrics by their tags; other tags are metrics of the same name.
     """
 
     def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
@@ -35,12 +37,12 @@ class Events:
         self._since = time.time()
         self._loaders: dict[Path, Any] = {}
 
-    def read(self, now: float, *, ended: bool = False) -> "list[Told]":
-        """What was written since it was last asked, by the times of the events.
+    def read(self, now: float, *, ended: bool = False) -> "list[Reported]":
+        """Returns the scalars written since the last call, by the times of the events.
 
         Args:
-            now: this moment, s of the monotonic clock.
-            ended: whether nothing is written any more; event files are read alike.
+            now: current time, s of the monotonic clock.
+            ended: whether nothing more is written; has no effect for event files.
 
         Raises:
             UsageError: it is a file of another kind.
@@ -55,9 +57,9 @@ class Events:
             for event in self._loaders[path].Load():
                 values = dict(_scalars(event))
                 if values and event.wall_time >= self._since:
-                    told = renamed({"step": float(event.step), **values}, self._names)
-                    found.append(Told(told, event.wall_time + offset))
-        return sorted(found, key=lambda told: told.at)
+                    metrics = renamed({"step": float(event.step), **values}, self._names)
+                    found.append(Reported(metrics, event.wall_time + offset))
+        return sorted(found, key=lambda each: each.at)
 
     def _files(self) -> list[Path]:
         if self.path.is_dir():
@@ -66,15 +68,16 @@ class Events:
             return []
         if _IN_NAME not in self.path.name:
             raise UsageError(
-                f"--metric-file: {self.path} is a file and no folder of TensorBoard's; give it an ending, .jsonl or .csv, if "
+                f"--metric-file: {self.path} is a file, not a folder of TensorBoard events; add an ending, .jsonl or .csv, if "
                 "it is JSON lines or CSV"
             )
         return [self.path]
 
 
 def of_events(path: Path, *, look: bool = True) -> bool:
-    """Whether a path is that of event files: a folder, a name without an ending where nothing is yet, or such a name as
-    TensorBoard gives; without `look` by its name alone."""
+    """True if a path is that of event files: a folder, a path without an ending where nothing exists yet, or a name
+    in TensorBoard's form. Without `look`, only the name counts.
+    """
     if not look:
         return _IN_NAME in path.name or not path.suffix
     return path.is_dir() or _IN_NAME in path.name or not (path.suffix or path.exists())
@@ -82,19 +85,19 @@ def of_events(path: Path, *, look: bool = True) -> bool:
 
 def check_installed() -> None:
     """Raises:
-    MissingDependency: what reads event files is not installed.
+    MissingDependency: TensorBoard is not installed.
     """
     try:
         import tensorboard  # noqa: F401
     except ImportError as error:
         raise MissingDependency(
             "--metric-file is a folder or an event file, which TensorBoard reads: pip install tensorboard. A file of JSON "
-            "lines or CSV has an ending, .jsonl or .csv"
+            "lines or CSV must have an ending, .jsonl or .csv"
         ) from error
 
 
 def _scalars(event: Any) -> Iterator[tuple[str, float]]:
-    """The single numbers of an event, by tag, whichever way they were written."""
+    """Yields the scalars of an event by tag, in either of TensorBoard's formats."""
     from tensorboard.util.tensor_util import make_ndarray
 
     for value in event.summary.value:
@@ -106,11 +109,13 @@ def _scalars(event: Any) -> Iterator[tuple[str, float]]:
 
 
 LONGEST_LINE = 64 * 1024
-"""Bytes of a line that are looked at; of a longer one the first."""
+"""Longest part of a line that is read, bytes."""
 RANKS_APART = 4
-"""Steps by which ranks that each show a bar may be apart; a bar that falls back to less than half begins anew."""
+"""Number of steps by which ranks that each show a progress bar may differ. A bar that falls to less than half has
+restarted.
+"""
 NEAR_S = 0.005
-"""How near two moments may be that a step is timed by: on a busy machine a line is read that much late, s."""
+"""Shortest interval between two times by which a step is timed, s. On a busy machine a line may be read that much late."""
 _NUMBER = re.compile(
     r"(?P<number>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?",
     re.IGNORECASE,
@@ -119,46 +124,46 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _SPLIT = re.compile(rb"[\r\n]")
 _OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
-"""What regular expressions have and names, such as `throughput(tps)`, have not."""
+"""Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
 
 NANOTRON = (
     r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?"
 )
-"""How src/nanotron/trainer.py prints a step, of which nothing else is known; earlier versions wrote 8.66E+05."""
+"""Format of a step in src/nanotron/trainer.py; earlier versions wrote 8.66E+05."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Numbers that were told at one moment."""
+class Reported:
+    """Numbers reported at one time."""
 
     values: Mapping[str, float]
     """By metric."""
     at: float
-    """When, s of the monotonic clock."""
+    """Time, s of the monotonic clock."""
 
 
 @dataclass
 class Lines:
-    """Splits a stream into lines, at carriage returns too, and finds numbers in them.
+    """Splits a stream into lines, also at carriage returns, and finds numbers in them.
 
     Args:
-        patterns: regular expressions whose groups have the names of metrics.
-        names: metrics by the names they have in lines that are JSON objects, and in files.
-        asked: the metrics that were asked for, in their order; none where all that known frameworks print is read.
+        patterns: regular expressions whose groups are named by metrics.
+        names: metrics by their names in JSON objects and files.
+        requested: the requested metrics in order; empty to read the output of all known frameworks.
     """
 
     patterns: Sequence[re.Pattern[str]]
     names: Mapping[str, str] = field(default_factory=dict)
-    asked: Sequence[str] = ()
+    requested: Sequence[str] = ()
     _rest: bytes = field(default=b"", init=False)
 
     @property
     def first(self) -> str | None:
-        """The objective that was asked for; None where none was."""
-        return next((name for name in self.asked if name not in BESIDE), None)
+        """The requested objective; None if none was requested."""
+        return next((name for name in self.requested if name not in BESIDE), None)
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The lines that are complete with these bytes."""
+        """Yields the lines that these bytes complete."""
         *whole, self._rest = _SPLIT.split(self._rest + data)
         self._rest = self._rest[:LONGEST_LINE]
         for line in whole:
@@ -166,13 +171,13 @@ class Lines:
                 yield _text(line[:LONGEST_LINE])
 
     def last(self) -> Iterator[str]:
-        """What is left without an end."""
+        """Yields the rest, which has no line end."""
         rest, self._rest = self._rest, b""
         if rest:
             yield _text(rest)
 
     def read(self, line: str) -> dict[str, float]:
-        """The numbers in a line, by metric; of several patterns the first that finds one."""
+        """Returns the numbers in a line, by metric. If several patterns match, the first one counts."""
         found: dict[str, float] = {}
         for pattern in self.patterns:
             if match := pattern.search(line):
@@ -180,29 +185,30 @@ class Lines:
                     if text is not None and name not in found and (value := number(text)) is not None:
                         found[name] = value
         if self.names and line.lstrip().startswith("{"):
-            told = _of_object(line)
-            found = {**{self.names[name]: told[name] for name in self.names if name in told}, **found}
+            given = _of_object(line)
+            found = {**{self.names[name]: given[name] for name in self.names if name in given}, **found}
         return found
 
 
 class StepNumbers:
-    """What a step takes, by the moments at which its number is told.
+    """Measures step times by when step numbers are reported.
 
-    A bar is drawn more than once a step, and by every rank. On a busy machine its lines come late and several at once:
-    a step is timed by the last of those told together, and never by two that are told within `NEAR_S`.
+    A progress bar is drawn several times per step, and by every rank. On a busy machine its lines arrive late and
+    together. A step is timed by the last of several numbers reported together, and never by two reported within
+    `NEAR_S`.
     """
 
     def __init__(self) -> None:
         self._from: tuple[float, float] | None = None
-        """The step since which the next one is timed, and when it was told."""
+        """The last timed step and when it was reported."""
         self._last: tuple[float, float] | None = None
-        """The highest step, and when it was told first."""
+        """The highest step and when it was first reported."""
 
-    def told(self, step: float, at: float) -> float | None:
-        """Takes a step's number, told at a moment (s).
+    def add(self, step: float, at: float) -> float | None:
+        """Adds a step number reported at a time, s.
 
         Returns:
-            What the steps told before that moment took, as `step_ms` says it.
+            The duration of the steps reported before that time, as `step_ms` returns it.
         """
         took = self.step_ms() if self._last is not None and at > self._last[1] else None
         if self._last is not None and step <= self._last[0]:
@@ -213,7 +219,7 @@ class StepNumbers:
         return took
 
     def step_ms(self) -> float | None:
-        """Of each of the steps since those that were timed last, ms; None as long as that is not known."""
+        """Returns the duration of each step since the last timed one, ms; None if it is not known yet."""
         if self._last is None or self._from is None:
             self._from = self._last
             return None
@@ -225,11 +231,11 @@ class StepNumbers:
 
 
 class Appended:
-    """Numbers in a file that grows: JSON lines, or CSV with a header. What is in it already is an earlier run's.
+    """Numbers in a growing file of JSON lines, or of CSV with a header. Existing contents belong to an earlier run.
 
     Args:
-        path: need not be there yet.
-        names: metrics by the names they have in the file; all others are taken as they are called.
+        path: need not exist yet.
+        names: metrics by their names in the file; other names are metrics of the same name.
     """
 
     def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
@@ -239,12 +245,12 @@ class Appended:
         self._header: list[str] | None = None
         self._earlier = _contents(path)
 
-    def read(self, now: float, *, ended: bool = False) -> list[Told]:
-        """What was appended since it was last asked, in its order.
+    def read(self, now: float, *, ended: bool = False) -> list[Reported]:
+        """Returns the numbers appended since the last call, in order.
 
         Args:
-            now: the moment that rows without one of their own are from, s.
-            ended: whether nothing is appended any more, so that the last line may lack its end.
+            now: time of rows without one of their own, s.
+            ended: whether nothing more is appended, so that the last line may lack its end.
         """
         try:
             with self.path.open("rb") as file:
@@ -263,16 +269,16 @@ class Appended:
             values = self._row(line.decode("utf-8", "replace").strip())
             at = values.pop(TIME, now)
             if values:
-                found.append(Told(values, at))
+                found.append(Reported(values, at))
         return found
 
     def _begins(self, file: BinaryIO) -> bool:
-        """Whether this run has written to a file that was there before; finds where."""
+        """Returns True once this run has written to a file that existed before, and finds where."""
         assert self._earlier is not None
         stamp, size, start = self._earlier
         if _stamp(file) == stamp:
             return False
-        # What is longer, and begins as it did, was appended to; else it was written anew.
+        # A longer file with the same beginning was appended to; any other was rewritten.
         if os.fstat(file.fileno()).st_size > size and file.read(len(start)) == start:
             self._at = size
             self._row(start.partition(b"\n")[0].decode("utf-8", "replace").strip())
@@ -294,13 +300,13 @@ class Appended:
 
 
 def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    """Values by metric, those that `names` knows by another name under that; these count first."""
+    """Returns values by metric, with names replaced by those in `names`, which take precedence."""
     other = {name: value for name, value in values.items() if name not in names}
     return {**other, **{names[name]: value for name, value in values.items() if name in names}}
 
 
 def printed() -> list[str]:
-    """How frameworks print what a step took, as regular expressions; what shows progress alone, and losses, at the end."""
+    """Returns regular expressions for the output of known frameworks; progress bars and losses come last."""
     found = [find_framework(name) for name in FRAMEWORKS]
     bars = [each for each in found if each.spoken]
     lines = [each.prints for each in found if each.prints and each not in bars]
@@ -308,27 +314,27 @@ def printed() -> list[str]:
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
-    """What reads the metrics that are asked for, or what known frameworks print where none is.
+    """Returns the reader of the requested metrics, or of the output of known frameworks if there are none.
 
     Args:
         metrics: regular expressions with named groups, or names in JSON, CSV and event files: `NAME`, or `METRIC=NAME`
-            where the metric is to be called otherwise. Without that it is called by what follows the last slash, where
-            that is a known metric: `train/steps_per_second` is one.
+            to rename it. Otherwise a name is shortened to the part after the last slash if that is a known metric,
+            such as `train/steps_per_second`.
 
     Raises:
-        UsageError: one is no regular expression, none of its groups has a name, or two have the same.
+        UsageError: a regular expression is invalid, has no named group, or a name is used twice.
     """
     if not metrics:
         known = {name: name for name in (*PREFERRED, *BESIDE)}
         return Lines([re.compile(each) for each in printed()], known)
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
-    asked: list[str] = []
+    requested: list[str] = []
     for text in metrics:
         if _OF_PATTERNS.search(text):
             pattern = _pattern(text)
             patterns.append(pattern)
-            asked += [name for name in pattern.groupindex if name not in asked]
+            requested += [name for name in pattern.groupindex if name not in requested]
             continue
         called, equals, name = text.partition("=")
         if not (equals and called.isidentifier() and name):
@@ -338,25 +344,25 @@ def lines_for(metrics: Sequence[str]) -> Lines:
             other = next(each for each in names if names[each] == called)
             raise UsageError(f"--metric: '{other}' and '{name}' are both called {called}; write one as OTHER={name}")
         names[name] = called
-        asked.append(called)
-    return Lines(patterns, names, asked)
+        requested.append(called)
+    return Lines(patterns, names, requested)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
-        raise UsageError(f"--metric '{text}' is no regular expression: {error}") from None
+        raise UsageError(f"--metric '{text}' is not a valid regular expression: {error}") from None
     if not pattern.groupindex:
         raise UsageError(
-            f"--metric '{text}' names no number; write it as a group with a name, such as "
+            f"--metric '{text}' has no named group; write one for the number, such as "
             r"'speed: (?P<tokens_per_second>[\d.]+)'"
         )
     return pattern
 
 
 def _contents(path: Path) -> tuple[tuple[int, int], int, bytes] | None:
-    """What tells whether a file was written to, its size and how it begins; None where it is not there."""
+    """Returns a file's stamp, size and beginning; None if it does not exist."""
     try:
         with path.open("rb") as file:
             return _stamp(file), os.fstat(file.fileno()).st_size, file.read(LONGEST_LINE)
@@ -370,7 +376,7 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
 
 
 def near_misses(lines: Sequence[str], wanted: Sequence[str], most: int = 3) -> list[str]:
-    """Of these lines those that may be meant: with a number and a word of a metric's name."""
+    """Returns the lines that may be meant: those with a number and a word of a metric's name."""
     words = {
         word for name in wanted for word in name.lower().split("_") if len(word) > 2 and word not in ("per", "second")
     }
@@ -382,12 +388,12 @@ def near_misses(lines: Sequence[str], wanted: Sequence[str], most: int = 3) -> l
 
 
 def _text(line: bytes) -> str:
-    """A line without colours."""
+    """Decodes a line and removes colours."""
     return _COLOURS.sub("", line.decode("utf-8", "replace"))
 
 
 def number(text: str) -> float | None:
-    """A number as programs print it, `1,234.5`, `26.5K`, `nan`; None where it is none."""
+    """Parses a number as programs print it, such as `1,234.5`, `26.5K`, `nan`; None if it is not a number."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
@@ -395,7 +401,7 @@ def number(text: str) -> float | None:
 
 
 def _of_object(line: str) -> dict[str, float]:
-    """The numbers of a JSON object."""
+    """Returns the numbers of a JSON object."""
     try:
         given = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A command that runs: started, read along, and ended once its speed is known, with what came of it."""
+"""A running command: started, its metrics read, and ended once its speed is known."""
 
 import contextlib
 import json
@@ -25,26 +25,26 @@ from ..process import family
 from ..timing import Clock, Timing, TimingPlan, measure
 from .files import Rendered
 from .objective import Objective, Requirement, chosen, usable
-from .reading import Appended, Events, Lines, StepNumbers, Told, of_events
+from .reading import Appended, Events, Lines, Reported, StepNumbers, of_events
 from .template import CommandLine, ShellLine
 
 LOOK_S = 0.25
-"""How often memory and the files that grow are looked at, s."""
+"""Interval between checks of memory and of growing files, s."""
 WORDS_S = 0.5
-"""After a line that says memory ran out: how long others may say by how much, s."""
+"""Time after a line about an out-of-memory for a further line with the size of the allocation, s."""
 LINGER_S = 1.0
-"""After a command has ended: how long what it left in the background may be silent, s."""
+"""Time without output after which a command's background processes are no longer waited for, s."""
 TERM_S = 2.0
-"""How long a command has to end by itself once it is asked to, s."""
+"""Time for a command to end after SIGTERM, s."""
 SHOWN_LINES = 40
-"""Last lines that are shown where nothing was found in them."""
+"""Number of last lines shown if no metric was found."""
 MOST_LOSSES = 1000
-"""Losses that are kept."""
+"""Number of losses that are kept."""
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 _ERROR = re.compile(
     r"^(?:\[[^\]]*\]:?\s*)*(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|.*\berror: \S.*)$"
 )
-# What launchers and other ranks make of a rank's failure.
+# Messages of launchers and other ranks that follow from a rank's failure.
 _ECHO = re.compile(
     rf"ChildFailedError|SignalException|CalledProcessError|ProcessExitedException|{failure.PEER_LOST}", re.IGNORECASE
 )
@@ -52,84 +52,83 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class RunTerms:
-    """What is started for a trial, and how it is read."""
+    """The command of a trial, with the settings for reading its output."""
 
     command: CommandLine | ShellLine
-    """What is started."""
     environment: tuple[tuple[str, Any], ...]
-    """Templates of variables that are set for it."""
+    """Templates of environment variables."""
     files: tuple[Rendered, ...]
-    """What is written beforehand."""
+    """Files written before the start."""
     values: Mapping[str, Any]
-    """Of the knobs, and what the trial gives."""
+    """Values of the knobs and of the trial."""
     folder: str
-    """Of the trial."""
+    """The trial's folder."""
     cwd: str
-    """Where it is started."""
+    """Working directory."""
     lines: Lines
-    """Reads what it prints."""
+    """Reads the output."""
     grows: str | None
-    """A file that it writes numbers to, or a folder of TensorBoard's event files."""
+    """A file that it writes numbers to, or a folder of TensorBoard event files."""
     wanted: str | None
-    """The objective's metric; None for the first known one that is told."""
+    """The objective; None for the first known metric that is reported."""
     smaller: bool
-    """Whether less of it is better."""
+    """True if a smaller value is better."""
     work: float | None
-    """Samples of a step, where that is known."""
+    """Samples per step; None if unknown."""
     to_the_end: bool
-    """Whether the last value at its end counts, rather than when the value is steady."""
+    """True if the last value counts, False if it ends once the value is steady."""
     requirements: tuple[Requirement, ...]
-    """Bounds on what it tells."""
+    """Bounds on metrics."""
     plan: TimingPlan
-    """How long and how precisely it is measured."""
+    """Durations and precision of the measurement."""
     best: float | None
     """Highest throughput so far."""
     memory_limit_mib: float | None
-    """Of each of its processes, or of each GPU."""
+    """Memory limit of each of its processes, or of each GPU, MiB."""
     on_gpus: bool
-    """Whether its memory is that of GPUs."""
+    """True if the limit is that of GPUs."""
 
 
 class _Over(Exception):
-    """The command has ended, or need not go on."""
+    """The command has ended or can be ended."""
 
 
 @dataclass
 class Run(Clock):
-    """A command that runs; as a clock it tells what its steps cost."""
+    """A running command. As a clock it returns the costs of its steps."""
 
     terms: RunTerms
     values: Mapping[str, Any]
-    """Of the knobs, and what the trial gives here."""
-    told_peak: Callable[[float], None] = lambda mib: None
-    """Told of its peak memory whenever that rises, MiB."""
+    """Values of the knobs and of the trial on this host."""
+    on_peak: Callable[[float], None] = lambda mib: None
+    """Called with its peak memory, MiB, whenever that rises."""
     costs: list[float] = field(default_factory=list)
-    """Of each value of the objective, in the order they were told."""
-    told: dict[str, float] = field(default_factory=dict)
+    """Cost of each value of the objective, in order."""
+    metrics: dict[str, float] = field(default_factory=dict)
     """The last value of each metric."""
     losses: dict[int, float] = field(default_factory=dict)
-    """By the step that was told with them, or in their order."""
+    """By the step reported with them, or by their order."""
     seen: list[str] = field(default_factory=list)
-    """Metrics in the order they were first told."""
+    """Metrics in the order of their first report."""
     objective: Objective | None = None
-    """What it is measured by, once that is told."""
+    """The objective, once it has been reported."""
     out_of_memory: str = ""
-    """What it said when memory ran out."""
+    """Its message about an out-of-memory; empty if there was none."""
     over_limit: bool = False
-    """Whether that is because it held more than it may."""
+    """True if that is because it exceeded its memory limit."""
     port_taken: bool = False
-    """Whether it said that a port is."""
+    """True if it reported that a port is taken."""
     peak_mib: float = 0.0
-    """Memory of the fullest of its processes, or of the fullest GPU."""
+    """Memory of the fullest of its processes, or of the fullest GPU, MiB."""
     error: str = ""
-    """The last error it printed that is no echo of another."""
+    """The last error in its output that does not follow from another one."""
     _oom_until: float = math.inf
-    _said: float = 0.0
-    """When it printed last."""
+    _printed_at: float = 0.0
+    """Time of its last output."""
     foreign: float | None = None
-    """Cores that others kept busy meanwhile."""
+    """Mean number of cores that other processes kept busy meanwhile."""
     stopped: bool = False
-    """Whether it was ended, rather than ended by itself."""
+    """True if it was stopped, False if it ended on its own."""
 
     def __post_init__(self) -> None:
         folder = Path(self.terms.folder)
@@ -141,7 +140,7 @@ class Run(Clock):
             kind = Events if of_events(path) else Appended
             self._appended.append(kind(path, names))
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
-        """What it said last."""
+        """Its last lines."""
         self._steps = StepNumbers()
         self._reported_at: float | None = None
         self._look = 0.0
@@ -150,7 +149,7 @@ class Run(Clock):
         self.shortage = Shortage(None if self.terms.on_gpus else self.terms.memory_limit_mib)
         self._gpus = GpuMemory() if self.terms.on_gpus else None
         self._load: Watch | None = None
-        """Of the machine, since the objective was told first."""
+        """Load of the machine since the objective was first reported."""
 
     # -- a clock -------------------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Run(Clock):
     # -- running -------------------------------------------------------------------------------------------------
 
     def timed(self) -> Timing | None:
-        """Starts it, follows it until its speed is known, and ends it; None where it ended before.
+        """Starts it, follows it until its speed is known, and ends it. Returns None if it ended before.
 
         Raises:
             OSError: it cannot be started.
@@ -181,7 +180,7 @@ class Run(Clock):
                 self._selector = selector
                 timing = self._timed()
                 if self._load is not None:
-                    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and its processor time with it
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, so its CPU time is no longer known
                         self.foreign = foreign_cores([self._load.load()])
                 self._end()
         finally:
@@ -217,7 +216,7 @@ class Run(Clock):
         )
 
     def _timed(self) -> Timing | None:
-        """Follows it until its speed is known; None where it ended before."""
+        """Follows it until its speed is known. Returns None if it ended before."""
         terms = self.terms
         try:
             self._step()
@@ -232,25 +231,25 @@ class Run(Clock):
             return None
 
     def _step(self) -> None:
-        """Returns when the objective has been told once more."""
+        """Waits until the objective has been reported once more."""
         before = len(self.costs)
         while len(self.costs) == before:
             self._turn()
 
     def _turn(self) -> None:
-        """Takes in what it says next."""
+        """Reads the next output."""
         ended = self.process.poll() is not None
         data = self._received(LOOK_S)
         now = time.monotonic()
         for line in self.terms.lines.feed(data):
-            self._heard(line, now)
+            self._read_line(line, now)
         self._cost(self._steps.step_ms())
-        self._said = now if data else self._said
-        # Something that it left in the background may go on talking.
-        over = ended and not data and (not self._selector.get_map() or now >= self._said + LINGER_S)
+        self._printed_at = now if data else self._printed_at
+        # Its background processes may still print.
+        over = ended and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
         if over:
             for line in self.terms.lines.last():
-                self._heard(line, now)
+                self._read_line(line, now)
         if over or now >= self._look:
             self._look = now + LOOK_S
             self._watch(now, ended=over)
@@ -258,8 +257,8 @@ class Run(Clock):
             raise _Over
 
     def _received(self, wait_s: float) -> bytes:
-        """What it prints next, which goes to the log; nothing where it says nothing for so long."""
-        if not self._selector.get_map():  # it has closed its output, and perhaps goes on
+        """Returns the next output and copies it to the log; empty if there is none within `wait_s`."""
+        if not self._selector.get_map():  # it has closed its output, but may still run
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(wait_s)
             return b""
@@ -273,7 +272,7 @@ class Run(Clock):
             return data
         return b""
 
-    def _heard(self, line: str, now: float) -> None:
+    def _read_line(self, line: str, now: float) -> None:
         self.tail.append(line)
         if not self.out_of_memory and failure.line_says_oom(line):
             self.out_of_memory, self._oom_until = line.strip(), now + WORDS_S
@@ -285,27 +284,27 @@ class Run(Clock):
             self.error = match["text"]
         values = self.terms.lines.read(line)
         if values:
-            self._take(Told(values, now))
+            self._take(Reported(values, now))
 
-    def _take(self, told: Told) -> None:
-        """Numbers that were told: the objective's become costs."""
-        self.seen += [name for name in told.values if name not in self.seen]
+    def _take(self, reported: Reported) -> None:
+        """Records reported numbers. Values of the objective become costs."""
+        self.seen += [name for name in reported.values if name not in self.seen]
         if self.objective is None:
             name = chosen(self.terms.wanted, self.seen)
             if name is not None:
                 self.objective = Objective(name=name, smaller=self.terms.smaller, work=self.terms.work)
-        self.told.update(told.values)
-        if "loss" in told.values and len(self.losses) < MOST_LOSSES:
-            self.losses[int(told.values.get("step", len(self.losses)))] = told.values["loss"]
-        if self.objective is None or (value := told.values.get(self.objective.name)) is None:
+        self.metrics.update(reported.values)
+        if "loss" in reported.values and len(self.losses) < MOST_LOSSES:
+            self.losses[int(reported.values.get("step", len(self.losses)))] = reported.values["loss"]
+        if self.objective is None or (value := reported.values.get(self.objective.name)) is None:
             return
         if self.objective.name == "step":
-            self._cost(self._steps.told(value, told.at))
+            self._cost(self._steps.add(value, reported.at))
         else:
             self._cost(value)
 
     def _cost(self, value: float | None) -> None:
-        """Takes a value of the objective, where it is one."""
+        """Records a value of the objective if it is valid."""
         if value is None or not usable(value):
             return
         assert self.objective is not None
@@ -314,40 +313,40 @@ class Run(Clock):
             self._load = Watch(lambda: family_s(self.process.pid))
 
     def _watch(self, now: float, *, ended: bool) -> None:
-        """Looks at what does not come by the pipe: files that grow, and memory."""
+        """Checks growing files and memory."""
         for each in self._appended:
-            for told in each.read(now, ended=ended):
-                self._take(self._with_rates(told) if each.path == self.report else told)
+            for reported in each.read(now, ended=ended):
+                self._take(self._with_rates(reported) if each.path == self.report else reported)
         held = _held_mib(self.process.pid)
         here = self._gpus.held_mib(held) if self._gpus else max(held.values(), default=0.0)
         if here > self.peak_mib:
             self.peak_mib = here
-            self.told_peak(here)
+            self.on_peak(here)
         limit = self.terms.memory_limit_mib
         if self._gpus and limit is not None and here > limit and not self.out_of_memory:
             self.out_of_memory, self._oom_until = (
-                f"{here:,.0f} MiB of a GPU are held, and {limit:,.0f} MiB is the limit",
+                f"{here:,.0f} MiB of a GPU are in use, but the limit is {limit:,.0f} MiB",
                 now,
             )
             self.over_limit = True
         self.pids.update(held)
         self.shortage.look(list(held))
 
-    def _with_rates(self, told: Told) -> Told:
-        """A report with the rates that its amounts come to since the one before."""
-        values, before = dict(told.values), self._reported_at
-        self._reported_at = told.at
+    def _with_rates(self, reported: Reported) -> Reported:
+        """Replaces amounts in a report by rates since the report before."""
+        values, before = dict(reported.values), self._reported_at
+        self._reported_at = reported.at
         for amount in ("tokens", "samples"):
             if amount in values:
                 of = values.pop(amount)
-                if f"{amount}_per_second" not in self.seen:  # the first says what is to come
+                if f"{amount}_per_second" not in self.seen:  # the first report announces the metric
                     self.seen.append(f"{amount}_per_second")
-                if before is not None and told.at > before:
-                    values[f"{amount}_per_second"] = of / (told.at - before)
-        return replace(told, values=values)
+                if before is not None and reported.at > before:
+                    values[f"{amount}_per_second"] = of / (reported.at - before)
+        return replace(reported, values=values)
 
     def _end(self) -> None:
-        """Has it end, and everything it started: at first by a request, which its launcher may pass on."""
+        """Ends it and everything it started, first with SIGTERM, which its launcher may pass on."""
         if self.process.poll() is None:
             self._signal(signal.SIGTERM)
             end = time.monotonic() + (0.0 if self.out_of_memory else TERM_S)
@@ -361,13 +360,13 @@ class Run(Clock):
             self.stopped = True
 
     def _signal(self, number: int) -> None:
-        """To the command's whole process group."""
+        """Sends a signal to the command's process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 def _held_mib(pid: int) -> dict[int, float]:
-    """Resident memory of a process and of all that descend from it, MiB; of those alive."""
+    """Returns the resident memory of a process and its live descendants, MiB, by process id."""
     held = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in family(pid):

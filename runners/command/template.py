@@ -1,8 +1,8 @@
-"""Texts with `{expression}` in them: over knobs, in the grammar of a space's rules, and over what a trial gives.
+"""Texts with `{expression}` in them, over knobs, in the grammar of a space's rules, and over values of the trial.
 
-`{a if condition else b}` chooses between two of them. As in Python's f-strings `!s` and `!r` behind one write its value as
-Python does: `True` for `{flag!s}`, and `{name!r}` with its quotes. `{{` and `}}` stand for braces, and `${...}` is left as it
-is: that is a shell's.
+`{a if condition else b}` chooses between two expressions. As in Python's f-strings, `!s` and `!r` write a value as
+Python does: `True` for `{flag!s}`, and `{name!r}` with its quotes. `{{` and `}}` are literal braces, and `${...}` is
+left unchanged for the shell.
 """
 
 import re
@@ -19,27 +19,27 @@ from ...space.values import FLAG
 
 GIVEN = {
     "trial": "the trial's number",
-    "trial_dir": "a folder of the trial's own",
+    "trial_dir": "the trial's folder",
     "devices": "devices of the trial, over all hosts",
-    "global_batch": "samples of a step, as --global-batch says",
+    "global_batch": "samples per step, the value of --global-batch",
     "devices_per_host": "devices on each of its hosts",
     "hosts": "hosts of the trial",
-    "node_rank": "which of its hosts this is, from 0",
+    "node_rank": "number of this host among them, from 0",
     "master_addr": "address of the first of them",
-    "master_port": "a free port on it, another one for every trial",
+    "master_port": "a free port on it, different for every trial",
 }
-"""What a trial gives besides the knobs."""
+"""Placeholders for values of the trial."""
 _BRACES = re.compile(r"\$\{[^}]*\}|\{\{|\}\}|\{(?P<inside>(?:'[^'\n]*'|\"[^\"\n]*\"|[^{}'\"])*)\}|(?P<stray>[{}])")
 _QUOTED = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^'\"])"
 _CHOICE = re.compile(rf"(?P<one>{_QUOTED}+?)\sif\s(?P<condition>{_QUOTED}+?)\selse\s(?P<other>.+)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
 _MARK = 0xE000
-"""Private characters of Unicode stand for what is in braces while a command is split into words."""
+"""First of the private Unicode characters that replace braced parts while a command is split into words."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What a trial gives under a name."""
+    """A value of the trial."""
 
     name: str
 
@@ -53,7 +53,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One of two, by a condition."""
+    """One of two pieces, chosen by a condition."""
 
     condition: Expression
     one: "_Piece"
@@ -70,7 +70,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _AsPython:
-    """A value as Python writes it."""
+    """A value written as Python does."""
 
     of: "_Piece"
     how: Callable[[Any], str]
@@ -91,19 +91,18 @@ class Template:
     """A text with expressions in it."""
 
     pieces: tuple[str | _Piece, ...]
-    """In their order."""
 
     @classmethod
     def read(cls, text: str, knobs: Mapping[str, Expression], where: str) -> "Template":
-        """The template that a text is.
+        """Parses a text.
 
         Args:
-            text: as it is written.
-            knobs: that expressions are over.
-            where: whose text it is, for errors.
+            text: to parse.
+            knobs: available in expressions.
+            where: names the text in errors.
 
         Raises:
-            UsageError: an expression is none, names no knob, or a brace is alone.
+            UsageError: an expression is invalid, contains an unknown knob, or a brace is unbalanced.
         """
         pieces: list[str | _Piece] = []
         end = 0
@@ -112,7 +111,7 @@ class Template:
             end = match.end()
             if match["stray"]:
                 raise UsageError(
-                    f"{where}: the brace '{match[0]}' is alone in '{text}'; write {{{{ or }}}} for one of its own"
+                    f"{where}: the brace '{match[0]}' has no counterpart in '{text}'; write {{{{ or }}}} for a literal one"
                 )
             if match["inside"] is not None:
                 pieces.append(_expression(match["inside"], knobs, where))
@@ -123,34 +122,34 @@ class Template:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions, and what of `GIVEN`."""
+        """The knobs and names of `GIVEN` that it uses."""
         return frozenset(name for each in self.pieces if not isinstance(each, str) for name in each.names)
 
     def value(self, values: Mapping[str, Any]) -> Any:
-        """What it comes to: where all of it is one expression, its value as it is; else text."""
+        """Returns the value of a text that is a single expression, otherwise the filled text."""
         if len(self.pieces) == 1 and not isinstance(only := self.pieces[0], str):
             return only.evaluate(values)
         return self.text(values)
 
     def text(self, values: Mapping[str, Any]) -> str:
-        """The text, with values in the place of expressions."""
+        """Returns the text with expressions replaced by values."""
         return "".join(each if isinstance(each, str) else written(each.evaluate(values)) for each in self.pieces)
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command as words, with what it sets in its environment beforehand."""
+    """A command as words, with the environment variables set in front of it."""
 
     words: tuple[Template, ...]
     environment: tuple[tuple[str, Template], ...] = ()
-    """`NAME=value` in front of it."""
+    """The `NAME=value` words in front of the command."""
 
     @classmethod
     def read(cls, command: str | Sequence[str], knobs: Mapping[str, Expression]) -> "CommandLine":
-        """A command that is written as in a shell, or as its words.
+        """Parses a command, given as in a shell or as a list of words.
 
         Raises:
-            UsageError: it is empty, a quotation mark is alone, or an expression is none.
+            UsageError: it is empty, a quotation mark is unbalanced, or an expression is invalid.
         """
         words = list(command) if not isinstance(command, str) else _split(command)
         environment = []
@@ -164,12 +163,12 @@ class CommandLine:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions, and what of `GIVEN`."""
-        places = (*self.words, *(value for _, value in self.environment))
-        return frozenset(name for each in places for name in each.names)
+        """The knobs and names of `GIVEN` that it uses."""
+        templates = (*self.words, *(value for _, value in self.environment))
+        return frozenset(name for each in templates for name in each.names)
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
-        """The command of a configuration, with variables of its environment in front."""
+        """Returns the command for a shell, with environment variables in front."""
         own = [(name, each.text(values)) for name, each in self.environment]
         words = [f"{name}={shlex.quote(value)}" for name, value in (*variables, *own)]
         return " ".join([*words, *(shlex.quote(each.text(values)) for each in self.words)])
@@ -177,21 +176,21 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class ShellLine:
-    """A command for a shell; values in it are quoted."""
+    """A command for a shell, in which values are quoted."""
 
     template: Template
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions, and what of `GIVEN`."""
+        """The knobs and names of `GIVEN` that it uses."""
         return self.template.names
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
-        """The command of a configuration, with variables of its environment in front."""
+        """Returns the command for a shell, with environment variables in front."""
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables), self.text(values)])
 
     def text(self, values: Mapping[str, Any]) -> str:
-        """What the shell reads."""
+        """Returns the text for the shell."""
         pieces = self.template.pieces
         return "".join(
             each if isinstance(each, str) else shlex.quote(written(each.evaluate(values))) for each in pieces
@@ -201,20 +200,20 @@ class ShellLine:
 def read_command(
     command: str | Sequence[str], knobs: Mapping[str, Expression], *, shell: bool
 ) -> CommandLine | ShellLine:
-    """A command, for a shell where one is asked for.
+    """Parses a command, for a shell if requested.
 
     Raises:
-        UsageError: it is empty, cannot be split into words, or an expression is none.
+        UsageError: it is empty, cannot be split into words, or an expression is invalid.
     """
     if not shell:
         return CommandLine.read(command, knobs)
     if not isinstance(command, str):
-        raise UsageError("a command for a shell is one text, not a list of words")
+        raise UsageError("a command for a shell must be one text, not a list of words")
     return ShellLine(Template.read(command, knobs, "the command"))
 
 
 def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
-    """Whether a text could stand in braces."""
+    """True if a text is a valid expression."""
     if text.strip().isidentifier():
         return text.strip() in knobs or text.strip() in GIVEN
     try:
@@ -224,7 +223,7 @@ def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
 
 
 def _split(command: str) -> list[str]:
-    """Words as a shell has them, those in braces kept together whatever is in them."""
+    """Splits a command into words as a shell does; braced parts stay together."""
     kept: list[str] = []
 
     def keep(match: re.Match[str]) -> str:
@@ -245,7 +244,7 @@ def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> _Piec
     if choice := _CHOICE.fullmatch(text):
         condition = _expression(choice["condition"], knobs, where)
         if not isinstance(condition, Expression) or condition.kind not in (FLAG, None):
-            raise UsageError(f"{where}: {{{text}}}: `{choice['condition'].strip()}` is no condition")
+            raise UsageError(f"{where}: {{{text}}}: `{choice['condition'].strip()}` is not a condition")
         one, other = (_expression(choice[each], knobs, where) for each in ("one", "other"))
         return _Choice(condition, one, other)
     if name.endswith(("!s", "!r")):
@@ -256,16 +255,16 @@ def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> _Piec
     if name in GIVEN:
         return _Given(name)
     if name.isidentifier() and name not in CONSTANTS:
-        said = unknown("placeholder", f"{{{name}}}", [f"{{{each}}}" for each in (*knobs, *GIVEN)])
-        raise UsageError(f"{where}: {said} Braces of its own are written {{{{ and }}}}.")
+        problem = unknown("placeholder", f"{{{name}}}", [f"{{{each}}}" for each in (*knobs, *GIVEN)])
+        raise UsageError(f"{where}: {problem} Write literal braces as {{{{ and }}}}.")
     try:
         return parse(text, knobs)
     except SpaceError as error:
-        raise UsageError(f"{where}: {{{text}}}: {error} Braces of its own are written {{{{ and }}}}.") from None
+        raise UsageError(f"{where}: {{{text}}}: {error} Write literal braces as {{{{ and }}}}.") from None
 
 
 def _joined(pieces: Sequence[str | _Piece]) -> Iterator[str | _Piece]:
-    """Texts that follow each other as one, empty ones left out; one at least."""
+    """Joins successive texts and leaves out empty ones; yields at least one piece."""
     text, some = "", False
     for each in pieces:
         if isinstance(each, str):

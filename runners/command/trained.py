@@ -1,4 +1,4 @@
-"""The model that a command trains, read from its words and from the files it names."""
+"""The model that a command trains, found in its words and in the files it names."""
 
 import re
 import shlex
@@ -21,83 +21,84 @@ from ...models.server_model import ServerModel
 from .command import Command
 
 MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
-"""What options are called that name a model; the first that is given counts."""
+"""Options that name a model; the first one given counts."""
 RECIPE = ("config", "factory", "recipe", "flavor")
-"""And those that name a recipe, which may be that of a preset."""
+"""Options that name a recipe, which may be that of a preset."""
 SEQ_LEN = (*TRAINER_LENGTHS, "cutoff_len", "sequence_len", "seq_len")
-"""And those for the tokens of a sample."""
+"""Options for the tokens per sample."""
 PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
-"""And those for the format of products, where these are not switched on as `bf16` and `fp16`."""
+"""Options for the number format, besides the switches `bf16` and `fp16`."""
 _COUNT = re.compile("0*[1-9][0-9]{0,11}")
 _OFF = ("false", "no", "none", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a command says of its training; None where it says nothing, or a template."""
+    """A command's training; None for values that it does not give, or gives as templates."""
 
     model: str | ServerModel | None = None
-    """As `redline.workload` may take it."""
+    """In a form that `redline.workload` accepts."""
     architecture: Architecture | None = None
-    """Of a model that it gives the sizes of, as Megatron-LM's flags do."""
+    """A model given by its sizes, as with the flags of Megatron-LM."""
     seq_len: int | None = None
-    """Tokens of a sample."""
+    """Tokens per sample."""
     global_batch: int | None = None
-    """Samples of a step, by the option that its launcher has for that."""
+    """Samples per step, given by the launcher's option."""
     precision: str | None = None
     """`bf16`, `fp16` or `fp32`."""
 
     @classmethod
     def by(cls, command: Command) -> "Trained":
-        """What is said by `--name value`, `--name=value` and `name=value`, with hyphens too, and by keys of the YAML and
-        JSON files that the command names or has rendered, where it reads files."""
+        """Reads options `--name value`, `--name=value` and `name=value`, also with hyphens, and, if the command reads
+        files, keys of the YAML and JSON files that it names or has rendered.
+        """
         words = _words(command)
-        said = dict(_options(words))
+        options = dict(_options(words))
         files = (*words, *(match["file"] for each in command.render if (match := PLACED.fullmatch(each))))
         for path in files if command.reads_files else ():
             for name, value in _keys(path):
-                said.setdefault(name, value)
-        said = {name: value for name, value in said.items() if "{" not in value}
+                options.setdefault(name, value)
+        options = {name: value for name, value in options.items() if "{" not in value}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
         total = (launcher.samples(command) if launcher is not None else None) or ""
-        length = next((said[name] for name in SEQ_LEN if _is_count(said.get(name, ""))), None)
-        stated = next((said[name] for name in MODEL if said.get(name)), None)
-        models = (command.named(each) for each in (stated, _preset(said)) if each)
+        length = next((options[name] for name in SEQ_LEN if _is_count(options.get(name, ""))), None)
+        stated = next((options[name] for name in MODEL if options.get(name)), None)
+        models = (command.named(each) for each in (stated, _preset(options)) if each)
         return cls(
             model=next((model for model in models if model is not None), None),
-            architecture=_of_megatron(said),
+            architecture=_of_megatron(options),
             seq_len=int(length) if length else None,
             global_batch=int(total) if _is_count(total) else None,
-            precision=_precision(said),
+            precision=_precision(options),
         )
 
 
 def _is_count(text: str) -> bool:
-    """Whether a text is a whole number of at least 1, as sizes are."""
+    """True if a text is a whole number of at least 1."""
     return _COUNT.fullmatch(text) is not None
 
 
-def _preset(said: Mapping[str, str]) -> str | None:
-    """A preset whose name a recipe has, such as torchtitan's and NeMo's `llama3_8b`."""
-    names = (said.get(name, "").lower().replace("_", "-") for name in RECIPE)
+def _preset(options: Mapping[str, str]) -> str | None:
+    """Returns a preset named by a recipe, such as torchtitan's and NeMo's `llama3_8b`."""
+    names = (options.get(name, "").lower().replace("_", "-") for name in RECIPE)
     return next((name for name in names if name in PRESETS), None)
 
 
-def _of_megatron(said: Mapping[str, str]) -> Architecture | None:
-    """The model that flags of Megatron-LM describe, with its sizes."""
-    found = architecture_of(Stated({name: value or True for name, value in said.items()}, "the command"))
+def _of_megatron(options: Mapping[str, str]) -> Architecture | None:
+    """Returns the model that flags of Megatron-LM describe."""
+    found = architecture_of(Stated({name: value or True for name, value in options.items()}, "the command"))
     if found is None:
         return None
     arguments = {name: value for name, value in found.items() if name != "model_type"}
     return Architecture(model_type=found["model_type"], arguments=arguments, task="causal")
 
 
-def _precision(said: dict[str, str]) -> str | None:
+def _precision(options: dict[str, str]) -> str | None:
     for name in ("bf16", "fp16"):
-        if name in said and said[name].lower() not in _OFF:
+        if name in options and options[name].lower() not in _OFF:
             return name
     for name in PRECISION:
-        if value := said.get(name, "").lower():
+        if value := options.get(name, "").lower():
             if "bf16" in value or "bfloat16" in value:
                 return "bf16"
             return "fp16" if "16" in value else "fp32"
@@ -109,7 +110,7 @@ def _words(command: Command) -> list[str]:
         return list(command.command)
     try:
         return shlex.split(command.command)
-    except ValueError:  # which is said where it is read as a template
+    except ValueError:  # reported when the command is parsed as a template
         return []
 
 
@@ -124,12 +125,12 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _keys(path: str) -> Iterator[tuple[str, str]]:
-    """The scalars at the top of a file of YAML or JSON; nothing where it is none."""
+    """Yields the scalars at the top level of a YAML or JSON file."""
     file = Path(path)
     if file.name.endswith((".yaml", ".yml", ".json", ".yaml.in", ".yml.in", ".json.in")) and file.is_file():
         try:
             document = parse_yaml(read_named(file, at_most=LARGEST_DOCUMENT))
-        except (OSError, Malformed):  # which is said where it is rendered; of others the command says it
+        except (OSError, Malformed):  # reported when the file is rendered, or by the command itself
             return
         for name, value in document.items() if isinstance(document, dict) else ():
             if isinstance(value, str | int):
@@ -140,24 +141,24 @@ _TRIAL_DIR = "{trial_dir}"
 
 
 def completed(command: Command, foreign: ForeignSpace) -> Command:
-    """A command that is told what the file has it told; what it says already stays its own.
+    """Adds the options and files of another tool's space to a command. Values that the command has already are kept.
 
-    The file itself, and others that are rendered, are read where they are written for a trial.
+    Rendered files are read from where they are written for a trial.
 
     Raises:
-        UsageError: a file is rendered that the command does not read.
+        UsageError: the command does not read a rendered file.
     """
     words = command.command
     for option, value in foreign.options:
-        words = _told(words, option, value)
+        words = _with_option(words, option, value)
     placed = [found for each in foreign.render if (found := PLACED.fullmatch(each))]
     own = {(found["file"], found["path"]) for each in command.render if (found := PLACED.fullmatch(each))}
     render = (*command.render, *(each[0] for each in placed if (each["file"], each["path"]) not in own))
     for file in dict.fromkeys(each["file"] for each in placed):
-        words = _reading(words, file)
+        words = _with_rendered(words, file)
         if _TRIAL_DIR not in (words if isinstance(words, str) else " ".join(words)):
             raise UsageError(
-                f"the command does not read {file}, which is written for every trial: name it there, as {file} or as "
+                f"the command does not read {file}, which is written for every trial: add it to the command, as {file} or as "
                 f"{_TRIAL_DIR}/{Path(file).name}"
             )
     more: dict[str, Any] = {}
@@ -166,15 +167,15 @@ def completed(command: Command, foreign: ForeignSpace) -> Command:
     return replace(command, command=words, render=render, **more)
 
 
-def _told(words: str | Sequence[str], option: str, value: str) -> str | Sequence[str]:
-    """A command with an option that has a value: in the place of a value that it has, unless that is a template."""
+def _with_option(words: str | Sequence[str], option: str, value: str) -> str | Sequence[str]:
+    """Sets an option of a command. An existing value is replaced unless it is a template."""
     joined = option.endswith("=")
-    said = f"{option}{value}" if joined else f"{option} {value}"
+    options = f"{option}{value}" if joined else f"{option} {value}"
     if isinstance(words, str):
         gap = "" if joined else r"(?:=|\s+)"
         found = re.search(rf"(?:^|(?<=\s)){re.escape(option)}{gap}(?P<value>\S+)", words)
         if found is None:
-            return f"{words} {said}"
+            return f"{words} {options}"
         return words if "{" in found["value"] else words[: found.start("value")] + value + words[found.end("value") :]
     parts = option.split() if joined else [option]
     for at in range(len(words) - len(parts) + 1):
@@ -189,11 +190,11 @@ def _told(words: str | Sequence[str], option: str, value: str) -> str | Sequence
             )
         if not joined and here[-1] == option and at + 1 < len(words):
             return words if "{" in words[at + 1] else [*words[: at + 1], value, *words[at + 2 :]]
-    return [*words, *(said.split(" ", len(parts) - 1) if joined else (option, value))]
+    return [*words, *(options.split(" ", len(parts) - 1) if joined else (option, value))]
 
 
-def _reading(words: str | Sequence[str], file: str) -> str | Sequence[str]:
-    """A command that reads a file where it is written for a trial."""
+def _with_rendered(words: str | Sequence[str], file: str) -> str | Sequence[str]:
+    """Makes a command read a file from where it is written for a trial."""
     there = f"{_TRIAL_DIR}/{Path(file).name}"
     if isinstance(words, str):
         return re.sub(rf"(?:(?<=[\s=])|^)(?:\./)?{re.escape(shlex.quote(file))}(?=\s|$)", lambda match: there, words)

@@ -1,4 +1,4 @@
-"""One trial of a command: run in its own process, on another port where one is taken, and its outcome with the reason."""
+"""One trial of a command: run in its own process, repeated if its port is taken, with its outcome and the reason."""
 
 import math
 import re
@@ -27,11 +27,11 @@ _KILLED = re.compile(r"SIGKILL|\bKilled\b|exitcode\s*:?\s*-9\b|exit(?:ed)? with 
 
 
 def outcome(run: Run, timing: Timing | None) -> Measurement:
-    """What came of a run.
+    """Returns the measurement of a run.
 
     Args:
-        run: has ended.
-        timing: of its steps; None where it ended before that was known.
+        run: the run, which has ended.
+        timing: of its steps; None if it ended before that was known.
     """
     code = run.process.returncode
     peak = run.peak_mib or None
@@ -46,11 +46,11 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
         return _crashed(run, code)
     if timing is None and not run.costs:
         return _silent(run)
-    if (loss := run.told.get("loss")) is not None and not math.isfinite(loss):
-        return Measurement(status=Status.WRONG, reason=f"the loss it told is {loss}", peak_memory_mib=peak, loss=loss)
+    if (loss := run.metrics.get("loss")) is not None and not math.isfinite(loss):
+        return Measurement(status=Status.WRONG, reason=f"the reported loss is {loss}", peak_memory_mib=peak, loss=loss)
     for each in run.terms.requirements:
-        if broken := each.broken(run.told):
-            others = _told_beside(run, each.rule.names)
+        if broken := each.broken(run.metrics):
+            others = _other_metrics(run, each.rule.names)
             return Measurement(
                 status=Status.WRONG, reason="; ".join(filter(None, [broken, others])), peak_memory_mib=peak
             )
@@ -58,7 +58,7 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
     cost, spread, note = _cost(run, timing)
     throughput, unit = run.objective.throughput(cost), run.objective.unit
     timed = run.objective.name in STEP_TIMES
-    beside = _told_beside(run, (run.objective.name,))
+    beside = _other_metrics(run, (run.objective.name,))
     return Measurement(
         status=Status.OK,
         reason="; ".join(filter(None, [note, beside])),
@@ -75,28 +75,28 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
     )
 
 
-def _told_beside(run: Run, without: Collection[str]) -> str:
-    """What was asked for by name or is required, as it was told last."""
-    asked = [*run.terms.lines.asked, *(name for each in run.terms.requirements for name in each.rule.names)]
-    shown = [name for name in dict.fromkeys(asked) if name in run.told and name not in (*BESIDE, *without)]
-    return ", ".join(f"{name} = {run.told[name]:g}" for name in shown)
+def _other_metrics(run: Run, without: Collection[str]) -> str:
+    """Returns the last values of requested and required metrics other than the objective, as text."""
+    requested = [*run.terms.lines.requested, *(name for each in run.terms.requirements for name in each.rule.names)]
+    shown = [name for name in dict.fromkeys(requested) if name in run.metrics and name not in (*BESIDE, *without)]
+    return ", ".join(f"{name} = {run.metrics[name]:g}" for name in shown)
 
 
 def _cost(run: Run, timing: Timing | None) -> tuple[float, float | None, str]:
-    """What counts of all costs, how sure that is, and what is to be said of it."""
+    """Returns the cost that counts, its spread, and a note."""
     if timing is not None:
         return timing.step_ms, timing.spread_ms, timing.stopped_early
     if run.terms.to_the_end or len(run.costs) == 1:
         return run.costs[-1], None, ""
-    # It ended before it was steady: without the first, which holds what happens once.
+    # It ended before it was steady. The first value is left out, as it includes one-time work.
     median, half = median_interval(run.costs[1:])
     return median, half, f"ended after {len(run.costs)} values"
 
 
 def _crashed(run: Run, code: int) -> Measurement:
-    said = " ".join(run.tail)
+    output = " ".join(run.tail)
     how = f"the command was {failure.ended(code)}" if code < 0 else f"the command exited with code {code}"
-    if code in (-signal.SIGKILL, 137) or _KILLED.search(said):
+    if code in (-signal.SIGKILL, 137) or _KILLED.search(output):
         for pid in sorted(run.pids):
             if short := run.shortage.evidence(pid):
                 return Measurement(status=Status.OOM, reason=f"{how}: {short}")
@@ -104,47 +104,45 @@ def _crashed(run: Run, code: int) -> Measurement:
 
 
 def _silent(run: Run) -> Measurement:
-    """It ended well, and nothing that it said was the objective."""
+    """Returns the measurement of a run that ended successfully without reporting the objective."""
     wanted = [run.terms.wanted] if run.terms.wanted else []
     missing = f"'{run.terms.wanted}'" if wanted else "a throughput, a step's time or its number"
     lines = list(run.tail)
     near = near_misses(lines, wanted)
-    print(f"redline: nothing in what the command said was {missing}; its last lines:", file=sys.stderr)
+    print(f"redline: the command's output does not contain {missing}; its last lines:", file=sys.stderr)
     for line in lines:
         print(f"    {line}", file=sys.stderr)
-    hint = f"; did you mean what is in '{failure.shortened(near[-1].strip(), 120)}'?" if near else ""
-    seen = f"; it told {', '.join(run.seen)}" if run.seen else ""
-    return Measurement(status=Status.CRASH, reason=f"the command ended without telling {missing}{seen}{hint}")
+    hint = f"; did you mean the number in '{failure.shortened(near[-1].strip(), 120)}'?" if near else ""
+    seen = f"; it reported {', '.join(run.seen)}" if run.seen else ""
+    return Measurement(status=Status.CRASH, reason=f"the command ended without reporting {missing}{seen}{hint}")
 
 
 SILENT_S = 10.0
-"""How long a host that has told nothing waits for another to do so once its command has ended, s."""
+"""How long a host without reports waits for another host's after its command has ended, s."""
 PORTS = 3
-"""How often a command is started that finds its port taken."""
+"""Number of starts of a command that finds its port taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandReport:
-    """What a trial's process returns."""
+    """The report of a trial's process."""
 
     measured: Measurement
-    """What came of it."""
     losses: Mapping[int, float] = field(default_factory=dict)
-    """What it told of its loss, by step."""
+    """Reported losses, by step."""
     silent: bool = False
-    """Whether it has ended well, and told nothing."""
+    """True if it ended successfully without reporting the objective."""
     echo: bool = False
-    """Whether it failed and said no reason of its own, as those do that lose a peer."""
+    """True if it failed without an error of its own, as a rank that loses a peer does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandTrial:
-    """One trial of a command. Called in a process of its own, below which everything is ended afterwards."""
+    """One trial of a command. Called in a process of its own, whose descendants are ended afterwards."""
 
     terms: RunTerms
-    """What is started, and how it is read."""
     takes_port: bool
-    """Whether the port is given to it."""
+    """True if the command uses the port."""
 
     def __call__(self, context: "RankContext") -> CommandReport:
         Path(self.terms.folder).mkdir(parents=True, exist_ok=True)
@@ -156,14 +154,14 @@ class CommandTrial:
             report = _report(run)
             if not self._port_taken(run, report) or attempt == PORTS - 1:
                 break
-            print(f"redline: the port {run.values['master_port']} is taken; started again on another", flush=True)
+            print(f"redline: the port {run.values['master_port']} is taken; restarting on another", flush=True)
         return report
 
     def _on_one_of(self, context: "RankContext") -> CommandReport:
-        """Its part on one of several hosts.
+        """Runs the command on one of several hosts.
 
         Raises:
-            RuntimeError: the port is taken; whoever started it on all hosts tries another.
+            RuntimeError: the port is taken; the caller, which started all hosts, tries another.
         """
         where = urlsplit(context.init_method)
         hosts = {
@@ -178,17 +176,17 @@ class CommandTrial:
         if self._port_taken(run, report):
             raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")
         if report.silent:
-            # Of most trainings one host tells something, which ends this one.
+            # In most trainings one host reports; its result ends the others.
             time.sleep(SILENT_S)
         return report
 
     def _port_taken(self, run: Run, report: CommandReport) -> bool:
-        """Whether another port may help: some say that one is taken, take another themselves and go on."""
+        """True if another port may help. Some commands report a taken port, choose another one themselves and continue."""
         return report.measured.status is Status.CRASH and run.port_taken and self.takes_port
 
 
 def _report(run: Run) -> CommandReport:
-    """Has it run, and what came of it."""
+    """Runs the command and returns its report."""
     try:
         timing = run.timed()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A command as what a search tries: read before the first trial, started for each, its runs compared."""
+"""A command as the work of a search: parsed before the first trial, started for each, and its results compared."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from ...frameworks.registry import find_launcher
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
-from ..function import measured_by_itself
+from ..function import own_measurement
 from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import HIDDEN, Command
@@ -34,36 +34,38 @@ if TYPE_CHECKING:
 
 
 FAR = 0.2
-"""By what share of the first run's loss another's may be off at the same steps; beyond that it is another training."""
+"""Largest relative difference from the first run's loss at the same steps; beyond it the training is considered
+different.
+"""
 SCATTERS = 4.0
-"""And by how many times what the first run's loss changes from one step to the next."""
+"""The same as a multiple of the typical change of the first run's loss between steps."""
 LEAST_STEPS = 3
-"""How many steps both have to have told a loss of."""
+"""Number of common steps with a loss that are needed for the comparison."""
 
 
 @dataclass
 class Comparison:
-    """The first run of a search that ended well, and others beside it."""
+    """Compares successful runs of a search with the first one."""
 
     unit: str = ""
-    """Of its throughput."""
+    """Unit of the first run's throughput."""
     samples: float | None = None
-    """Of its steps."""
+    """Samples per step of the first run."""
     losses: Mapping[int, float] = field(default_factory=dict)
-    """That it told, by step."""
+    """Losses of the first run, by step."""
 
     def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
-        """Why a run that ended well does not count; empty where it does. The first is what others are held against.
+        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded.
 
         Args:
-            measured: what it came to.
-            samples: of a step, where that is known.
-            losses: that it told, by step.
+            measured: measurement of the run.
+            samples: samples per step; None if unknown.
+            losses: reported losses, by step.
         """
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
         if measured.unit != self.unit:
-            return f"it told {measured.unit}, and {self.unit} before: --metric says which counts"
+            return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
         return _far_off(losses, self.losses) if samples == self.samples else ""
 
 
@@ -77,27 +79,27 @@ def _far_off(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
     if abs(off) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
         return ""
     at = steps[-1]
-    return f"its loss is {losses[at]:.4g} at step {at}, where that of the first run was {first[at]:.4g}"
+    return f"its loss is {losses[at]:.4g} at step {at}, but that of the first run was {first[at]:.4g}"
 
 
 SPLITS = ("tp", "pp", "cp", "sp")
-"""Knobs for how many devices share one replica, in each of these ways."""
-_TOLD_FIRST = (Status.OK, Status.OOM, Status.WRONG)
-"""Of what hosts tell of a trial, what counts before anything else."""
+"""Knobs for the number of devices that share one replica."""
+_CONCLUSIVE = (Status.OK, Status.OOM, Status.WRONG)
+"""Statuses of a host's report that take precedence over those of other hosts."""
 
 
 class Commands(Work):
     """Runs of a command, each in fresh processes.
 
     Args:
-        command: as it is asked for.
-        space: whose knobs it holds.
+        command: as requested.
+        space: with the command's knobs.
         devices: of one trial.
-        global_batch: samples of a step, where that is given.
-        stated: knobs with one value that another tool's file states, for which the command need not have a place.
+        global_batch: samples per step, if given.
+        stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
-        UsageError: a placeholder is filled by nothing, a knob is used nowhere, or a file to be rendered is not there.
+        UsageError: a placeholder is unknown, a knob is not used, or a file to render does not exist.
     """
 
     in_turns = False
@@ -112,20 +114,20 @@ class Commands(Work):
         global_batch: int | None = None,
         stated: Collection[str] = (),
     ) -> None:
-        self.asked = command
-        """As it was asked for."""
+        self.requested = command
+        """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
         knobs = space.by_name
         whole = command
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole = launcher.told(command, knobs, short=False)
-            command = replace(launcher.told(command, knobs), samples=self._samples_of(launcher, command))
+            whole = launcher.with_knobs(command, knobs, short=False)
+            command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
         self._whole = read_command(whole.command, knobs, shell=command.shell)
-        """The command without what makes its run short."""
+        """The command without the options that shorten its run."""
         self._environment = tuple(_variable(each, knobs) for each in command.env)
         self._files = read_files(command.render, knobs)
         self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
@@ -134,39 +136,45 @@ class Commands(Work):
         self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
         self._comparison = Comparison()
-        places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
-        self.names = frozenset(name for each in places for name in each.names)
-        """The knobs it mentions, and what of `GIVEN`."""
+        templates = (
+            self._line,
+            *(value for _, value in self._environment),
+            *self._files,
+            *filter(None, [self._samples]),
+        )
+        self.names = frozenset(name for each in templates for name in each.names)
+        """The knobs and names of `GIVEN` that it uses."""
         if "global_batch" in self.names and global_batch is None:
-            raise UsageError("the command takes {global_batch}: say it with --global-batch")
+            raise UsageError("the command uses {global_batch}: set it with --global-batch")
         if global_batch is not None and not self.names & {"global_batch", "grad_accum"} and self._samples is None:
             raise UsageError(
-                f"the command does not hear of the global batch, {global_batch}: write {{grad_accum}} or {{global_batch}} into it"
+                f"the command has no placeholder for the global batch, {global_batch}: add {{grad_accum}} or "
+                "{global_batch} to it"
             )
-        self.unsaid: tuple[str, ...] = ()
-        """Of what is stated, what it has no place for."""
+        self.unplaced: tuple[str, ...] = ()
+        """Stated knobs that the command does not use."""
         self._check_used(stated)
         if self._grows is not None:
             self._check_metric_file(self._grows)
 
     def _samples_of(self, launcher: Launcher, command: Command) -> str | None:
-        """Samples of a step as they are asked for, or as the launcher's own option says them.
+        """Returns the samples per step as requested, or as given by the launcher's option.
 
         Raises:
-            UsageError: it has a number of its own that nobody says.
+            UsageError: the launcher needs a number that is not given.
         """
         if command.samples is not None or self._global_batch is not None:
             return command.samples
-        said = launcher.samples(command)
-        if said is None and launcher.own_total and "micro_batch" in self._space.by_name:
+        samples = launcher.samples(command)
+        if samples is None and launcher.own_total and "micro_batch" in self._space.by_name:
             raise UsageError(
-                f"--launcher {launcher.name} takes a step to have as many samples whatever the micro-batch: say how many by "
-                f"--global-batch, or by {launcher.total} in the command"
+                f"--launcher {launcher.name} has a fixed number of samples per step, whatever the micro-batch: set it with "
+                f"--global-batch, or with {launcher.total} in the command"
             )
-        return said
+        return samples
 
     def _check_used(self, stated: Collection[str]) -> None:
-        """Refuses a knob whose value nothing depends on."""
+        """Refuses a knob that nothing depends on."""
         used = set(self.names)
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
@@ -175,18 +183,18 @@ class Commands(Work):
             if knob.derived or knob.name in used:
                 continue
             if knob.name in stated and len(knob.values) == 1:
-                self.unsaid += (knob.name,)
+                self.unplaced += (knob.name,)
             else:
                 raise UsageError(
-                    f"the knob '{knob.name}' is used nowhere: neither by the command, nor by --env or --render; write "
-                    f"{{{knob.name}}} where its value belongs, or take it out of the space"
+                    f"the knob '{knob.name}' is not used by the command, --env or --render; write "
+                    f"{{{knob.name}}} where its value belongs, or remove it from the space"
                 )
 
     def check_program(self) -> None:
-        """Refuses a program that is not there.
+        """Checks that the program exists.
 
         Raises:
-            UsageError: so it is.
+            UsageError: it does not.
         """
         if isinstance(self._line, ShellLine) or self._line.words[0].names:
             return
@@ -195,19 +203,19 @@ class Commands(Work):
             raise UsageError(f"the command is not found: there is no program '{program}'")
 
     def _check_metric_file(self, grows: Template) -> None:
-        """Refuses event files that cannot be read, or of which nobody says what counts."""
+        """Checks that event files can be read and that a metric is given for them."""
         path = Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
-        if not of_events(path, look=self.asked.reads_files):
+        if not of_events(path, look=self.requested.reads_files):
             return
         check_installed()
         if self._lines.first is None:
             raise UsageError(
-                "--metric-file is a folder or a file of TensorBoard's; say by --metric which tag counts, such as "
+                "--metric-file is a folder or file of TensorBoard events; choose a tag with --metric, such as "
                 "--metric train/steps_per_second, or --metric step for the time between its steps"
             )
 
     def given(self, number: int, folder: Path) -> dict[str, Any]:
-        """What a trial gives besides the knobs: on one host, and of several what is the same on each."""
+        """Returns the values of `GIVEN` on one host; with several, those that are the same on each."""
         return {
             "trial": number,
             "trial_dir": str(folder),
@@ -221,23 +229,25 @@ class Commands(Work):
         }
 
     def values(self, config: Mapping[str, Any], number: int, folder: Path) -> dict[str, Any]:
-        """What templates are filled with: a knob that a configuration lacks has its default."""
+        """Returns the values for templates. A knob that a configuration lacks has its default."""
         absent = {knob.name: knob.default for knob in self._space.knobs if not knob.derived}
         return {**absent, **config, **self.given(number, folder)}
 
     def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
-        """The command of a trial, as it would be written in a shell."""
+        """Returns the command of a trial, as for a shell."""
         return self._shown(self._line, self.values(config, number, folder))
 
     def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
-        """The command to train with: not short, and what differs from host to host left in braces."""
+        """Returns the command for training: without the options that shorten it, and with placeholders for values
+        that differ between hosts.
+        """
         values = {**self.values(config, number, folder), "hosts": hosts, "devices_per_host": self._devices // hosts}
         if hosts > 1:
             values |= {name: f"{{{name}}}" for name in ("node_rank", "master_addr", "master_port")}
         return self._shown(self._whole, values)
 
     def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
-        hides = self.asked.hides_env
+        hides = self.requested.hides_env
         variables = [(name, HIDDEN if hides else each.text(values)) for name, each in self._environment]
         return line.shown(values, variables)
 
@@ -271,7 +281,7 @@ class Commands(Work):
         return Job(
             program=cloudpickle.dumps(CommandTrial(terms=run, takes_port="master_port" in self.names)),
             one_a_host=True,
-            # That of GPUs is watched where the command runs.
+            # The limit of GPUs is checked where the command runs.
             memory_limit_mib=None if terms.device.type == "cuda" else terms.memory_limit_mib,
             timeout_s=request.timeout_s or terms.timeout_s,
             log=str(request.log) if request.log else None,
@@ -281,7 +291,7 @@ class Commands(Work):
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
         whole, losses = _together(outcome)
-        measured = measured_by_itself(whole, terms.memory_limit_mib, known)
+        measured = own_measurement(whole, terms.memory_limit_mib, known)
         if not measured.ok:
             return measured
         samples = self._work(self.values(request.config, request.number, Path()))
@@ -289,13 +299,13 @@ class Commands(Work):
         return replace(measured, status=Status.WRONG, reason=why) if why else measured
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
-        """Samples of a step."""
+        """Returns the samples per step; None if unknown."""
         if self._samples is not None:
             text = self._samples.text(values)
             try:
                 return float(text)
             except ValueError:
-                raise UsageError(f"--samples comes to '{text}', which is no number") from None
+                raise UsageError(f"--samples must be a number, but is '{text}'") from None
         if "micro_batch" not in self._space.by_name:
             return None
         replicas = values.get("dp") or max(1, self._devices // prod(values.get(name) or 1 for name in SPLITS))
@@ -303,15 +313,16 @@ class Commands(Work):
 
 
 def _together(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
-    """What the hosts of a trial come to: what one of them has measured, else the cause of its failure; and its losses.
+    """Combines the reports of a trial's hosts: the measurement of one of them, else the cause of the failure; and its
+    losses.
 
-    Of the processes that read along no memory counts: the command's is in what they returned.
+    The memory of the processes that read the output does not count: the command's memory is in their reports.
     """
     reports: list[CommandReport] = [each.report for each in outcome.ranks if each.report is not None]
     if not reports:
         ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
         return replace(outcome, ranks=ranks), {}
-    order = {status: number for number, status in enumerate(_TOLD_FIRST)}
+    order = {status: number for number, status in enumerate(_CONCLUSIVE)}
     first = min(reports, key=lambda each: (order.get(each.measured.status, len(order)), each.echo))
     peaks = [each.measured.peak_memory_mib for each in reports]
     peaks += [each.peak_memory_mib for each in outcome.ranks if each.report is None and each.secondary]

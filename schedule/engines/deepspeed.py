@@ -1,8 +1,8 @@
 """DeepSpeed's engine of a scheduled model: `build(sch, target="deepspeed", config=...)`.
 
-The model is the schedule's: cut over ranks, replaced, recomputed, compiled. Replicas and what they share (ZeRO), the
-optimizer's step and the order of a pipeline's micro-batches are DeepSpeed's. What the schedule says of these is
-written into DeepSpeed's configuration, which says the rest; where the two contradict each other, that is refused.
+The schedule cuts, replaces, recomputes and compiles the model. DeepSpeed handles replicas and their sharding (ZeRO),
+the optimizer's step and the order of a pipeline's micro-batches. The schedule's settings of these are written into
+DeepSpeed's configuration, which contains the rest; contradictions are refused.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -28,22 +28,22 @@ from ..tree import ScheduledModule
 from .stages import staged
 
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
-"""Axes of a mesh, as DeepSpeed calls them."""
+"""DeepSpeed's names of a mesh's axes."""
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats that weights are held in, beside a copy in float32, by the section of the configuration."""
+"""Formats of weights beside a copy in float32, by the section of the configuration."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | None, optimizer: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration with what the schedule says in it; nothing is changed yet.
+    """Returns DeepSpeed's configuration with the schedule's settings; nothing is changed yet.
 
     Args:
         sch: the root's schedule.
         given: the configuration, or the path of its JSON file.
-        optimizer: whether `build` was given one.
+        optimizer: True if `build` was given one.
 
     Raises:
-        ScheduleError: they contradict each other, or DeepSpeed cannot do what the schedule says.
+        ScheduleError: they contradict each other, or DeepSpeed does not support the schedule.
         MissingDependency: DeepSpeed is not installed.
     """
     if missing := not_installed("deepspeed", "frameworks"):
@@ -62,7 +62,7 @@ def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | No
     _replicas(sch, out)
     _tensor_parallel(sch, out)
     _pipeline(sch, out)
-    # By default it clips at 1, which no other build does.
+    # By default DeepSpeed clips at 1, unlike other builds.
     out.setdefault("gradient_clipping", 0.0)
     return out
 
@@ -74,7 +74,9 @@ def start(
     mesh: Any,
     pipeline: Pipeline | None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """The engine, and the optimizer that it has made of the one given or of its configuration; all ranks call it."""
+    """Returns the engine, and the optimizer that it has made from the given one or from its configuration; all ranks
+    call it.
+    """
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
@@ -83,7 +85,7 @@ def start(
     topology = _topology(mesh)
     for module in model.modules():
         for name in shards_of(module):
-            # A norm of all gradients then counts the pieces of each rank, and what is whole once.
+            # The norm of all gradients then counts the pieces of each rank, and whole tensors once.
             if (param := parameters_of(module).get(name)) is not None:
                 param.tensor_model_parallel = True
     form = next((form for name, form in FORMATS.items() if settings.get(name, {}).get("enabled")), None)
@@ -102,7 +104,9 @@ def start(
 
 @contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """On CPUs DeepSpeed would compile an exchange over shared memory for some minutes, which only inference uses."""
+    """Prevents DeepSpeed on CPUs from compiling shared-memory communication, which takes minutes and is only used for
+    inference.
+    """
     from deepspeed import ops
 
     name, known = "__compatible_ops__", dict(vars(ops))
@@ -110,7 +114,7 @@ def _nothing_compiled() -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(ops, name)  # which it finds out when it is asked for
+        delattr(ops, name)  # DeepSpeed checks it on use
         if name in known:
             setattr(ops, name, known[name])
 
@@ -120,7 +124,7 @@ def _refused(why: str) -> ScheduleError:
 
 
 def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """A configuration, of which sections are copied."""
+    """Reads a configuration and copies its sections."""
     found: Any = given
     if isinstance(given, str | Path):
         try:
@@ -138,7 +142,7 @@ def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
 
 
 def _check_ranks(mesh: Any) -> None:
-    """Refuses ranks that DeepSpeed would arrange otherwise: it takes all there are, in their order."""
+    """Refuses ranks that DeepSpeed would arrange differently: it uses all ranks in order."""
     if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
         raise _refused(
             "it needs torch.distributed, and LOCAL_RANK in the environment: start by torchrun, and call "
@@ -153,7 +157,7 @@ def _check_ranks(mesh: Any) -> None:
 
 
 def _topology(mesh: Any) -> Any:
-    """The mesh as DeepSpeed takes it."""
+    """Converts the mesh to DeepSpeed's topology."""
     from deepspeed.runtime.pipe.topology import ProcessTopology
 
     sizes = {} if mesh is None else {AXES[name]: size for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
@@ -162,11 +166,11 @@ def _topology(mesh: Any) -> Any:
 
 
 def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
-    """Writes what `shard_data` says of replicas."""
+    """Writes the settings of `shard_data`."""
     for each in (each.arguments for each in sch.tree.deferred if each.phase == "data"):
         zero, stage = out.setdefault("zero_optimization", {}), len(each["cut"])
         if zero.setdefault("stage", stage) != stage:
-            raise _refused(f"shard_data says ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
+            raise _refused(f"shard_data has ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
         own = {"hsdp": 1, "blocks": None, "gathered": (), "gather": "pass" if stage == 3 else "step"}
         for name, neutral in own.items():
             if each[name] != neutral:
@@ -178,13 +182,13 @@ def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
         if (form := each["reduce_dtype"]) is not None:
             if out.setdefault("communication_data_type", NAMES[form]) != NAMES[form]:
                 raise _refused(
-                    f"shard_data says reduce_dtype={form}, but communication_data_type is "
+                    f"shard_data has reduce_dtype={form}, but communication_data_type is "
                     f"{out['communication_data_type']}"
                 )
 
 
 def _tensor_parallel(sch: ScheduledModule, out: dict[str, Any]) -> None:
-    """Leaves out AutoTP, since the schedule has cut the model."""
+    """Removes AutoTP, since the schedule has cut the model."""
     axis = axis_of(sch.mesh, "tp")
     asked, found = (out.pop("tensor_parallel", None) or {}).get("autotp_size", 0), 1 if axis is None else axis.size
     if asked not in (0, found):
@@ -194,7 +198,7 @@ def _tensor_parallel(sch: ScheduledModule, out: dict[str, Any]) -> None:
 
 
 def _pipeline(sch: ScheduledModule, out: dict[str, Any]) -> None:
-    """Writes what cuts and `pipeline` say of stages."""
+    """Writes the settings of stages from cuts and `pipeline`."""
     axis, stages = axis_of(sch.mesh, "pp"), len(sch.tree.cuts) + 1
     ranks = 1 if axis is None else axis.size
     section = out.setdefault("pipeline", {})
@@ -212,8 +216,8 @@ def _pipeline(sch: ScheduledModule, out: dict[str, Any]) -> None:
         raise _refused("its pipelines take ZeRO 0 and 1; with 2 or 3 leave the target out")
     if micro_batches is not None and out.setdefault("gradient_accumulation_steps", micro_batches) != micro_batches:
         raise _refused(
-            f"pipeline says {micro_batches} micro-batches, but gradient_accumulation_steps is "
+            f"pipeline has {micro_batches} micro-batches, but gradient_accumulation_steps is "
             f"{out['gradient_accumulation_steps']}"
         )
-    # What crosses a cut is sent whole by every tensor-parallel rank: its own partition takes a single tensor.
+    # Every tensor-parallel rank sends whole tensors across a cut: DeepSpeed's partition supports a single tensor.
     section |= {"pipe_partitioned": False, "grad_partitioned": False}

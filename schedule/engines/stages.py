@@ -1,9 +1,9 @@
-"""The stages of a scheduled model as layers of DeepSpeed's PipelineModule.
+"""Stages of a scheduled model as layers of DeepSpeed's PipelineModule.
 
-Every stage runs the model's own forward and needs the batch for it, but DeepSpeed has the first stage and the last load
-one. So the batch goes along from stage to stage: `(what crosses the cut..., the batch's tensors..., header)`, where the
-header says in JSON how the tensors are called. DeepSpeed expects a gradient of each floating-point tensor that it
-sends; what has none travels as integers of the same bits.
+Every stage runs the model's own forward and needs the batch for it, but DeepSpeed loads batches only in the first and
+the last stage. So the batch is passed from stage to stage: `(tensors across the cut..., the batch's tensors...,
+header)`, where the header contains the names of the tensors in JSON. DeepSpeed expects a gradient of each
+floating-point tensor that it sends; tensors without one are sent as integers of the same bits.
 """
 
 import inspect
@@ -21,27 +21,27 @@ from ...base.errors import ScheduleError
 from ..parallel.pipeline import Pipeline, Stage
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a number."""
+"""Integer dtype by the number of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """A pipeline as DeepSpeed takes it."""
+    """A pipeline in DeepSpeed's form."""
 
     module: nn.Module
     """Its PipelineModule; the scheduled model is `module.model`."""
     batch: Callable[[Any], Any]
-    """Makes a micro-batch of the data iterator one of DeepSpeed's."""
+    """Converts a micro-batch of the data iterator to DeepSpeed's form."""
 
 
 def staged(pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | None) -> Staged:
-    """This rank's stage in a PipelineModule; all ranks call it.
+    """Returns this rank's stage in a PipelineModule; all ranks call it.
 
     Args:
-        pipeline: with one stage a rank.
-        mesh: of the schedule.
-        topology: the same as DeepSpeed has it.
-        form: what DeepSpeed will cast the weights to, if anything.
+        pipeline: with one stage per rank.
+        mesh: mesh of the schedule.
+        topology: the mesh as DeepSpeed's topology.
+        form: dtype that DeepSpeed will cast the weights to, or None.
     """
     from deepspeed.pipe import PipelineModule
 
@@ -60,7 +60,7 @@ def staged(pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | Non
 
 
 class StageLayer(nn.Module):
-    """A stage as DeepSpeed calls it."""
+    """A stage as a layer of DeepSpeed."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class StageLayer(nn.Module):
         self.__dict__.update(pipeline=pipeline, stage=Stage(pipeline, index))
         self.names = list(inspect.signature(type(pipeline.model).forward).parameters)[1:]
         self.shapes: Any = None
-        """Of the micro-batches for which it is known what crosses the cuts."""
+        """Shapes of micro-batches for which the tensors across the cuts are known."""
 
     def batch(self, given: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """A micro-batch as DeepSpeed takes it: what goes through the stages, and the target of the loss.
+        """Converts a micro-batch to DeepSpeed's form: tensors through the stages, and the target of the loss.
 
         Args:
-            given: what the model's forward takes: a mapping of names, or tensors by position; with a loss of one's own
-                a pair of it and the target.
+            given: arguments of the model's forward: a mapping of names, or tensors by position; with the user's loss a
+                pair of these and the target.
 
         Raises:
             ScheduleError: it is neither.
@@ -91,28 +91,28 @@ class StageLayer(nn.Module):
         if not isinstance(given, Mapping):
             given = dict(zip(self.names, given if isinstance(given, tuple | list) else (given,)))
         tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
-        said = {
+        header_values = {
             "tensors": [(name, str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()],
             "rest": {name: each for name, each in given.items() if name not in tensors},
         }
         try:
-            header = json.dumps(said).encode()
+            header = json.dumps(header_values).encode()
         except TypeError as error:
             raise ScheduleError(
-                f"a micro-batch must hold tensors, numbers and words, which go through the stages, but: {error}"
+                f"a micro-batch must contain tensors, numbers and texts, which go through the stages, but: {error}"
             ) from error
         device = next((each.device for each in tensors.values()), torch.device("cpu"))
         return (*map(_bits, tensors.values()), torch.tensor(list(header), dtype=torch.uint8, device=device)), target
 
     def forward(self, values: tuple[torch.Tensor, ...]) -> Any:
-        """What the next stage is given; of the last one the loss, or the output that `loss` is computed from."""
+        """Input of the next stage; of the last stage the loss, or the output that `loss` is computed from."""
         pipeline, index = self.pipeline, self.stage.index
-        said = json.loads(bytes(values[-1].tolist()))
-        carried = values[len(values) - 1 - len(said["tensors"]) :]
+        header_values = json.loads(bytes(values[-1].tolist()))
+        carried = values[len(values) - 1 - len(header_values["tensors"]) :]
         crossed = values[: len(values) - len(carried)]
-        batch = {name: each.view(getattr(torch, form)) for (name, form), each in zip(said["tensors"], carried)}
+        batch = {name: each.view(getattr(torch, form)) for (name, form), each in zip(header_values["tensors"], carried)}
         shapes = {name: (each.shape, each.dtype) for name, each in batch.items()}
-        batch |= said["rest"]
+        batch |= header_values["rest"]
         if shapes != self.shapes:
             pipeline.find_forms(batch)
             self.shapes = shapes
@@ -128,35 +128,35 @@ class StageLayer(nn.Module):
         return (*(each if each.requires_grad else _bits(each) for each in result), *carried)
 
     def loss(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        """The caller's, of all that the model returned, `output` in the place of the tensor that it is."""
+        """The caller's loss of the model's whole output, with `output` in place of its tensor."""
         assert self.pipeline.loss is not None, "DeepSpeed is given this where there is one"
         leaves, spec = tree_flatten(self.pipeline.outputs[-1])
         first = next(number for number, each in enumerate(leaves) if isinstance(each, torch.Tensor))
-        if not hasattr(leaves[first], "hidden"):  # logits that are not formed
+        if not hasattr(leaves[first], "hidden"):  # logits that are not materialised
             leaves[first] = output
         return self.pipeline.loss(tree_unflatten(leaves, spec), target)
 
 
 def _elsewhere(values: Any) -> Any:
-    """Stands for a stage of another rank."""
+    """Placeholder for a stage of another rank."""
     raise AssertionError("DeepSpeed runs the stage of this rank only")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers, of which no gradient is expected."""
+    """The same bits as integers, for which no gradient is expected."""
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
     return tensor
 
 
 def _reaching(result: torch.Tensor, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """A result from which a gradient reaches all that was received, since DeepSpeed sends one of each."""
+    """Returns a result whose gradient reaches all received tensors, since DeepSpeed sends one for each."""
     wanting = [each for each in received if each.requires_grad]
     return _Reaching.apply(result, *wanting) if len(wanting) > 1 else result
 
 
 class _Reaching(torch.autograd.Function):
-    """Hands on its first argument, as if the others had come to nothing in it."""
+    """Returns its first argument, as if it depended on the others with gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *received: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class _Reaching(torch.autograd.Function):
 
 
 def _tied(pipeline: Pipeline, mesh: Any) -> list[tuple[nn.Parameter, Any]]:
-    """This rank's weights that other stages hold, too, each with the group of the ranks that do."""
+    """This rank's weights that other stages also have, each with the group of these ranks."""
     lines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, pipeline.axis.size).tolist()
     found = []
     for module, name, stages in pipeline.ties:
@@ -179,7 +179,7 @@ def _tied(pipeline: Pipeline, mesh: Any) -> list[tuple[nn.Parameter, Any]]:
             if dist.get_rank() in ranks:
                 param = parameters_of(module)[name]
                 assert param is not None, "a tied weight is there"
-                # A norm of all gradients counts it once.
+                # The norm of all gradients counts it once.
                 param.ds_pipe_replicated = dist.get_rank() != ranks[0]
                 found.append((param, group))
     return found

@@ -1,1 +1,1 @@
-"""What works on a traced graph of a module: patterns, and the subgraphs that they find."""
+"""Traced graphs of modules: patterns, and the subgraphs that they match."""

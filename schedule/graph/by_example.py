@@ -1,9 +1,9 @@
-"""Tracing by example: symbolically, with what every value of the graph is for one call on the meta device.
+"""Traces by example: symbolically, with the value of every node for one call on the meta device.
 
-The example tells what symbols cannot: how many sizes a shape has, whether a mask was given, which way a condition goes.
-Sizes stay symbols. Where the code's way depends on a value that is no tensor, the graph checks that value when it runs
-(`check`); where it depends on whether the module trains, both ways are traced, and what differs between them is chosen
-when the graph runs.
+The example determines what symbols cannot: the number of dimensions of a shape, whether a mask was given, the branch
+of a condition. Sizes stay symbols. If the code's path depends on a value that is not a tensor, the graph checks that
+value when it runs (`check`). If it depends on the training mode, both paths are traced, and their differences are
+selected when the graph runs.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from .trace import CallForm, Input, Traced, arguments, tidy
 from .tracing import Tracer, cause, refuse_written, state_kept, training_restored
 
 UNKNOWN = object()
-"""In place of a value that the example does not tell."""
+"""Placeholder for a value that the example does not determine."""
 MAKERS = ("arange", "empty", "finfo", "full", "ones", "tensor", "zeros")
-"""Functions of torch that make values of sizes and formats alone, which may be symbols."""
+"""Functions of torch that make values from sizes and formats only, which may be symbols."""
 
 
 def trace_by_example(
@@ -42,10 +42,10 @@ def trace_by_example(
     inputs: Sequence[str],
     example: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Traced:
-    """A module's forward as a graph of the call that is given as an example; the module is left as it was.
+    """Returns a module's forward as a graph of the example call; the module is not changed.
 
     Raises:
-        TraceError: the forward does what a graph cannot express; names the operation and the line.
+        TraceError: a graph cannot express the forward; names the operation and the line.
     """
     form, values = form_of(module, label, example, inputs)
     skeleton = meta_copy(module)
@@ -73,7 +73,7 @@ def trace_by_example(
 def form_of(
     module: nn.Module, label: str, example: tuple[tuple[Any, ...], dict[str, Any]], inputs: Sequence[str]
 ) -> tuple[CallForm, list[Any]]:
-    """Which leaves of a call's arguments are inputs of the graph, and the values of these, without memory."""
+    """Determines which leaves of a call's arguments are inputs of the graph, and returns their values without memory."""
     given = arguments(module, *example)
     unknown = [each for each in inputs if each.split("[")[0] not in given]
     if unknown:
@@ -102,7 +102,7 @@ def _bare(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _rates_restored(module: nn.Module) -> Iterator[None]:
-    """Rates of dropout are read when the graph runs; within it symbols stand for them."""
+    """Replaces rates of dropout by symbols in the context; the graph reads them when it runs."""
     before = [(each, name, getattr(each, name)) for each in module.modules() for name in rates_of(each)]
     try:
         yield
@@ -112,7 +112,7 @@ def _rates_restored(module: nn.Module) -> Iterator[None]:
 
 
 class _AsksForMode(Exception):
-    """The way of the code depends on whether the module trains."""
+    """The path of the code depends on the training mode."""
 
 
 class _Known(fx.Proxy):
@@ -130,7 +130,7 @@ class _Known(fx.Proxy):
     def __index__(self) -> int:
         value = self.tracer.value(self)
         if not isinstance(value, int):
-            raise TraceError("a number was asked for where there is a symbol")
+            raise TraceError("a number is needed, but there is a symbol")
         return self.tracer.settled(self)
 
     def __int__(self) -> int:
@@ -139,13 +139,13 @@ class _Known(fx.Proxy):
     def __float__(self) -> float:
         value = self.tracer.value(self)
         if not isinstance(value, (int, float)):
-            raise TraceError("a number was asked for where there is a symbol")
+            raise TraceError("a number is needed, but there is a symbol")
         return float(self.tracer.settled(self))
 
     def __contains__(self, item: Any) -> bool:
         value = self.tracer.value(self)
         if not isinstance(value, (tuple, list, dict)):
-            raise TraceError("membership was asked for in a symbol")
+            raise TraceError("membership in a symbol is needed")
         return item in value
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +156,7 @@ class _Known(fx.Proxy):
 
 
 class _ByExample(Tracer):
-    """Follows the example beside the symbols."""
+    """Evaluates the example along with the symbols."""
 
     proxy_buffer_attributes = True
 
@@ -173,14 +173,14 @@ class _ByExample(Tracer):
         super().__init__(root, flatten, leaves, {})
         self.form, self.values, self.skeleton, self.mode = form, list(values), skeleton, training
         self.evaluating = False
-        """Whether an operation of the example runs."""
+        """True while an operation of the example runs."""
 
     def value(self, proxy: fx.Proxy) -> Any:
-        """What a symbol is in the example."""
+        """Value of a symbol in the example."""
         return proxy.node.meta.get("example", UNKNOWN)
 
     def settled(self, proxy: fx.Proxy) -> Any:
-        """The value of a symbol, which the graph is to check when it runs."""
+        """Value of a symbol, which the graph will check when it runs."""
         value, node = self.value(proxy), proxy.node
         if node.op == "get_attr" and node.target.rpartition(".")[2] == "training":
             raise _AsksForMode
@@ -190,7 +190,7 @@ class _ByExample(Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             self.path_of_module(m)
-        except NameError:  # made by the code on its way, as losses are
+        except NameError:  # made by the code itself, like losses
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -216,7 +216,7 @@ class _ByExample(Tracer):
         return made
 
     def evaluated(self, kind: str, target: Any, node: fx.Node) -> Any:
-        """What an operation gives in the example."""
+        """Result of an operation in the example."""
         if kind == "placeholder":
             return self.values.pop(0)
         if kind == "get_attr":
@@ -234,17 +234,17 @@ class _ByExample(Tracer):
                 if kind == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 return target(*args, **kwargs)
-        except Exception:  # of whatever code: the graph may have it all the same, as few of the values are asked for
+        except Exception:  # user code: the graph may contain it anyway, because few of the values are needed
             return UNKNOWN
         finally:
             self.evaluating = False
 
     @contextlib.contextmanager
     def makers(self) -> Iterator[None]:
-        """Within it what makes tensors of sizes takes symbols, too."""
+        """Lets functions that make tensors of sizes accept symbols, in the context."""
         from ...base._torch import dynamo
 
-        # Its tables of torch's functions are made when it is imported, which must not be in between.
+        # Its tables of torch's functions are made on import, which must not happen inside.
         assert dynamo is not None
         with contextlib.ExitStack() as stack:
             for name in MAKERS:
@@ -262,7 +262,7 @@ class _ByExample(Tracer):
         return make
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, dict) and type(a) is not dict and dataclasses.is_dataclass(a):  # what models return
+        if isinstance(a, dict) and type(a) is not dict and dataclasses.is_dataclass(a):  # outputs of models
             return self.create_proxy("call_function", type(a), (), dict(a)).node
         return super().create_arg(a)
 
@@ -292,7 +292,7 @@ class _ByExample(Tracer):
 
 
 def call_of_form(kind: type[nn.Module], given: dict[str, Any], positional: int) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments by name as a call of a module's forward, so many of them by position."""
+    """Converts arguments by name to a call of a module's forward, with the given number of positional arguments."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for each in list(inspect.signature(kind.forward).parameters.values())[1:]:
@@ -311,17 +311,17 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_call(inputs: Any) -> Example:
-    """Example inputs as positional and keyword arguments."""
+    """Converts example inputs to positional and keyword arguments."""
     if isinstance(inputs, dict):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def example_of(sch: ScheduledModule) -> Example | None:
-    """How a module is called where the nearest module above it with example inputs runs on them; None where none has,
-    or where its way does not lead there.
+    """Returns the arguments that a module gets when the nearest module above it with example inputs runs on them;
+    None if there is none, or if the module is not called.
 
-    That module is run up to the call: without weights, where its code does not look at values, otherwise as it is.
+    That module is run up to the call: without weights if its code does not read values, otherwise as it is.
     """
     known = sch.tree.examples
     parts = sch.path.split(".") if sch.path else []
@@ -338,18 +338,18 @@ def example_of(sch: ScheduledModule) -> Example | None:
 
 
 class _Reached(BaseException):
-    """Unwinds a forward at the call that was looked for. Not an error, hence no Exception."""
+    """Unwinds a forward at the wanted call. It is not an error, hence not an Exception."""
 
 
 def _called(module: nn.Module, target: str, example: Example) -> Example | None:
-    """What a module below one is called with when that is called so."""
+    """Arguments of a module below when the given module is called with `example`."""
     bare = tree_map(lambda each: each.to("meta") if isinstance(each, torch.Tensor) else each, example)
-    # Positions that are not given count from 0, so that no row packs several sequences.
+    # Without given positions they count from 0, so no row contains several sequences.
     packs = nullcontext() if "position_ids" in example[1] else values_unread()
     try:
         with packs:
             return _run(meta_copy(module), target, bare)
-    except (RuntimeError, NotImplementedError, ValueError):  # it looks at values
+    except (RuntimeError, NotImplementedError, ValueError):  # it reads values
         if any(each.is_meta for each in module.parameters()):
             return None
         return _run(module, target, example)

@@ -1,4 +1,4 @@
-"""What a model still calls where some of its modules run as graphs."""
+"""Finds what a model still calls if some of its modules run as graphs."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from .trace import ITSELF, Traced
 
 
 def used(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
-    """The modules that the model still calls, and the attributes (module, name) that its graphs read."""
+    """Modules that the model still calls, and the attributes (module, name) that its graphs read."""
     alive: set[nn.Module] = set()
     read: set[tuple[nn.Module, str]] = set()
     stack = [root]
@@ -37,26 +37,26 @@ def used(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
 
 
 def check_called(sch: ScheduledModule, primitive: str) -> None:
-    """Refuses what would be done around the calls of a module that a graph above it calls no more.
+    """Refuses work around the calls of a module that a graph above it no longer calls.
 
     Raises:
-        ScheduleError: its operations lie in that graph themselves, were replaced there, or it was never called.
+        ScheduleError: its operations are inlined in that graph, were replaced there, or it was never called.
     """
     traced = graph_above(sch)
-    # A list of modules has no calls to lose.
+    # A list of modules is not called.
     if traced is None or type(sch.module).forward is nn.Module.forward:
         return
     if sch.module not in used(sch.tree.module)[0]:
         above = f"sch['{traced}']" if traced else "sch"
         raise ScheduleError(
             f"{primitive} on '{sch.name}': the graph of '{traced or 'the root'}' does not call it, but has its operations "
-            f"itself, has others in their place, or goes past it, so that this would do nothing; {primitive} before "
-            f"{above}.trace, have it stay a call there (leaves=), or take what {above}.find returns"
+            f"itself, has others in their place, or skips it, so this would do nothing; use {primitive} before "
+            f"{above}.trace, keep it a call there (leaves=), or use what {above}.find returns"
         )
 
 
 def graph_above(sch: ScheduledModule) -> str | None:
-    """The path of the nearest module above that runs as a graph; None where none does."""
+    """Path of the nearest module above that runs as a graph; None if there is none."""
     parts = sch.path.split(".") if sch.path else []
     for depth in range(len(parts) - 1, -1, -1):
         path = ".".join(parts[:depth])
@@ -66,23 +66,23 @@ def graph_above(sch: ScheduledModule) -> str | None:
 
 
 def scheduled_below(sch: ScheduledModule) -> list[nn.Module]:
-    """The modules below one around whose calls `build` is to do something."""
+    """Modules below one whose calls `build` will wrap."""
     prefix = sch.path + "." if sch.path else ""
     below = [each.path for each in sch.tree.deferred if each.path != sch.path and each.path.startswith(prefix)]
     return [sch.tree.module.get_submodule(path) for path in below]
 
 
 def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]) -> None:
-    """Refuses what would be done to layers whose weights graphs read, without a call of the layer.
+    """Refuses work on layers whose weights graphs read without calling the layer.
 
     Raises:
-        ScheduleError: names the layer.
+        ScheduleError: there is such a layer; the message names it.
     """
     alive, read = used(sch.tree.module)
     of = {module for module, name in read if name == "weight"}
     for path, module in sch.module.named_modules():
         if module in layers and module in of - alive:
             raise ScheduleError(
-                f"{primitive} on '{sch.name}': a graph reads the weights of '{path}' without a call of it, so that this "
-                f"would be lost there; {primitive} before trace and replace, or leave it a call"
+                f"{primitive} on '{sch.name}': a graph reads the weights of '{path}' without calling it, so this "
+                f"would be lost there; use {primitive} before trace and replace, or keep it a call"
             )

@@ -1,4 +1,4 @@
-"""How subgraphs are fused, replaced and checkpointed."""
+"""Fuses, replaces and checkpoints subgraphs."""
 
 import inspect
 import operator
@@ -20,7 +20,7 @@ from .trace import ITSELF
 
 
 def fuse_subgraph(sch: ScheduledModule, given: Any, compiler: Any, name: str | None) -> None:
-    """Turns subgraphs into one operation each, run through a compiler."""
+    """Converts subgraphs to one operation each, run through a compiler."""
     _check_name(sch, "fuse", name)
     for each in chosen(sch, "fuse", given):
         graph, outside = extract(each)
@@ -29,14 +29,14 @@ def fuse_subgraph(sch: ScheduledModule, given: Any, compiler: Any, name: str | N
 
 
 def checkpoint_subgraph(sch: ScheduledModule, given: Any, extra: Callable[[nn.Module], dict[str, Any]]) -> None:
-    """Turns subgraphs into one operation each, recomputed in the backward pass."""
+    """Converts subgraphs to one operation each, recomputed in the backward pass."""
     for each in chosen(sch, "checkpoint", given):
         graph, outside = extract(each)
         _insert(each, SubgraphCall(graph, "checkpointed", checkpoint=extra), outside, with_module=True)
 
 
 def replace_subgraph(sch: ScheduledModule, new: Any, given: Any, name: str | None, together: bool) -> None:
-    """Puts a call of `new` with the pattern's inputs in the place of subgraphs."""
+    """Replaces subgraphs by a call of `new` with the pattern's inputs."""
     label = f"replace on '{sch.name}'"
     _check_name(sch, "replace", name)
     handles = chosen(sch, "replace", given)
@@ -48,7 +48,7 @@ def replace_subgraph(sch: ScheduledModule, new: Any, given: Any, name: str | Non
     owned = isinstance(new, nn.Module) and any(True for _ in new.parameters())
     if owned and len(handles) > 1:
         raise ScheduleError(
-            f"{label}: one module with parameters cannot stand for {len(handles)} subgraphs, or they would share "
+            f"{label}: one module with parameters cannot replace {len(handles)} subgraphs, or they would share "
             "them; replace them one by one, or by one call that gives an output for each with together=True"
         )
     for each in handles:
@@ -76,7 +76,7 @@ def _check_name(sch: ScheduledModule, primitive: str, name: str | None) -> None:
 
 
 def _free(taken: Any, name: str | None) -> str:
-    """A name that no child has yet."""
+    """An unused name for a child."""
     numbered = (f"{name or 'replaced'}_{i}" for i in range(len(taken) + 1))
     return next(each for each in ([name] if name else []) + list(numbered) if each not in taken)
 
@@ -85,7 +85,7 @@ def _arity(sch: ScheduledModule, new: Any, each: Subgraph) -> None:
     try:
         signature = inspect.signature(new.forward if isinstance(new, nn.Module) else new)
     except ValueError:
-        # A builtin that does not tell.
+        # A builtin without a signature.
         return
     try:
         signature.bind(*each.inputs)
@@ -98,7 +98,7 @@ def _arity(sch: ScheduledModule, new: Any, each: Subgraph) -> None:
 def _insert(
     each: Subgraph, target: Any, inputs: Sequence[Any], with_module: bool, plan: Handover | None = None
 ) -> None:
-    """Puts one node in the place of a subgraph's nodes."""
+    """Replaces a subgraph's nodes by one node."""
     graph, plan = each.layer.graph, plan or Handover()
     anchor = _place(each, inputs)
 
@@ -137,7 +137,7 @@ def _insert(
 
 
 def _place(each: Subgraph, inputs: Sequence[Any]) -> fx.Node:
-    """The node behind which a subgraph's operation goes: its last, or where that is too late its last input."""
+    """Node after which a subgraph's operation is inserted: its last node, or its last input if that is later."""
     nodes = list(each.layer.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     last = max(each.nodes, key=order.__getitem__)

@@ -1,4 +1,4 @@
-"""Tracing by torch.export: all that is below the module in one graph of operators."""
+"""Traces by torch.export: everything below the module in one graph of operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,18 +25,18 @@ def trace_exported(
     scheduled: Sequence[nn.Module],
     strict: bool,
 ) -> Traced:
-    """A module's forward as a graph of operators, children included, by `torch.export.export`.
+    """Returns a module's forward as a graph of operators, including children, by `torch.export.export`.
 
     Args:
-        module: what is traced.
+        module: module to trace.
         label: its name, for errors.
-        inputs: arguments that are no tensors and stay inputs; there may be none.
+        inputs: arguments other than tensors that stay inputs; must be empty.
         example: a call.
-        scheduled: modules around whose calls `build` is to do something.
-        strict: whether TorchDynamo reads the code, or it is run.
+        scheduled: modules whose calls `build` will wrap.
+        strict: True if TorchDynamo reads the code, False if it is run.
 
     Raises:
-        TraceError: it cannot be exported, or something below it is scheduled, which the graph would not show.
+        TraceError: it cannot be exported, or something below it is scheduled, which would be lost in the graph.
 
     Source: https://pytorch.org/docs/stable/export.html
     """
@@ -46,7 +46,7 @@ def trace_exported(
         around = "forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)
         if path and (around or any(each is other for other in scheduled)):
             raise TraceError(
-                f"trace of '{label}': an exported graph has no calls of modules, so that what was scheduled on "
+                f"trace of '{label}': an exported graph has no calls of modules, so the schedule of "
                 f"'{path}' would be lost in it; trace first, or by tracer='fx'"
             )
     form, _ = form_of(module, label, example, ())
@@ -63,7 +63,7 @@ def trace_exported(
 
 
 class _OfTensors(nn.Module):
-    """A call of a module with the tensors that it is given as the only arguments."""
+    """A call of a module with only tensors as arguments."""
 
     def __init__(self, module: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _OfTensors(nn.Module):
         self.leaves = [None if enters else each for each, enters in zip(leaves, self.entering)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """What the module gives."""
+        """Returns the module's output."""
         left = list(tensors)
         places = [left.pop(0) if here else each for each, here in zip(self.leaves, self.entering)]
         args, kwargs = tree_unflatten(places, self.spec)
@@ -80,12 +80,12 @@ class _OfTensors(nn.Module):
 
 
 def _below(path: str) -> str:
-    """The path from the module, where one from the call of it is given."""
+    """Path from the module, given one from the call of it."""
     return path.removeprefix("traced").removeprefix(".")
 
 
 def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: bool, strict: bool) -> fx.Graph:
-    """The graph of a module in training or in evaluation, with its parameters as attributes."""
+    """Graph of a module in training or in evaluation, with its parameters as attributes."""
     from torch.export import Dim
 
     for each in module.modules():
@@ -119,7 +119,7 @@ def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: b
             elif node in mapped:
                 _settled(graph, mapped[node], node.meta["val"], form.names[entering[node.name]])
             elif node.users:
-                raise TraceError(f"it has the constant {node.name}, a tensor that is made anew at each call")
+                raise TraceError(f"it has the constant {node.name}, a tensor that is made again in each call")
         elif node.op == "output":
             results = [mapped.get(each, each) for each in node.args[0]]
             graph.output(graph.call_function(Unflatten(program.call_spec.out_spec), tuple(results)))
@@ -132,11 +132,11 @@ def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: b
 
 
 _RATES = {"aten.dropout.default": 1, "aten.scaled_dot_product_attention.default": 4}
-"""Operators that drop, and which of their arguments is the rate."""
+"""Dropout operators, and the position of their rate."""
 
 
 def _read_rate(module: nn.Module, graph: fx.Graph, made: fx.Node, node: fx.Node) -> None:
-    """Has a rate of dropout be read from the module that has it, when the graph runs."""
+    """Makes the graph read a rate of dropout from its module when it runs."""
     place = _RATES.get(str(node.target), 0)
     if not place or len(made.args) <= place or not isinstance(rate := made.args[place], float):
         return
@@ -151,7 +151,7 @@ def _read_rate(module: nn.Module, graph: fx.Graph, made: fx.Node, node: fx.Node)
 
 
 def _settled(graph: fx.Graph, entered: fx.Node, value: torch.Tensor, name: str) -> None:
-    """Has the graph check the sizes of an input that torch.export took for constants."""
+    """Makes the graph check the sizes of an input that torch.export treated as constants."""
     for i, size in enumerate(value.shape):
         if isinstance(size, int):
             found = graph.call_method("size", (entered, i))

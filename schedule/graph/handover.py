@@ -1,4 +1,4 @@
-"""What the replacement of a subgraph takes over from the modules inside it, and what then leaves the model."""
+"""Determines what the replacement of a subgraph takes over from the modules inside it, and what then leaves the model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,25 +36,25 @@ Hook = InputSync | OutputSync
 
 @dataclass(slots=True)
 class Handover:
-    """What is done around a replacement in the place of the modules that it replaces."""
+    """Hooks, exchanges and deferred work that move from replaced modules to their replacement."""
 
     before: dict[fx.Node, list[Hook]] = field(default_factory=dict)
-    """Exchanges of what it is given."""
+    """Exchanges on its inputs."""
     after: list[Hook] = field(default_factory=list)
-    """Exchanges of what it gives."""
+    """Exchanges on its outputs."""
     parameters: dict[str, list[tuple[Callable[[torch.Tensor], torch.Tensor], str]]] = field(default_factory=dict)
-    """What is done to parameters on their way to it, by target: functions and their names."""
+    """Functions applied to its parameters, with their names, by target."""
     replaced: list[nn.Module] = field(default_factory=list)
-    """The modules whose exchanges these are."""
+    """Modules of these exchanges."""
     before_new: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
-    """Hooks before the forward of a replaced module that go to the new one, with the module that has each."""
+    """Hooks before the forward of a replaced module that move to the new one, with their module."""
     whole: tuple[str, nn.Module] | None = None
-    """The one module, and its path, that a module takes the place of, with its hooks and what is deferred."""
+    """The single module, with its path, that a module replaces, including its hooks and deferred work."""
 
     def settle(self, tree: Tree, path: str, target: Any) -> None:
-        """Takes from the old modules what went over."""
+        """Removes from the old modules what was moved."""
         for module in self.replaced:
-            # What is added up behind the replacement counts for the pieces that it is given.
+            # Sums after the replacement are over the pieces of its inputs.
             module.__dict__["_handed_over"] = syncs_of(module)
             for hook in [each for each in forward_hooks_of(module) if isinstance(each, Exchange)]:
                 take_forward_hook(module, hook)
@@ -69,10 +69,10 @@ class Handover:
 
 
 def hand_over(tree: Tree, each: Subgraph, new: Any, label: str) -> Handover:
-    """What of hooks, exchanges and deferred work on the modules of a subgraph its replacement takes over.
+    """Determines which hooks, exchanges and deferred work of a subgraph's modules its replacement takes over.
 
     Raises:
-        ScheduleError: something has no place at the replacement; says what and why.
+        ScheduleError: something cannot be moved to the replacement; says what and why.
     """
     plan = Handover()
     traced = tree.module.get_submodule(each.path)
@@ -83,7 +83,7 @@ def hand_over(tree: Tree, each: Subgraph, new: Any, label: str) -> Handover:
             continue
         path = join(each.path, target)
         if node is None:
-            _nothing_on(tree, path, module, label, "lies in an operation of its own")
+            _nothing_on(tree, path, module, label, "is in a separate operation")
         elif isinstance(new, nn.Module) and each.nodes == (node,):
             _nothing_below(tree, path, module, label)
             plan.whole = (path, module)
@@ -96,9 +96,9 @@ def hand_over(tree: Tree, each: Subgraph, new: Any, label: str) -> Handover:
 def _module(
     tree: Tree, plan: Handover, each: Subgraph, node: fx.Node, path: str, module: nn.Module, label: str, new: Any
 ) -> None:
-    """Adds to a plan what sits on one module of the subgraph.
+    """Adds the state of one module of the subgraph to a plan.
 
-    Hooks before the forward of its first module go to a module that takes its place and is given the same.
+    Hooks before the forward of its first module move to a module that replaces it with the same inputs.
     """
     what = next((item for item in tree.deferred if item.path == path), None)
     if what is not None:
@@ -120,7 +120,7 @@ def _module(
     for hook in forward_hooks_of(module):
         if isinstance(hook, OutputSync):
             if each.outputs != (node,):
-                raise ScheduleError(f"{label}: {_said(path, hook)} lies inside of what is replaced; replace less")
+                raise ScheduleError(f"{label}: {_describe(path, hook)} is inside the replaced part; replace less")
             plan.after.append(hook)
         elif isinstance(hook, InputSync):
             _input(plan, each, node, path, hook, label)
@@ -133,16 +133,16 @@ def _module(
 
 
 def _input(plan: Handover, each: Subgraph, node: fx.Node, path: str, hook: InputSync, label: str) -> None:
-    """Puts an exchange of what a module is given before the replacement, where that is given the same."""
+    """Adds an exchange on a module's input before the replacement, if that has the same input."""
     values = [value for value in [*node.args, *node.kwargs.values()] if isinstance(value, fx.Node)]
     for value in values[:1] if hook.first else values:
         if value in each.nodes:
-            raise ScheduleError(f"{label}: {_said(path, hook)} lies inside of what is replaced; replace less")
+            raise ScheduleError(f"{label}: {_describe(path, hook)} is inside the replaced part; replace less")
         others = [user for user in value.users if user in each.nodes]
         if any(hook.sync not in _syncs(each, user) for user in others):
             names = ", ".join(user.name for user in others if user is not node)
             raise ScheduleError(
-                f"{label}: {_said(path, hook)} concerns what {names} inside of it takes too, as it is; replace less, "
+                f"{label}: {_describe(path, hook)} concerns what {names} inside of it takes too, as it is; replace less, "
                 f"or give {names} the same sync"
             )
         found = plan.before.setdefault(value, [])
@@ -155,7 +155,7 @@ def _syncs(each: Subgraph, node: fx.Node) -> list[Any]:
     return syncs_of(module.get_submodule(node.target)) if node.op == "call_module" else []
 
 
-def _said(path: str, hook: Exchange) -> str:
+def _describe(path: str, hook: Exchange) -> str:
     return f"sync({hook.sync.mode!r}, {hook.sync.op!r}) of '{path}'"
 
 
@@ -174,7 +174,7 @@ def _nothing_on(tree: Tree, path: str, module: nn.Module, label: str, where: str
 
 
 def _calls(nodes: Any) -> Iterator[tuple[fx.Node | None, str]]:
-    """The modules that nodes call: the node, or None where the call lies in an operation, and the target."""
+    """Modules that nodes call: the node, or None if the call is inside an operation, and the target."""
     for node in nodes:
         if node.op == "call_module":
             yield node, node.target
@@ -183,19 +183,19 @@ def _calls(nodes: Any) -> Iterator[tuple[fx.Node | None, str]]:
                 yield None, target
 
 
-# What nothing uses any more
+# Unused modules and tensors
 
 
 def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
-    """Takes modules and tensors out of the model that only a replaced subgraph has used.
+    """Removes modules and tensors that only a replaced subgraph has used.
 
     Args:
-        tree: the model's.
+        tree: tree of the model.
         each: the subgraph, which has left its graph.
-        attributes: targets of the graph's attributes before it did.
+        attributes: targets of the graph's attributes before.
 
     Returns:
-        The parameters that the model has nowhere any more, with their shapes.
+        Parameters that no longer exist in the model, with their shapes.
     """
     traced = tree.module.get_submodule(each.path)
     alive, read = used(tree.module)

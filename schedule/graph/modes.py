@@ -1,4 +1,4 @@
-"""One graph of two: of what a module does in training, and in evaluation."""
+"""Merges the graphs of a module in training and in evaluation."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ...base.errors import ScheduleError, TraceError
 
 
 def check(value: Any, expected: Any, where: str) -> None:
-    """Refuses a call on which the traced code would have gone another way than in its example."""
+    """Refuses a call for which the traced code would have taken another path than in its example."""
     if value != expected:
         raise ScheduleError(
             f"a traced module was traced where {where} is {expected!r}, but here it is {value!r}; trace it with examples= "
@@ -20,22 +20,22 @@ def check(value: Any, expected: Any, where: str) -> None:
 
 
 def check_in(training: bool, mode: bool, value: Any, expected: Any, where: str) -> None:
-    """The same in one mode alone: `mode` is whether in training or in evaluation."""
+    """Like `check`, but in one mode only: `mode` is True for training, False for evaluation."""
     if training == mode:
         check(value, expected, where)
 
 
 def choose(training: bool, trains: Any, evaluates: Any) -> Any:
-    """One of two values, by whether the module trains."""
+    """Returns one of two values, by the module's training mode."""
     return trains if training else evaluates
 
 
 def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
-    """One graph of two that differ in what operations are given and in what they check only, which it chooses by the
-    module's mode.
+    """Merges two graphs that differ only in the arguments of operations and in their checks; the module's mode
+    selects.
 
     Raises:
-        TraceError: they differ in what they do.
+        TraceError: they have different operations.
     """
     pairs = list(_aligned(trains, evaluates))
     head = next(node for node in trains.nodes if node.op != "placeholder")
@@ -54,7 +54,7 @@ def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
                 other[two] = trains.node_copy(two, other.__getitem__)
             _in_one_mode(other[two], training, False)
             if _is_contiguous(two):
-                # In training, too, where it changes nothing: what follows takes the same then.
+                # Also in training, where it has no effect: later operations then have equal inputs.
                 given = other[two].args[0]
                 given.replace_all_uses_with(other[two], delete_user_cb=lambda user, own=other[two]: user is not own)
         else:
@@ -66,8 +66,9 @@ def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
 
 
 def _aligned(trains: fx.Graph, evaluates: fx.Graph) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
-    """Nodes that do the same; None beside what there may be in one mode alone: a check, what is computed for one, or what
-    makes a tensor contiguous, which torch.export leaves out where it is."""
+    """Pairs of nodes that do the same; None for nodes that may exist in one mode only: checks, their inputs, or
+    operations that make a tensor contiguous, which torch.export omits if it is.
+    """
     ones, twos = list(trains.nodes), list(evaluates.nodes)
     checks = _checks(trains) | _checks(evaluates)
     free = checks | {node for node in (*ones, *twos) if _is_contiguous(node)}
@@ -85,7 +86,7 @@ def _aligned(trains: fx.Graph, evaluates: fx.Graph) -> Iterator[tuple[fx.Node | 
 
 
 def _checks(graph: fx.Graph) -> set[fx.Node]:
-    """The checks of a graph, and what is computed for them alone."""
+    """Checks of a graph, and nodes used only by them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.target is check or (node.op != "placeholder" and node.users and found.issuperset(node.users)):
@@ -98,14 +99,14 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def _in_one_mode(node: fx.Node, training: fx.Node, mode: bool) -> None:
-    """Has a check be made in one mode alone."""
+    """Restricts a check to one mode."""
     if node.target is check:
         node.target = check_in
         node.args = (training, mode, *node.args)
 
 
 def _filled(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The positional arguments of an operator, those left out at their defaults."""
+    """Positional arguments of an operator, with defaults for missing ones."""
     if not isinstance(node.target, OpOverload):
         return args
     rest = itertools.takewhile(lambda each: not each.kwarg_only, schema_of(node.target).arguments[len(args) :])
@@ -113,7 +114,7 @@ def _filled(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _chosen(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
-    """Has an operation be given what it is in training, or what it is in evaluation."""
+    """Selects the arguments of an operator by the training mode."""
     given, others = _filled(node, node.args), _filled(node, evaluates[0])
     mine, spec = tree_flatten((given, dict(node.kwargs)))
     theirs, shape = tree_flatten((others, evaluates[1]))

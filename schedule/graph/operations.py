@@ -1,4 +1,4 @@
-"""What the schedule puts into a graph as one operation: subgraphs, functions, exchanges between ranks."""
+"""Operations that the schedule inserts into a graph: subgraphs, functions, exchanges between ranks."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .trace import function_of
 
 
 class SubgraphCall:
-    """A subgraph as one operation of the graph around it, called with the traced module and its inputs."""
+    """A subgraph as one operation of the surrounding graph, called with the traced module and its inputs."""
 
     def __init__(self, graph: fx.Graph, name: str, compiler: Any = "none", checkpoint: Any = None) -> None:
         self.graph = graph
@@ -26,7 +26,7 @@ class SubgraphCall:
         self.__module__ = __name__
 
     def fresh(self) -> "SubgraphCall":
-        """The same region, not compiled yet."""
+        """Returns the same region, not compiled yet."""
         return SubgraphCall(self.graph, self.__name__, self.compiler, self.checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class SubgraphCall:
 
 
 class Call:
-    """Any callable as an operation of a graph, under a name that code can have."""
+    """A callable as an operation of a graph, under a valid name."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -54,7 +54,7 @@ class Call:
 
 
 class SyncCall:
-    """The `sync` of a module that was replaced, as an operation on what its replacement is given or gives."""
+    """The `sync` of a replaced module, as an operation on the replacement's inputs or outputs."""
 
     def __init__(self, hook: InputSync | OutputSync) -> None:
         self.hook = hook
@@ -69,7 +69,7 @@ class SyncCall:
 
 
 class TensorCall:
-    """A function of a module's parameter, as an operation between the parameter and who takes it."""
+    """A function of a module's parameter, as an operation between the parameter and its users."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
         self.function = function
@@ -81,7 +81,7 @@ class TensorCall:
 
 
 class Unflatten:
-    """Puts the results of an exported graph into the form in which the module returns them."""
+    """Converts the results of an exported graph to the module's output structure."""
 
     def __init__(self, spec: TreeSpec) -> None:
         self.spec = spec
@@ -98,11 +98,11 @@ class Unflatten:
 
 
 COMPILERS = ("inductor", "none")
-"""The compilers that are known by name."""
+"""Compilers by name."""
 
 
 def compiled(function: Callable[..., Any], compiler: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function as the compiler returns it: `inductor`, `none`, or a function of a function."""
+    """Returns the compiled function; the compiler is `inductor`, `none`, or a function of a function."""
     if compiler == "none":
         return function
     if isinstance(compiler, str):

@@ -1,4 +1,4 @@
-"""Matching patterns in graphs, whatever the order of nodes and of commutative operands."""
+"""Matches patterns in graphs, in any order of nodes and of commutative operands."""
 
 import inspect
 import re
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
     "Sigmoid": "sigmoid",
     "SiLUActivation": "silu",
 }
-"""Modules without options, of torch.nn and transformers, by the function that they stand for."""
+"""Modules without options, of torch.nn and transformers, by their equivalent function."""
 _GELUS = {
     "GELUActivation": "none",
     "NewGELUActivation": "tanh",
@@ -46,7 +46,7 @@ _GELUS = {
     "AccurateGELUActivation": "tanh",
     "GELUTanh": "tanh",
 }
-"""Modules of transformers that are a GELU, and how they compute it."""
+"""Modules of transformers that are a GELU, and their approximation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Attribute:
 
 @dataclass(slots=True)
 class Operation:
-    """What a node does, in one form for modules, functions and methods."""
+    """Operation of a node, in one form for modules, functions and methods."""
 
     name: str
     args: list[Any] = field(default_factory=list)
@@ -72,12 +72,12 @@ def call_module(kind: str | type[nn.Module], *args: Any) -> Any:
     """In a pattern: the call of a child module, by a regular expression for its path or by its class.
 
     Raises:
-        TraceError: outside of a pattern.
+        TraceError: outside a pattern.
     """
     traced = next((each for each in args if isinstance(each, fx.Proxy)), None)
     if traced is None:
         raise TraceError(
-            "call_module stands for the call of a module in a pattern for find: give it what the pattern's "
+            "call_module represents the call of a module in a pattern for find: give it what the pattern's "
             f"function is given, or what comes of that, but it got {args or 'nothing'}"
         )
     return traced.tracer.create_proxy("call_function", call_module, (kind, *args), {})
@@ -98,39 +98,39 @@ class _PatternTracer(fx.Tracer):
 
 
 def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
-    """The graph of a pattern function; its parameters without defaults stand for anything.
+    """Returns the graph of a pattern function; its parameters without defaults match anything.
 
     Raises:
-        TraceError: it does what a graph cannot express.
+        TraceError: a graph cannot express it.
     """
     try:
         return _PatternTracer().trace(pattern)
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"find: the pattern {pattern!r} is no graph: {error}") from error
+        raise TraceError(f"find: the pattern {pattern!r} is not a graph: {error}") from error
 
 
 @dataclass(slots=True)
 class Miss:
-    """Where the search came nearest to a match."""
+    """The closest miss of a search."""
 
     matched: tuple[int, bool] = (-1, False)
-    """How many of the pattern's operations were found, and whether the next one differs in its arguments alone."""
+    """Number of matched operations, and whether the next one differs only in its arguments."""
     why: str = ""
-    """What stood where another was asked for, in words."""
+    """Description of the difference."""
 
 
 def match(
     graph: fx.Graph, module: nn.Module, pattern: fx.Graph, miss: Miss | None = None
 ) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
-    """Every match: what each node of the pattern stands for, and the nodes it yields.
+    """Yields every match: the value of each node of the pattern, and the matched nodes.
 
     Args:
-        graph: where to look.
-        module: whose graph it is.
-        pattern: what to look for.
-        miss: takes note of the nearest miss.
+        graph: graph to search.
+        module: module of the graph.
+        pattern: graph to find.
+        miss: receives the closest miss.
     """
     outputs = pattern.output_node().args[0]
     heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
@@ -155,7 +155,7 @@ class _Matcher:
         self.miss = miss
 
     def match(self, wanted: Any, value: Any, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-        """Bindings under which `value` is what `wanted` asks for."""
+        """Bindings under which `value` matches `wanted`."""
         if not isinstance(wanted, fx.Node):
             if _same(wanted, value):
                 yield binding
@@ -177,34 +177,34 @@ class _Matcher:
         if wanted.op == "call_function" and wanted.target is call_module:
             yield from self._module(wanted, value, binding)
             return
-        asked, found = operation(wanted, None), operation(value, self.module)
-        if found is None or asked is None or asked.name != found.name:
+        expected, found = operation(wanted, None), operation(value, self.module)
+        if found is None or expected is None or expected.name != found.name:
             self.missed(binding, wanted, value)
             return
-        rest = found.args[len(asked.args) :]
-        if asked.options.keys() != found.options.keys() or len(asked.args) > len(found.args):
+        rest = found.args[len(expected.args) :]
+        if expected.options.keys() != found.options.keys() or len(expected.args) > len(found.args):
             self.missed(binding, wanted, value, "with other arguments: " + _given(found))
             return
         if any(not isinstance(each, Attribute | None) for each in rest):
             self.missed(binding, wanted, value, "with more arguments: " + _given(found))
             return
-        options = [(asked.options[name], found.options[name]) for name in asked.options]
-        orders = [found.args[: len(asked.args)]]
-        if asked.name in COMMUTATIVE and len(asked.args) == 2:
+        options = [(expected.options[name], found.options[name]) for name in expected.options]
+        orders = [found.args[: len(expected.args)]]
+        if expected.name in COMMUTATIVE and len(expected.args) == 2:
             orders.append(orders[0][::-1])
         for args in orders:
-            yield from self._all([*zip(asked.args, args), *options], {**binding, wanted: value})
+            yield from self._all([*zip(expected.args, args), *options], {**binding, wanted: value})
 
     def missed(self, binding: dict[fx.Node, Any], wanted: Any, value: Any, instead: str = "") -> None:
-        """Takes note of what was not there, where more was than at any other place."""
+        """Records a difference, if more was matched than at any other place."""
         count = sum(isinstance(each, fx.Node) and wanted.op != "placeholder" for wanted, each in binding.items())
         matched = count, bool(instead)
         if matched > self.miss.matched:
             after = [each.name for key, each in binding.items() if key.op != "placeholder"]
-            behind = f", with {', '.join(after)} found" if after else ""
+            matched_before = f" with {', '.join(after)} matched" if after else ""
             self.miss.matched = matched
-            there = f"{_said(value, self.module)} {instead}".strip()
-            self.miss.why = f"{_said(wanted, None)} was asked for{behind}, but there is {there}"
+            there = f"{_describe(value, self.module)} {instead}".strip()
+            self.miss.why = f"{_describe(wanted, None)} is expected{matched_before}, but there is {there}"
 
     def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if not pairs:
@@ -234,14 +234,14 @@ class _Matcher:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values of a graph are the same: nodes by identity, constants by value."""
+    """True if two values of a graph are the same: nodes by identity, constants by value."""
     if isinstance(one, fx.Node) or isinstance(other, fx.Node):
         return one is other
     return type(one) is type(other) and one == other
 
 
-def _said(value: Any, module: nn.Module | None) -> str:
-    """A value of a graph in words."""
+def _describe(value: Any, module: nn.Module | None) -> str:
+    """Describes a value of a graph."""
     if isinstance(value, Attribute):
         return value.target
     if not isinstance(value, fx.Node):
@@ -261,7 +261,7 @@ def _given(found: Operation) -> str:
 
 
 def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
-    """What a node does; None for nodes that do nothing (inputs, attributes)."""
+    """Operation of a node; None for nodes without one (inputs, attributes)."""
     if node.op == "call_module":
         return _of_module(node, module.get_submodule(node.target)) if module is not None else None
     if node.op == "call_method":
@@ -283,7 +283,7 @@ def _of_module(node: fx.Node, child: nn.Module) -> Operation:
         for name in ("weight", "bias")
         if name in attribute
     ]
-    if node.kwargs or "parametrizations" in children_of(child):  # whose weight is computed
+    if node.kwargs or "parametrizations" in children_of(child):  # its weight is computed
         return Operation(type(child).__name__, args, dict(node.kwargs))
     if isinstance(child, nn.Linear):
         return Operation("linear", [*args, own[0], None if layers_of(child, WithoutBias) else own[1]])
@@ -323,7 +323,7 @@ def _of_call(name: str, node: fx.Node) -> Operation:
         return Operation(name, args[:1])
     target = node.target
     if node.op == "call_function" and inspect.isfunction(target) and target is not call_module:
-        # Arguments left at their defaults and arguments given as such are the same call.
+        # Calls with omitted and with explicit default arguments are equal.
         bound = inspect.signature(target).bind(*args, **kwargs)
         bound.apply_defaults()
         return Operation(name, list(bound.arguments.values()))

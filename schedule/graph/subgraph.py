@@ -1,4 +1,4 @@
-"""Subgraphs of traced modules: what `find` returns."""
+"""Subgraphs of traced modules, as returned by `find`."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -28,17 +28,16 @@ class Subgraph:
     module: nn.Module
     """The traced module."""
     layer: Traced
-    """The graph they are in."""
+    """Their graph."""
     nodes: tuple[fx.Node, ...]
-    """The matched nodes in the order of the graph."""
+    """Matched nodes in the order of the graph."""
     inputs: tuple[Any, ...]
-    """What stands for the pattern's parameters: nodes, attributes of modules, or constants."""
+    """Values of the pattern's parameters: nodes, attributes of modules, or constants."""
     outputs: tuple[fx.Node, ...]
-    """The nodes whose values the pattern returns."""
+    """Nodes whose values the pattern returns."""
     pattern: Pattern | None
-    """What was looked for."""
     where: Where | None = None
-    """Which nodes were looked for."""
+    """Predicate on nodes."""
 
     @property
     def names(self) -> list[str]:
@@ -54,13 +53,13 @@ class Subgraph:
     __repr__ = __str__
 
     def to_recipe(self) -> dict[str, Any]:
-        """The handle as plain data: what to look for where, and which match is meant."""
+        """The handle as plain data: pattern, location, and index of the match."""
         plain = {"find": as_plain(self.pattern, "find"), "at": self.path, "nodes": self.names}
         return plain if self.where is None else {**plain, "where": as_plain(self.where, "find")}
 
 
 def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
-    """The traced modules at and below a schedule, with their paths."""
+    """Traced modules at and below a schedule, with their paths."""
     return [
         (join(sch.path, path), module, layer)
         for path, module in sch.module.named_modules()
@@ -71,11 +70,11 @@ def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
 def find_subgraphs(
     sch: ScheduledModule, pattern: Pattern | None, where: Where | None = None, explain: bool = False
 ) -> list[Subgraph]:
-    """Matches at and below a schedule that do not overlap, in the order of modules and nodes.
+    """Non-overlapping matches at and below a schedule, in the order of modules and nodes.
 
     Raises:
-        ScheduleError: nothing is traced; the pattern is neither a regular expression nor a function; there is none,
-            and `explain` asks why.
+        ScheduleError: nothing is traced; the pattern is neither a regular expression nor a function; or there is no
+            match, with `explain`.
     """
     places = traced_below(sch)
     if not places:
@@ -133,7 +132,7 @@ def _by_pattern(
 
 
 def extract(subgraph: Subgraph) -> tuple[fx.Graph, list[fx.Node]]:
-    """The subgraph as a graph of its own, and the nodes around it that are its inputs."""
+    """The subgraph as a separate graph, and the surrounding nodes that are its inputs."""
     graph, mapped, outside = fx.Graph(), {}, []
     for node in subgraph.nodes:
         for each in node.all_input_nodes:
@@ -149,10 +148,10 @@ def extract(subgraph: Subgraph) -> tuple[fx.Graph, list[fx.Node]]:
 
 
 def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
-    """The handles that a primitive was given, checked.
+    """Checks the handles given to a primitive.
 
     Raises:
-        ScheduleError: not handles of this model; a value inside of one is used outside of it; stale.
+        ScheduleError: they are not handles of this model, or stale; or an inner value of one is used outside it.
     """
     handles = list(given) if isinstance(given, (list, tuple)) else [given]
     if not handles or not all(isinstance(each, Subgraph) for each in handles):
@@ -192,15 +191,15 @@ def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
 
 
 def merged(label: str, handles: list[Subgraph]) -> Subgraph:
-    """Several subgraphs of one graph as one with as many outputs; what they have in common is an input once.
+    """Merges several subgraphs of one graph to one with as many outputs; common inputs occur once.
 
     Raises:
-        ScheduleError: they lie in several graphs.
+        ScheduleError: they are in several graphs.
     """
     first = handles[0]
     if any(each.layer is not first.layer for each in handles):
         raise ScheduleError(
-            f"{label}: subgraphs that are replaced together must lie in one graph, but lie in "
+            f"{label}: subgraphs that are replaced together must be in one graph, but are in "
             f"{', '.join(dict.fromkeys(each.path or 'the root' for each in handles))}"
         )
     order = {node: i for i, node in enumerate(first.layer.graph.nodes)}
@@ -214,7 +213,7 @@ def merged(label: str, handles: list[Subgraph]) -> Subgraph:
 
 
 def from_recipe(at: ScheduledModule, plain: Any, value: Callable[..., Any]) -> Subgraph:
-    """The subgraph that a handle written by `to_recipe` meant."""
+    """Returns the subgraph of a handle written by `to_recipe`."""
     root = ScheduledModule(at.tree)
     sch = root[plain["at"]] if plain["at"] else root
     found = find_subgraphs(sch, value(plain["find"], at), value(plain.get("where"), at))
@@ -222,6 +221,6 @@ def from_recipe(at: ScheduledModule, plain: Any, value: Callable[..., Any]) -> S
         if each.path == sch.path and each.names == plain["nodes"]:
             return each
     parts = {name: each for each in found if each.path == sch.path for name in each.names}
-    if all(name in parts for name in plain["nodes"]):  # several that were replaced together
+    if all(name in parts for name in plain["nodes"]):  # several subgraphs that were replaced together
         return merged("recipe", list(dict.fromkeys(parts[name] for name in plain["nodes"])))
     raise ScheduleError(f"recipe: no match in '{sch.name}' consists of {plain['nodes']}")

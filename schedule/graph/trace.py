@@ -1,4 +1,4 @@
-"""Running a graph in a module's place."""
+"""Runs a graph in place of a module's forward."""
 
 import copy
 import inspect
@@ -15,32 +15,32 @@ from ...base.errors import ScheduleError
 from ..forward import Layer
 
 ITSELF = "_the_traced_module_itself"
-"""Target of the attribute node that stands for the traced module."""
+"""Target of the attribute node for the traced module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallForm:
-    """How a module was called when it was traced by example: which of its arguments are inputs of the graph."""
+    """Call by which a module was traced: which of its arguments are inputs of the graph."""
 
     spec: TreeSpec
-    """Of the arguments by name, those with defaults filled in."""
+    """Tree of the arguments by name, with defaults filled in."""
     names: tuple[str, ...]
-    """What each of its leaves is called."""
+    """Name of each leaf."""
     leaves: tuple[Any, ...]
-    """The leaves; an Input stands for those that are inputs, all others are constants of the graph."""
+    """Leaves; an Input for inputs of the graph, constants of the graph otherwise."""
     positional: int
-    """How many arguments were given by position."""
+    """Number of positional arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """In place of a value that is an input of the graph."""
+    """Placeholder for a value that is an input of the graph."""
 
     dims: int | None = None
-    """Of a tensor; None for anything else."""
+    """Number of dimensions of a tensor; None for anything else."""
 
     def fits(self, value: Any) -> bool:
-        """Whether the graph can be given a value here."""
+        """True if the graph accepts a value here."""
         return self.dims is None or (isinstance(value, torch.Tensor) and value.dim() == self.dims)
 
     def __str__(self) -> str:
@@ -48,9 +48,9 @@ class Input:
 
 
 def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a module's forward by name, those with defaults filled in.
+    """Arguments of a call of a module's forward by name, with defaults filled in.
 
-    What goes through `**kwargs` as None is left out: callers hand on what they were not given themselves.
+    None in `**kwargs` is left out: callers pass on arguments that they did not get themselves.
     """
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
@@ -62,10 +62,10 @@ def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class Traced(Layer):
-    """Runs a graph in the place of the module's own forward.
+    """Runs a graph in place of the module's own forward.
 
-    The module stays what it is: its children, parameters and hooks are those that the graph calls by name, so
-    nothing moves in `state_dict`.
+    The module itself is not changed: the graph calls its children, parameters and hooks by name, so `state_dict` stays
+    the same.
     """
 
     order = 0
@@ -78,7 +78,7 @@ class Traced(Layer):
         self.function: Callable[..., Any] | None = None
 
     def changed(self) -> None:
-        """Takes note that the graph was edited."""
+        """Records that the graph was edited."""
         tidy(self.graph)
         self.function = None
 
@@ -86,7 +86,7 @@ class Traced(Layer):
         new = Traced(copy.deepcopy(self.graph, memo), self.fixed, self.flatten, self.form)
         for node in new.graph.nodes:
             if node.op == "call_function" and hasattr(node.target, "fresh"):
-                # What is compiled for this model is not for the copy.
+                # Compiled code of this model is not valid for the copy.
                 node.target = node.target.fresh()
         return new
 
@@ -151,14 +151,14 @@ def function_of(graph: fx.Graph) -> Callable[..., Any]:
     source = code.src.replace(f"self.{ITSELF}", "self")
     space: dict[str, Any] = dict(code.globals)
     name = f"<graph {id(graph)}>"
-    # So that tracebacks show the line.
+    # For source lines in tracebacks.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), space)
     return space["forward"]
 
 
 def tidy(graph: fx.Graph) -> None:
-    """Drops attributes that nothing reads; operations stay, since they may act by side effects."""
+    """Removes attributes that nothing reads; operations stay, since they may have side effects."""
     for node in reversed(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Tracing one module into a graph: by fx, symbolically or by example, or by torch.export."""
+"""Traces one module to a graph: by fx, symbolically or by example, or by torch.export."""
 
 import inspect
 import re
@@ -23,10 +23,10 @@ _HERE = str(Path(__file__).parent)
 def trace_symbolically(
     module: nn.Module, label: str, flatten: bool, leaves: Sequence[Any], inputs: Sequence[str]
 ) -> Traced:
-    """A module's forward as a graph; the module is left as it was.
+    """Returns a module's forward as a graph; the module is not changed.
 
     Raises:
-        TraceError: the forward does what a graph cannot express; names the operation and the line.
+        TraceError: a graph cannot express the forward; names the operation and the line.
     """
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     unknown_inputs = set(inputs) - {p.name for p in parameters}
@@ -57,7 +57,7 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not self.flatten or "forward" in m.__dict__ or _hooked(m):
-            # What is scheduled itself stays a call, or its layers and hooks would be lost.
+            # A scheduled module stays a call, or its layers and hooks would be lost.
             return True
         for leaf in self.leaves:
             if isinstance(leaf, str) and re.fullmatch(leaf, module_qualified_name):
@@ -69,7 +69,7 @@ class Tracer(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
-        # A child may be called `self` (BERT's attention is), which in the graph's code is the module.
+        # A child may be named `self` (as in BERT's attention), which in the graph's code is the module.
         return super().create_node(kind, target, args, kwargs, "self_" if target == "self" else name, type_expr)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
@@ -107,10 +107,10 @@ def training_restored(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(module: nn.Module) -> Iterator[list[str]]:
-    """Restores what a forward that is traced writes into its module.
+    """Restores what a traced forward writes into its module.
 
     Yields:
-        A list that has the paths of the tensors that it wrote, once the context is left.
+        A list that contains the paths of written tensors after the context.
     """
     written: list[str] = []
     modules = dict(module.named_modules())
@@ -145,7 +145,9 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _symbolic(name: str, value: Any) -> bool:
-    """Returns True for what code left in an attribute that is no tensor of the module; the tracer sets the mode and rates."""
+    """True for a value that the code left in an attribute other than a tensor of the module; the tracer sets the mode
+    and rates.
+    """
     return isinstance(value, fx.Proxy) and name != "training" and name != "p" and "drop" not in name
 
 
@@ -167,7 +169,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """The operation and the line of model code behind an error in tracing."""
+    """Operation and line of model code that caused an error in tracing."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

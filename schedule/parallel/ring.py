@@ -159,7 +159,7 @@ def _forward(
         for block, how in ring.blocks(source):
             at = block.queries
             found = attention(query[:, :, at], keys[:, :, block.keys], values[:, :, block.keys], how)
-            output[:, :, at], log_sum[:, :, at] = merged((output[:, :, at], log_sum[:, :, at]), found)
+            merge_((output[:, :, at], log_sum[:, :, at]), found)
         both = both if coming is None else coming.received()
     return output, log_sum
 
@@ -167,15 +167,17 @@ def _forward(
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def merged(one: Part, other: Part) -> Part:
-    """What two blocks of keys come to for the same queries, each given by its output and its l."""
-    total = torch.logaddexp(one[1], other[1])
-    seen = total > -torch.inf
-    output = torch.zeros_like(one[0])
-    for part, log_sum in (one, other):
-        weight = torch.where(seen, (log_sum - total).exp(), 0.0)
-        output += part * weight.unsqueeze(-1)
-    return output, total
+def merge_(kept: Part, found: Part) -> None:
+    """Adds the output and l of a block of keys to those of the blocks before, for the same queries, in place.
+
+    Two passes over the output: memory bandwidth bounds them.
+    """
+    output, log_sum = kept
+    total = torch.logaddexp(log_sum, found[1])
+    none = total == -torch.inf
+    before, now = ((each - total).exp().masked_fill(none, 0.0).unsqueeze(-1) for each in (log_sum, found[1]))
+    output.mul_(before).addcmul_(found[0], now)
+    log_sum.copy_(total)
 
 
 def _backward(

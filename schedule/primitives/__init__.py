@@ -1,4 +1,4 @@
-"""The primitives, a file a kind; `Schedule` has them as methods."""
+"""The primitives, grouped by kind; methods of `Schedule`."""
 
 from .checkpoint import checkpoint
 from .data_parallel import cut_sequence, offload, shard_data

@@ -29,18 +29,17 @@ def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list
     """Recomputes this module's activations in the backward pass instead of keeping them.
 
     Random state is restored for the recomputation, so dropout draws the same mask; running statistics of batch norms
-    move once a step. Without gradients (or in
-    evaluation under `torch.no_grad`) the module runs as it is.
+    are updated once per step. Without gradients (or in evaluation under `torch.no_grad`) the module runs unchanged.
 
     Args:
         subgraph: one match or a list of matches from `find`, to recompute only these; None for the module.
-        policy: None recomputes everything. A list of operators (`[torch.ops.aten.mm.default]`) keeps the
-            outputs of these and recomputes the rest; a function `policy(context, op, *args, **kwargs)`
-            returns a `torch.utils.checkpoint.CheckpointPolicy` for each operator.
+        policy: None recomputes everything. A list of operators (`[torch.ops.aten.mm.default]`) keeps their outputs and
+            recomputes the rest; a function `policy(context, op, *args, **kwargs)` returns a
+            `torch.utils.checkpoint.CheckpointPolicy` for each operator.
 
     Raises:
-        ScheduleError: the module is checkpointed already; the policy is none of these; an
-            inner value of the subgraph is used outside of it.
+        ScheduleError: the module is checkpointed already; the policy is none of these; or an inner value of the
+            subgraph is used outside it.
 
     Source: https://pytorch.org/docs/stable/checkpoint.html
     """
@@ -49,13 +48,13 @@ def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list
         checkpoint_subgraph(sch, subgraph, partial(_options, policy))
         return
     if sch.deferred(_apply):
-        raise ScheduleError(f"checkpoint on '{sch.name}': a module is checkpointed once, and it already is")
+        raise ScheduleError(f"checkpoint on '{sch.name}': the module is checkpointed already")
     check_called(sch, "checkpoint")
     sch.defer("checkpoint", _apply, policy=policy)
 
 
 class Checkpointed(Layer):
-    """Runs what lies within under activation checkpointing."""
+    """Runs its inner layers under activation checkpointing."""
 
     order = 60
 
@@ -72,7 +71,7 @@ class Checkpointed(Layer):
 
 
 def _options(policy: Any, module: nn.Module) -> dict[str, Any]:
-    """What torch's checkpoint is given beside the function and its arguments."""
+    """Options of torch's checkpoint apart from the function and its arguments."""
     norms = [each for each in module.modules() if isinstance(each, BatchNormNd)]
     if policy is None and not norms:
         return {}
@@ -86,10 +85,10 @@ def _options(policy: Any, module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _statistics_kept(context: AbstractContextManager[Any], norms: Sequence[Any]) -> Iterator[None]:
-    """A context in which batch norms compute as before and leave their running statistics as they are.
+    """A context in which batch norms compute as before and do not change their running statistics.
 
-    A momentum of 0 does, and not a switched-off `track_running_stats`: the recomputation must save as many tensors as
-    the first run. The count of batches, which momentum does not govern, is put back.
+    It sets momentum to 0 rather than `track_running_stats` to False: the recomputation must save as many tensors as
+    the first run. The count of batches, which does not depend on momentum, is restored.
     """
     before = [(each, each.momentum, each.num_batches_tracked) for each in norms]
     counts = [None if count is None else count.clone() for _, _, count in before]

@@ -1,4 +1,4 @@
-"""Primitives of what replicas share: weights, gradients and optimizer state (ZeRO), sequences, and host memory."""
+"""Primitives of replicas (sharded weights, gradients and optimizer state), of shared sequences, and of host memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from ..primitive import primitive
 from ..tree import ScheduledModule
 
 _STAGES = ("optimizer", "gradients", "weights")
-"""What each stage of ZeRO cuts, beside what the one before does."""
+"""State that each stage of ZeRO shards in addition to the one before."""
 
 
 @primitive
@@ -40,34 +40,33 @@ def shard_data(
 ) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
 
-    | zero | cut over the ranks | by |
-    |---|---|---|
-    | 0 | nothing | `Replicas`: buckets are reduced while the last backward pass of a step runs |
-    | 1 | optimizer state | the same, each parameter to the rank that updates it, and from there to all |
-    | 2 | and gradients; parameters until the forward | `fully_shard`, whole from forward to backward |
-    | 3 | and parameters between forward and backward | `fully_shard`, cut again after the forward |
+     zero | sharded over the ranks | by |
+    ---|---|---|
+     0 | nothing | `Replicas`: buckets are reduced while the last backward pass of a step runs |
+     1 | optimizer state | the same, each parameter to the rank that updates it, and from there to all |
+     2 | and gradients; parameters until the forward | `fully_shard`, whole from forward to backward |
+     3 | and parameters between forward and backward | `fully_shard`, sharded again after the forward |
 
-    At stage 3 the last block and what is in no block stay whole from forward to backward, which begins with
-    them; the next block is gathered while one is at work.
+    At stage 3 the last block and parameters outside all blocks stay whole from forward to backward, because backward
+    begins with them; the next block is gathered while one computes.
 
     Args:
         zero: the ZeRO stage, 0 to 3.
-        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the
-            elements of the outermost module lists, and what remains together with the root.
-        gathered: at stage 3, paths of those that stay whole from forward to backward, as at stage 2.
-        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the
-            inputs of blocks are cast; the pieces that the optimizer updates keep theirs. None: theirs.
-        reduce_dtype: the format in which gradients travel; None: float32 where `param_dtype` is given, and the
-            parameters' otherwise.
-        hsdp: at stages 2 and 3, into how many groups of neighbours the ranks are divided. Each group holds
-            all pieces: it gathers and reduces within, and sums the pieces of gradients with the others.
-        cut: what is cut, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
-        gather: for how long weights that are gathered stay whole, a `step` or a `pass`; None: a pass where
-            `weights` are cut.
+        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the elements of
+            the outermost module lists, and the rest together with the root.
+        gathered: at stage 3, paths of modules that stay whole from forward to backward, as at stage 2.
+        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the inputs
+            of blocks are cast; the shards that the optimizer updates keep their own format. None: their own.
+        reduce_dtype: the format in which gradients are reduced; None: float32 if `param_dtype` is given, otherwise the
+            parameters' format.
+        hsdp: at stages 2 and 3, the number of groups of neighbouring ranks. Each group has all shards: it gathers and
+            reduces within, and sums the shards of gradients with the others.
+        cut: what is sharded, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
+        gather: how long gathered weights stay whole, a `step` or a `pass`; None: a pass if `weights` are sharded.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; groups that
-            are not two ranks or more. At `build`: stage 2 or 3 in a pipeline whose stages hold tied weights.
+        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; or groups of fewer
+            than two ranks. At `build`: stage 2 or 3 in a pipeline whose stages have tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -92,7 +91,7 @@ def shard_data(
             f"{label}: experts that are spread over ranks have replicas of their own, so hsdp must be 1"
         )
     if sch.deferred(_apply):
-        raise ScheduleError(f"{label}: a model is replicated once, and it already is")
+        raise ScheduleError(f"{label}: the model is replicated already")
     if blocks is not None:
         sch.select(blocks)
     for path in gathered:
@@ -111,7 +110,7 @@ def shard_data(
 
 
 def is_replicated(sch: ScheduledModule) -> bool:
-    """Returns True behind `shard_data`."""
+    """True after `shard_data`."""
     return bool(sch.deferred(_apply))
 
 
@@ -124,24 +123,25 @@ def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
 
 @dataclass(kw_only=True, slots=True)
 class Cutting:
-    """How a model is cut over replicas at ZeRO 2 and 3: its parts one at a time, then what remains."""
+    """Sharding of a model over replicas at ZeRO 2 and 3: its parts one at a time, then the rest."""
 
     parts: list[nn.Module]
-    """What is gathered one at a time, in order."""
+    """Modules that are gathered one at a time, in order."""
     whole: set[int]
-    """Identities of the modules that stay whole from forward to backward."""
+    """Ids of the modules that stay whole from forward to backward."""
     gather: str
-    """For how long the others are whole."""
+    """How long the others stay whole."""
     shard: Callable[..., Any]
     """`fully_shard` with mesh and formats."""
     experts: Callable[..., Any]
-    """The same for experts that are spread over some of the replicas, which are cut over the others."""
+    """The same for experts that are spread over some of the replicas, which are sharded over the others."""
     done: set[int] = field(default_factory=set)
-    """Identities of the modules that are cut."""
+    """Ids of the sharded modules."""
 
     def cut(self, module: nn.Module) -> None:
-        """Cuts a module, once, and experts in it before the rest, each mixture by itself: the gradients of experts are
-        reduced behind both exchanges of rows in the backward pass, and not between them."""
+        """Shards a module, once, and experts in it before the rest, each mixture separately: the gradients of experts
+        are reduced after both exchanges of rows in the backward pass, not between them.
+        """
         if id(module) not in self.done:
             self.done.add(id(module))
             cut_again = self.gather == "pass" and id(module) not in self.whole
@@ -153,7 +153,7 @@ class Cutting:
 
 
 def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
-    """How `build` will cut a model over its replicas; None where it does not."""
+    """Sharding of a model over its replicas by `build`; None without sharding."""
     due = next((each for each in sch.tree.deferred if each.apply is _apply), None)
     if due is None or "gradients" not in due.arguments["cut"]:
         return None
@@ -176,7 +176,7 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
         else divided(sch.mesh, "dp", {"replicate": hsdp, "shard": sch.mesh["dp"].size() // hsdp})
     )
     if pipeline is not None:
-        # A stage's forward ends early, so that hooks on the root do not run: each part is cut by itself.
+        # A stage's forward ends early, so hooks on the root do not run: each part is sharded separately.
         if pipeline.tied_within:
             raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
         here = [unit.module for unit in pipeline.units if not pipeline.absent(unit.path)]
@@ -186,10 +186,10 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
         blocks = given["blocks"]
         parts = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
         whole = {id(sch[path].module) for path in given["gathered"]}
-        # The backward pass begins with the last block and what is in no block.
+        # The backward pass begins with the last block and parameters outside all blocks.
         whole |= {id(each) for each in (module, *parts[-1:])}
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    # Weights of experts come as the router made them.
+    # Weights of experts arrive as made by the router.
     experts = partial(cut_copies, mesh=sch.mesh, policy=replace(policy, cast_forward_inputs=False))
     context.cutting = Cutting(parts=parts, whole=whole, gather=given["gather"], shard=shard, experts=experts)
     return context.cutting
@@ -234,12 +234,14 @@ def _replicate(
 
 
 def no_tied_stages(tied: str) -> str:
-    """Why ZeRO 2 and 3 cannot be: each part of a stage is cut by itself, as nothing runs around them."""
-    return f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
+    """Reason against ZeRO 2 and 3: each part of a stage is sharded separately, because no forward of the root runs
+    around them.
+    """
+    return f"zero must be 0 or 1 in this pipeline, because one stage has tied weights, {tied}, which would be sharded separately"
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:
-    """The elements of the module lists that are in no other module list."""
+    """Elements of the module lists that are in no other module list."""
     if isinstance(root, nn.ModuleList):
         return list(root)
     return [block for child in root.children() for block in outermost_blocks(child)]
@@ -247,24 +249,25 @@ def outermost_blocks(root: nn.Module) -> list[nn.Module]:
 
 @primitive
 def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
-    """Cuts every sequence over groups of `cp * sp` neighbours along the `dp` axis of the mesh, which share samples then.
+    """Cuts every sequence over groups of `cp * sp` neighbours along the `dp` axis of the mesh, which then share
+    samples.
 
-    The model is given whole samples on each of them and computes on its piece. Around attention `sp` neighbours exchange
-    tokens for heads (Ulysses), whatever implementation of transformers that is; keys of fewer heads than ranks are
-    repeated. Keys and values go round among `cp` ranks (ring attention), each of which has two stretches of the sequence,
-    from its beginning and from its end. The model's loss is this rank's part, such that the mean over the axis is the loss
-    of all samples: `shard_data` averages gradients so. All ranks call it.
+    Each rank gets whole samples and computes on its piece. Around attention `sp` neighbours exchange tokens for heads
+    (Ulysses), for any attention implementation of transformers; keys with fewer heads than ranks are repeated. Keys
+    and values are passed around a ring of `cp` ranks (ring attention), each of which has two stretches of the
+    sequence, from its beginning and from its end. The model's loss is this rank's part, and its mean over the axis is
+    the loss of all samples: `shard_data` averages gradients accordingly. All ranks call it.
 
     Args:
-        sp: how many exchange heads; they divide the heads.
-        cp: how many are in a ring; `2 * cp` and `cp * sp` divide a sample's tokens.
+        sp: number of ranks that exchange heads; it divides the heads.
+        cp: number of ranks in a ring; `2 * cp` and `cp * sp` divide a sample's tokens.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis, or one that such groups do not divide; called before; a model that
-            attends by code of its own, or in a ring by more than softmax(Q K') V; heads that the ranks do not divide.
+        ScheduleError: not the root; no `dp` axis, or one that such groups do not divide; called before; a model with
+            its own attention code, or in a ring with more than softmax(Q K') V; or heads that the ranks do not divide.
 
-    Source: Jacobs et al., DeepSpeed-Ulysses (arXiv:2309.14509); Liu et al., Ring Attention (arXiv:2310.01889); both together:
-    Fang and Zhao, USP (arXiv:2405.07719).
+    Source: Jacobs et al., DeepSpeed-Ulysses (arXiv:2309.14509); Liu et al., Ring Attention (arXiv:2310.01889); both
+    together: Fang and Zhao, USP (arXiv:2405.07719).
     """
     label = f"cut_sequence on '{sch.name}'"
     if sch.path:
@@ -280,7 +283,7 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
             f"{cp} * {sp}"
         )
     if layers_of(sch.module, CutSequence):
-        raise ScheduleError(f"{label}: sequences are cut once, and they already are")
+        raise ScheduleError(f"{label}: sequences are cut already")
     tensor = axis_of(sch.mesh, "tp")
     tp = 1 if tensor is None else tensor.size
     if why := obstacle(sch.module, sp, cp, tp):
@@ -295,15 +298,15 @@ WHAT = ("activations", "optimizer")
 
 @primitive
 def offload(sch: ScheduledModule, what: str = "activations") -> None:
-    """Keeps in host memory what need not lie on the device between its uses.
+    """Keeps state in host memory while the device does not need it.
 
     Args:
-        what: `activations`: what this module saves for the backward pass is copied out in the forward and
-            back in the backward. `optimizer` (on the root): the optimizer's state and step are on the CPU, on
-            copies of the weights; each step moves the gradients out and the weights in.
+        what: `activations`: tensors that this module saves for the backward pass are copied out in the forward and
+            back in the backward. `optimizer` (on the root): the optimizer's state and step are on the CPU, on copies
+            of the weights; each step copies the gradients out and the weights in.
 
     Raises:
-        ScheduleError: neither of these; `optimizer` elsewhere than on the root; called before.
+        ScheduleError: neither of these; `optimizer` elsewhere than on the root; or called before.
     """
     label = f"offload on '{sch.name}'"
     if what not in WHAT:
@@ -312,13 +315,13 @@ def offload(sch: ScheduledModule, what: str = "activations") -> None:
         raise ScheduleError(f"{label}: there is one optimizer, so call it on the root's schedule")
     apply = _activations if what == "activations" else _optimizer
     if sch.deferred(apply):
-        raise ScheduleError(f"{label}: {what} are offloaded once, and already are")
+        raise ScheduleError(f"{label}: {what} are offloaded already")
     check_called(sch, "offload")
     sch.defer("offload", apply)
 
 
 class OffloadedActivations(Layer):
-    """Copies what is saved for the backward pass to host memory."""
+    """Copies tensors saved for the backward pass to host memory."""
 
     order = 50
 

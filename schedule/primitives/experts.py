@@ -21,17 +21,17 @@ from .data_parallel import is_replicated
 def shard_experts(sch: ScheduledModule, ep: int) -> None:
     """Spreads the experts of every mixture over groups of `ep` neighbours along the `dp` axis of the mesh.
 
-    Each rank holds and updates `1 / ep` of the experts, whole or cut over the `tp` axis before; rows of tokens go to the
-    ranks of their experts and come back by two exchanges (all-to-all) in the forward pass and two in the backward pass.
-    No row is dropped. All else is replicated as before, and the gradients of experts are averaged over the `dp / ep` ranks
-    that hold the same ones, by a `shard_data` that follows. All ranks call it.
+    Each rank holds and updates `1 / ep` of the experts, whole or cut over the `tp` axis before. Rows of tokens are
+    sent to the ranks of their experts and back by two exchanges (all-to-all) in the forward pass and two in the
+    backward pass. No row is dropped. Everything else is replicated as before, and a `shard_data` that follows averages
+    the gradients of experts over the `dp / ep` ranks with the same ones. All ranks call it.
 
     Args:
         ep: ranks that share the experts; it divides the ranks of the axis and the experts of every mixture.
 
     Raises:
         ScheduleError: not the root; no `dp` axis, or one that such groups do not divide; called before; no experts, or
-            experts that the ranks do not divide; replicated before.
+            experts that the ranks do not divide; or replicated before.
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668).
     """
@@ -41,7 +41,7 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 2:
         raise ScheduleError(f"{label}: ep must be a whole number of at least 2, but is {ep!r}")
     if spread_experts(sch.module):
-        raise ScheduleError(f"{label}: experts are spread once, and they already are")
+        raise ScheduleError(f"{label}: experts are spread already")
     if why := experts_obstacle(sch.module, ep):
         raise ScheduleError(f"ep: {why}")
     along = axis_of(sch.mesh, "dp")
@@ -63,7 +63,7 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
 
 
 def experts_obstacle(model: nn.Module, ep: int) -> str:
-    """Why the experts of a model cannot be spread over so many ranks; empty where they can."""
+    """Reason why the experts of a model cannot be spread over this number of ranks; empty if they can."""
     found = mixtures_of(model)
     if not found:
         return "the model has no experts that could be spread"
@@ -76,7 +76,7 @@ def experts_obstacle(model: nn.Module, ep: int) -> str:
 
 
 def _cut_stack(module: nn.Module, name: str, axis: Axis) -> None:
-    """Leaves a rank its part of a parameter that is stacked by expert, which may be cut over the `tp` axis already."""
+    """Keeps a rank's part of a parameter that is stacked by expert, which may be cut over the `tp` axis already."""
     tensor, before = parameters_of(module)[name], shards_of(module).get(name)
     assert tensor is not None, f"{name} is not a parameter"
     cut = Shard(0, (tensor.shape[0],), tuple(tensor.shape), axis, checksum(tensor) if before is None else NOTHING)

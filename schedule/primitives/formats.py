@@ -17,11 +17,11 @@ from ..tree import ScheduledModule, find_module
 
 @primitive
 def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
-    """Turns this module's floating parameters and saved buffers, and what it is given, to `dtype`.
+    """Casts this module's floating parameters and persistent buffers, and its inputs, to `dtype`.
 
-    Below the root, what the module returns goes back to the format it was given, so that its surroundings
-    notice nothing. Buffers that are not part of `state_dict` (rotary frequencies) keep their precision.
-    A weight tied to one outside of this module is cast for both.
+    Below the root, the module's output is cast back to the format of its input, so that the surrounding code is not
+    affected. Buffers that are not part of `state_dict` (rotary frequencies) keep their precision. A weight tied to one
+    outside this module is cast for both.
 
     Raises:
         ScheduleError: not a floating-point format, or cast already.
@@ -31,13 +31,13 @@ def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
     if dtype.itemsize < 2:
         raise ScheduleError(f"cast on '{sch.name}': {dtype} has no arithmetic in PyTorch; cast to bfloat16 or float16")
     if sch.deferred(_apply_cast):
-        raise ScheduleError(f"cast on '{sch.name}': a module is cast once, and it already is")
+        raise ScheduleError(f"cast on '{sch.name}': the module is cast already")
     check_called(sch, "cast")
     sch.defer("cast", _apply_cast, dtype=dtype)
 
 
 class Cast(Layer):
-    """Converts floating inputs to a format and, where asked, the outputs back."""
+    """Converts floating inputs to a format and, if requested, the outputs back."""
 
     order = 20
 
@@ -71,7 +71,7 @@ class Cast(Layer):
 def _apply_cast(sch: ScheduledModule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
     _cast(module, dtype, restore=bool(sch.path))
     if context.pipeline is not None:
-        # What crosses a cut then crosses it in this format.
+        # Tensors then cross a cut in this format.
         for meta in context.pipeline.metas_below(sch.path):
             _cast(meta, dtype, restore=bool(sch.path))
 
@@ -79,7 +79,7 @@ def _apply_cast(sch: ScheduledModule, module: nn.Module, context: Any, dtype: to
 def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
     for each in module.modules():
         for param in parameters_of(each).values():
-            # What `final_formats` has cast already may be cut by now.
+            # Parameters that `final_formats` has cast already may be sharded by now.
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 param.data = param.data.to(dtype)
         for name, buffer in buffers_of(each).items():
@@ -90,30 +90,29 @@ def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
 
 
 SCALINGS = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
-"""Recipes of torchao, a scale for a tensor or for each of its rows, and the coarsest format of each."""
+"""Recipes of torchao, with a scale per tensor or per row, and the coarsest format of each."""
 MULTIPLE = 16
-"""What both sizes of a weight must be multiples of: the device multiplies 8-bit numbers in such pieces."""
+"""Both sizes of a weight must be multiples of this: the device multiplies 8-bit numbers in such pieces."""
 
 
 @primitive
 def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = False) -> None:
     """Computes the products of the linear layers at or below this module in 8 bits, forward and backward.
 
-    Weights stay as they are, and so do the names in `state_dict`: what a product takes is scaled and rounded
-    for it alone. `tensorwise` has inputs and weights in e4m3 and gradients in e5m2, `rowwise` all in e4m3.
-    Results are in the format of the input, autocast's where that is on. Only an `nn.Linear` (no subclass)
-    takes part, and one whose sizes, of this rank's piece, are multiples of 16. Without `compile` the scaling
-    costs more than the products save.
+    Weights do not change, nor do the names in `state_dict`: operands are scaled and rounded for each product.
+    `tensorwise` has inputs and weights in e4m3 and gradients in e5m2, `rowwise` all in e4m3. Results are in the format
+    of the input, or autocast's. Only an `nn.Linear` (no subclass) takes part, if its sizes, of this rank's piece, are
+    multiples of 16. Without `compile` the scaling costs more than the products save.
 
     Args:
-        scaling: what shares a scale, see SCALINGS.
-        emulate: rounds alike but multiplies in the input's format, on a device that has no 8-bit products.
+        scaling: granularity of scales, see SCALINGS.
+        emulate: rounds in the same way but multiplies in the input's format, on a device without 8-bit products.
 
     Raises:
-        ScheduleError: torchao is not installed; no such scaling; called before; no such linear layer.
+        ScheduleError: torchao is not installed; no such scaling; called before; or no such linear layer.
 
-    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8); Micikevicius et al., FP8 Formats for Deep
-    Learning (2022).
+    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8); Micikevicius et al., FP8 Formats for Deep Learning
+    (2022).
     """
     label = f"float8 on '{sch.name}'"
     if scaling not in SCALINGS:
@@ -121,7 +120,7 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
     if why := not_installed("torchao", "fp8"):
         raise ScheduleError(f"{label}: {why}")
     if sch.deferred(_apply_float8):
-        raise ScheduleError(f"{label}: a module is converted once, and it already is")
+        raise ScheduleError(f"{label}: the module is converted already")
     if why := obstacle([sch.module]):
         raise ScheduleError(f"{label}: {why}")
     check_read(sch, "float8", convertible(sch.module))
@@ -130,7 +129,7 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
 
 
 def convertible(module: nn.Module) -> list[nn.Linear]:
-    """The linear layers at or below a module that `float8` converts."""
+    """Linear layers at or below a module that `float8` converts."""
     return [
         each
         for each in module.modules()
@@ -139,7 +138,7 @@ def convertible(module: nn.Module) -> list[nn.Linear]:
 
 
 def obstacle(modules: Iterable[nn.Module]) -> str:
-    """Why `float8` has nothing to convert in some modules; empty where it has."""
+    """Reason why `float8` has nothing to convert in some modules; empty if it has."""
     if any(convertible(each) for each in modules):
         return ""
     return f"8-bit products take an nn.Linear whose two sizes are multiples of {MULTIPLE}, and there is none"
@@ -154,17 +153,17 @@ def _apply_float8(
     check_read(sch, "float8", convertible(module))
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # The gradient of a weight is a sum over tokens, of which there may be any number: filled up with zeros.
+    # The gradient of a weight is a sum over any number of tokens: padded with zeros.
     config = replace(Float8LinearConfig.from_recipe_name(scaling), pad_inner_dim=True, emulate=emulate)
     for each in convertible(module):
         made = convert_to_float8_training(each, config=config)
-        # In place: what is around the layer's forward, how it is cut and who refers to it stay.
+        # In place: layers around its forward, its sharding and references to it remain.
         each.__class__ = type(made)
         each.__dict__.update({name: value for name, value in vars(made).items() if name not in vars(each)})
 
 
 def final_formats(sch: ScheduledModule) -> dict[nn.Parameter, torch.dtype]:
-    """The formats of the parameters that deferred casts all turn to one."""
+    """Formats of the parameters that all deferred casts agree on."""
     found: dict[nn.Parameter, set[torch.dtype]] = {}
     for each in sch.tree.deferred:
         if each.apply is _apply_cast:

@@ -1,4 +1,4 @@
-"""Primitives that put fused parts in place of those that are written out: attention, GELU, loss."""
+"""Primitives that replace written-out code by fused operations: attention, GELU, loss."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ from ..primitive import primitive
 from ..tree import ScheduledModule
 
 CASTS = ("to", "type", "type_as", "float")
-"""Operations that change the format of numbers alone."""
+"""Operations that only change the number format."""
 MASKS = ("add", "where", "masked_fill")
-"""Operations by which scores are masked or have a bias added."""
+"""Operations that mask scores or add a bias."""
 CARRIED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(CASTS, (0,)),
     "add": (0, 1),
@@ -32,23 +32,23 @@ CARRIED: dict[str, tuple[int, ...]] = {
     "where": (1,),
     "masked_fill": (0,),
 }
-"""What may be done to scores, and as which arguments it takes them."""
+"""Operations allowed on scores, and the positions of the scores in their arguments."""
 Step = tuple[str, fx.Node, tuple[Any, ...]]
-"""An operation on scores: its name, its node, and what it is given beside them."""
+"""An operation on scores: its name, its node, and its other arguments."""
 
 
 @primitive
 def fused_attention(sch: ScheduledModule) -> None:
-    """Computes attention that is written out as one operation, in the traced modules at and below this one.
+    """Replaces written-out attention by one operation, in the traced modules at and below this one.
 
     A product, a scale, masks and biases, softmax, dropout and a second product become PyTorch's
-    `scaled_dot_product_attention`, which need not hold the scores. Where it does (with dropout on a CPU) it draws
-    what was drawn before; other kernels draw otherwise.
+    `scaled_dot_product_attention`, which need not materialise the scores. If it does (with dropout on a CPU) it draws
+    the same dropout masks; other kernels draw others.
 
     Raises:
-        ScheduleError: nothing is traced; there is no such attention, or its weights are used otherwise, which says
-            where (modules of transformers return them: trace the block above with `flatten=True`); what `replace`
-            refuses.
+        ScheduleError: nothing is traced; there is no such attention, or its weights are used elsewhere, and the
+            message says where (modules of transformers return them: trace the block above with `flatten=True`); or
+            `replace` refuses.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
@@ -63,7 +63,7 @@ def fused_attention(sch: ScheduledModule) -> None:
         raise ScheduleError(f"{label}: {why}")
     for each in found:
         for node in each.scores:
-            # What asks scores for their format may as well ask the queries.
+            # The format of the scores can be read from the queries.
             for user in _asking(node):
                 user.replace_input_with(node, each.subgraph.inputs[0])
         replace_subgraph(sch, Attention(each.scaling, each.masks), [each.subgraph], "attention", together=False)
@@ -71,12 +71,12 @@ def fused_attention(sch: ScheduledModule) -> None:
 
 @dataclass(frozen=True)
 class Attention:
-    """What takes the place of attention that is written out."""
+    """Replacement for written-out attention."""
 
     scaling: str
-    """`mul` or `div`, what is done to scores with the scale; `none`."""
+    """Operation on scores with the scale: `mul`, `div` or `none`."""
     masks: tuple[str, ...]
-    """What is done to scores after that, each of MASKS."""
+    """Later operations on scores, each of MASKS."""
 
     def __call__(
         self,
@@ -90,7 +90,7 @@ class Attention:
     ) -> torch.Tensor:
         """query: (..., length, width); transposed: keys, (..., width, length); value: (..., length, width).
 
-        rate: of dropout; scale: a number; given: what masks scores, one or two values for each of `masks`.
+        rate: of dropout; scale: a number; given: arguments of the masks, one or two values for each of `masks`.
         """
         factor = 1.0 if self.scaling == "none" else scale if self.scaling == "mul" else 1 / scale
         if isinstance(factor, torch.Tensor):
@@ -106,7 +106,7 @@ class Attention:
         return out.to(value.dtype)
 
     def _bias(self, query: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor | None:
-        """All masks and biases as what is added to scores."""
+        """All masks and biases as one term added to the scores."""
         left = list(given)
         total: torch.Tensor | None = None
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -125,9 +125,9 @@ class _Found:
     """Attention in a graph."""
 
     subgraph: Subgraph
-    """All of it; its inputs are those of `Attention`."""
+    """Its whole subgraph, with the inputs of `Attention`."""
     scores: list[fx.Node] = field(default_factory=list)
-    """The scores on their way to the softmax."""
+    """Values of the scores before the softmax."""
     scaling: str = "none"
     """As in `Attention`."""
     masks: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
         scalings = [name for name in names if name in ("mul", "div")]
         if names[: len(scalings)] != scalings or len(scalings) > 1:
             reasons.append(
-                f"the scores of attention in '{path or 'the root'}' are scaled otherwise than once before masks"
+                f"the scores of attention in '{path or 'the root'}' are not scaled exactly once before masks"
             )
             continue
         scale = [given for name, _, given in before if name in ("mul", "div")]
@@ -169,7 +169,7 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
 
 
 def _before(value: Any, module: nn.Module) -> list[Step] | None:
-    """The operations from the product of queries and keys to a value; None where there is no such product."""
+    """Operations from the product of queries and keys to a value; None if there is no such product."""
     what = operation(value, module) if isinstance(value, fx.Node) else None
     if what is None or len(value.users) - len(_asking(value)) != 1:
         return None
@@ -184,14 +184,15 @@ def _before(value: Any, module: nn.Module) -> list[Step] | None:
 
 
 def _behind(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, Any, Any] | str:
-    """The operations from a softmax to the product with values, the rate of dropout, whether it is on, and the values;
-    or what else is done with it."""
+    """Operations from a softmax to the product with values, the rate of dropout, its switch, and the values; or a
+    description of other uses.
+    """
     node, nodes, rate, training = softmax, list[fx.Node](), 0.0, False
     while True:
         users = list(node.users)
         if len(users) != 1:
             names = ", ".join(user.name for user in users)
-            return f"are used by {names}; trace the module above with flatten=True, where nobody takes them"
+            return f"are used by {names}; trace the module above with flatten=True, where they are not used"
         before, node = node, users[0]
         what = operation(node, module)
         if what is None or what.name not in (*CASTS, "dropout", "matmul") or what.args[0] is not before:
@@ -204,19 +205,19 @@ def _behind(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, An
 
 
 def dropout_of(node: fx.Node, rate: Any) -> tuple[Any, Any]:
-    """The rate of a dropout in a graph and whether it is on, as they are when the graph runs."""
+    """Rate and switch of a dropout in a graph, as evaluated when the graph runs."""
     if node.op == "call_module":
         return Attribute(f"{node.target}.p"), Attribute(f"{node.target}.training")
     return rate, node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
 
 
 def _asking(node: fx.Node) -> list[fx.Node]:
-    """What asks a value for its format or device alone."""
+    """Users that only read a value's format or device."""
     return [user for user in node.users if user.target is getattr and user.args[1] in ("dtype", "device")]
 
 
 def _ranks(factors: list[Any]) -> bool:
-    """Whether the factors of a product may be queries and keys: both of one number of dimensions, as far as is known."""
+    """True if the factors of a product may be queries and keys: with the same number of dimensions, as far as known."""
     known = [each.meta.get("example") for each in factors if isinstance(each, fx.Node)]
     return len({each.dim() for each in known if isinstance(each, torch.Tensor)}) <= 1
 
@@ -229,12 +230,12 @@ def _is_number(value: Any) -> bool:
 
 @primitive
 def fused_gelu(sch: ScheduledModule) -> None:
-    """Computes each GELU by tanh that is written out as one kernel, in the traced modules at and below this one.
+    """Replaces each written-out tanh GELU by one kernel, in the traced modules at and below this one.
 
     A written-out GELU is the formula itself, or a module of transformers that computes it (`NewGELUActivation`).
 
     Raises:
-        ScheduleError: nothing is traced; there is no such GELU; what `replace` refuses.
+        ScheduleError: nothing is traced; there is no such GELU; or `replace` refuses.
     """
     places = traced_below(sch)
     if not places:
@@ -247,12 +248,12 @@ def fused_gelu(sch: ScheduledModule) -> None:
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """PyTorch's GELU by tanh, element by element."""
+    """PyTorch's tanh GELU."""
     return F.gelu(x, approximate="tanh")
 
 
 def written_out(x: Any) -> Any:
-    """The GELU by tanh as transformers writes it."""
+    """The tanh GELU as written in transformers."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -267,47 +268,47 @@ def _gelus(path: str, module: nn.Module, layer: Any) -> Iterator[Subgraph]:
         if what is None or what.name != "gelu" or what.options.get("approximate") != "tanh":
             continue
         child = module.get_submodule(node.target)
-        if not isinstance(child, nn.GELU) and type(child).__name__ != "GELUTanh":  # these are PyTorch's kernel
+        if not isinstance(child, nn.GELU) and type(child).__name__ != "GELUTanh":  # these already use PyTorch's kernel
             yield Subgraph(path, module, layer, (node,), (what.args[0],), (node,), None)
 
 
 @primitive
 def fused_loss(sch: ScheduledModule) -> None:
-    """Leaves this module's logits unformed and computes their cross-entropy from its input, chunk by chunk.
+    """Computes the cross-entropy of this module's logits from its input, chunk by chunk, without materialising the
+    logits.
 
-    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The
-    model's own loss code need not know: `torch.nn.functional.cross_entropy` of these logits forms those of
-    a few tokens at a time, and in the same pass the gradients. Any other use of them forms the logits as
-    usual.
+    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The model's own
+    loss code does not change: `torch.nn.functional.cross_entropy` of these logits computes those of a few tokens at a
+    time, and the gradients in the same pass. Any other use materialises the logits as usual.
 
     Raises:
-        ScheduleError: the module is no `nn.Linear`; its loss is fused already; ranks exchange its output.
+        ScheduleError: the module is not an `nn.Linear`; its loss is fused already; or ranks exchange its output.
     """
     label, module = f"fused_loss on '{sch.name}'", sch.module
     if type(module) is not nn.Linear:
         raise ScheduleError(f"{label}: the head must be an nn.Linear, but is a {type(module).__name__}")
     if layers_of(module, FusedLoss):
-        raise ScheduleError(f"{label}: the loss of a head is fused once, and it already is")
+        raise ScheduleError(f"{label}: the loss is fused already")
     if any(each.mode in ("fwd_post", "bwd_pre") for each in syncs_of(module)):
-        raise ScheduleError(f"{label}: ranks exchange its logits, which forms them; use parallel_loss")
+        raise ScheduleError(f"{label}: ranks exchange its logits, which materialises them; use parallel_loss")
     check_called(sch, "fused_loss")
     add_layer(module, FusedLoss())
 
 
 def formed_for(module: nn.Module) -> dict[str, bool]:
-    """The functions that took the logits of a head with `fused_loss`: whether these were formed for it."""
+    """Functions that took the logits of a head with `fused_loss`: True if these were materialised for it."""
     return layers_of(module, FusedLoss)[0].formed_for
 
 
 class FusedLoss(Layer):
-    """Gives logits that are not formed."""
+    """Returns unmaterialised logits."""
 
     order = 20
     alters = True
 
     def __init__(self) -> None:
         self.formed_for: dict[str, bool] = {}
-        """Functions that took logits, by name: whether these were formed for it."""
+        """Functions that took logits, by name: True if these were materialised for it."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -317,7 +318,7 @@ class FusedLoss(Layer):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         if dtype == torch.float16:
             raise ScheduleError(
-                "fused_loss: gradients are formed before the loss is scaled, as float16 needs it; use bf16"
+                "fused_loss: gradients are computed before the loss is scaled, as float16 requires; use bf16"
             )
         product = Product(module.weight, module.bias, dtype, None, module.weight.shape[0], self.formed_for)
         return FusedLogits.of(hidden, product)

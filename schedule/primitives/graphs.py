@@ -37,33 +37,34 @@ def trace(
     tracer: str | None = None,
     examples: Any = None,
 ) -> None:
-    """Turns this module's forward into a graph; the module, its children and its parameters stay in place.
+    """Replaces this module's forward by a graph; the module, its children and its parameters stay in place.
 
-    Children remain calls, so that the hierarchy is kept and each can be traced by itself. Values that depend
-    on `self.training` are read when the graph runs. Without example inputs, arguments with defaults are fixed at these.
+    Children remain calls, so that the hierarchy is kept and each can be traced separately. Values that depend on
+    `self.training` are evaluated when the graph runs. Without example inputs, arguments with defaults are fixed at
+    these.
 
-    With example inputs the tensors among them are inputs of the graph and all else is fixed; sizes stay free, but for
-    those on which the way of the code depends, which the graph checks. Where none are given they are taken from those
-    of a module above: of its trace, or of a `verify` around.
+    With example inputs their tensors are inputs of the graph and everything else is fixed. Sizes stay free, except for
+    those that the path of the code depends on, which the graph checks. Without given examples, those of a module above
+    are used: of its trace, or of an enclosing `verify`.
 
     Args:
-        flatten: trace through children too, down to the modules of torch.nn, and to those that have
-            primitives or hooks of their own.
+        flatten: trace through children too, down to the modules of torch.nn, and to those with their own primitives or
+            hooks.
         leaves: with `flatten`, children to keep as calls: regular expressions for paths, or classes.
         inputs: arguments with defaults that remain inputs of the graph.
         tracer: `fx` follows the module's code; `export` and `dynamo` make a graph of operators without calls of
-            children (torch.export, by running the code or by reading it), and need example inputs. By default
-            whichever succeeds, in this order.
+            children (torch.export, by running the code or by reading it), and need example inputs. By default the
+            first one that succeeds, in this order.
         examples: a tensor, a tuple of positional or a mapping of keyword arguments.
 
     Raises:
-        TraceError: the forward does what a graph cannot express (control flow that depends on values of tensors);
-            names the operation and the line of the model's code, for each tracer.
-        ScheduleError: it is traced already; unknown tracer; a tracer that needs example inputs and has none.
+        TraceError: a graph cannot express the forward (control flow that depends on values of tensors); names the
+            operation and the line of the model's code, for each tracer.
+        ScheduleError: it is traced already; unknown tracer; or a tracer that needs example inputs and has none.
     """
     label = f"trace on '{sch.name}'"
     if layers_of(sch.module, Traced):
-        raise ScheduleError(f"{label}: a module is traced once, and it already is")
+        raise ScheduleError(f"{label}: the module is traced already")
     if tracer is not None and tracer not in TRACERS:
         raise ScheduleError(f"{label}: {unknown('tracer', tracer, TRACERS)}")
     check_called(sch, "trace")
@@ -87,10 +88,10 @@ def trace(
 
 
 def _first(ways: dict[str, Callable[[], Traced]]) -> Traced:
-    """What the first tracer gives that succeeds.
+    """Result of the first tracer that succeeds.
 
     Raises:
-        TraceError: none does; says why of each.
+        TraceError: none does; the message has the reason of each.
     """
     failures = []
     for name, way in ways.items():
@@ -110,20 +111,19 @@ def find(
     where: Callable[[fx.Node], bool] | None = None,
     explain: bool = False,
 ) -> list[Subgraph]:
-    """The subgraphs that match, of this module and of the traced ones below it; they do not overlap.
+    """Returns the non-overlapping subgraphs that match, of this module and of the traced ones below it.
 
-    A function is a pattern: its parameters stand for anything (options such as `p`, `eps` or `dim` included), those
-    with defaults are constants, and what it
-    computes is looked for regardless of the order of nodes and of commutative operands. A module matches the
-    function that it stands for (`nn.ReLU` and `torch.relu`, `nn.Linear` and `F.linear`); any other module is
-    asked for by `call_module(regular expression or class, inputs...)`. A string is a regular expression for
-    the whole of one operation's name: the path of a module, or a function's or method's name.
+    A function is a pattern: its parameters match anything (including options such as `p`, `eps` or `dim`), those with
+    defaults are constants, and its computation is matched in any order of nodes and of commutative operands. A module
+    matches its equivalent function (`nn.ReLU` and `torch.relu`, `nn.Linear` and `F.linear`); any other module is
+    matched by `call_module(regular expression or class, inputs...)`. A string is a regular expression for the whole
+    name of one operation: the path of a module, or a function's or method's name.
 
     Args:
-        pattern: what to look for, as above.
-        where: a predicate on nodes of `torch.fx`. Alone it finds every operation for which it is true, with a pattern
-            the matches in which there is such a node.
-        explain: raise where nothing matches, and say what came nearest.
+        pattern: the pattern, as above.
+        where: a predicate on nodes of `torch.fx`. Alone it finds every operation for which it is true; with a pattern,
+            the matches with such a node.
+        explain: raise if nothing matches, and describe the closest miss.
 
     Returns:
         Handles for `fuse`, `replace` and `checkpoint`; they print as code.
@@ -139,21 +139,21 @@ KINDS = ("linear", "layer_norm", "attention")
 
 @primitive
 def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> None:
-    """Takes operations of this traced module apart, so that their parts can be fused with what follows.
+    """Splits operations of this traced module into parts that can be fused with later operations.
 
-    On a module that a traced one above it calls, it takes apart that call alone.
+    On a module that a traced one above it calls, it splits only that call.
 
-    | kind | becomes |
-    |---|---|
-    | `linear` | the child's product without bias (its hooks and exchanges stay), and the bias added |
-    | `layer_norm` | mean, variance, scaling and shift |
-    | `attention` | `scaled_dot_product_attention` as two products and a softmax |
+     kind | becomes |
+    ---|---|
+     `linear` | the child's product without bias (its hooks and exchanges stay), and the bias added |
+     `layer_norm` | mean, variance, scaling and shift |
+     `attention` | `scaled_dot_product_attention` as two products and a softmax |
 
-    A linear layer may be sharded before or after: cut along its input, the bias is added behind the sum.
+    A linear layer may be sharded before or after: cut along its input, the bias is added after the sum.
 
     Raises:
-        ScheduleError: not traced; unknown kind; there is nothing of these kinds to take apart; the output of
-            a layer is gathered while its bias is cut.
+        ScheduleError: not traced; unknown kind; there is nothing of these kinds to split; or the output of a layer is
+            gathered while its bias is cut.
     """
     wanted = [kinds] if isinstance(kinds, str) else list(kinds)
     label = f"decompose on '{sch.name}'"
@@ -165,14 +165,14 @@ def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> No
     nodes = [node for node in traced.graph.nodes if target is None or (node.op, node.target) == ("call_module", target)]
     plans = [plan for node in nodes for plan in _plans(at, label, node, wanted)]
     if not plans:
-        raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to take apart")
+        raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to split")
     for apply, node in plans:
         apply(at.module, traced.graph, node)
     traced.changed()
 
 
 def _traced(sch: ScheduledModule, label: str) -> tuple[ScheduledModule, str | None]:
-    """The module in whose graph to look, and which call of it is meant, if not all."""
+    """The module whose graph is searched, and the call of it that is meant, if not all."""
     if layers_of(sch.module, Traced):
         return sch, None
     for depth in range(sch.path.count("."), -1, -1) if sch.path else ():
@@ -243,7 +243,7 @@ def _attention(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _inline(graph: fx.Graph, node: fx.Node) -> None:
-    """Puts the operations of a call of `plain_attention` into the graph."""
+    """Inlines a call of `plain_attention` into the graph."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     defaults = (None, None, None, None, 0.0, False, None, False)
     given = dict(zip(names, defaults)) | dict(zip(names, node.args)) | dict(node.kwargs)
@@ -293,7 +293,7 @@ def plain_attention(
 
 @fx.wrap
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """An attention mask as what is added to the scores: a boolean one hides where it is false."""
+    """Converts an attention mask to a term added to the scores: a boolean one hides positions where it is false."""
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
     return mask
@@ -306,19 +306,19 @@ def fuse(
     compiler: str | Callable[[Callable[..., Any]], Callable[..., Any]] = "inductor",
     name: str | None = None,
 ) -> None:
-    """Runs subgraphs found by `find` as one compiled function each; `compile` does that with a whole module.
+    """Compiles subgraphs found by `find` to one function each; `compile` does that with a whole module.
 
-    Parameters stay where they are, so `state_dict` and the optimizer see no difference.
+    Parameters stay in place, so `state_dict` and the optimizer do not change.
 
     Args:
         subgraph: one match or a list of matches.
-        compiler: `inductor` is `torch.compile`; `none` only groups the operations; a function is given the
-            callable to be fused and returns the one to call.
-        name: of the operation in the graph that a subgraph becomes.
+        compiler: `inductor` is `torch.compile`; `none` only groups the operations; a function gets the callable to be
+            fused and returns the one to call.
+        name: name of the subgraph's operation in the graph.
 
     Raises:
-        ScheduleError: no subgraph; unknown compiler; matches that overlap; an inner value of the subgraph is used
-            outside of it.
+        ScheduleError: no subgraph; unknown compiler; overlapping matches; or an inner value of the subgraph is used
+            outside it.
     """
     if not callable(compiler) and compiler not in COMPILERS:
         raise ScheduleError(f"fuse on '{sch.name}': {unknown('compiler', compiler, COMPILERS)}")

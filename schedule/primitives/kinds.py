@@ -1,4 +1,4 @@
-"""What sharding means to the known kinds of modules: which counts follow, and how they compute then."""
+"""Effects of sharding on known kinds of modules: counts that change, and how they compute then."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,29 +12,30 @@ from ..parallel.partial import BiasOnce, PartialEmbedding
 from ..parallel.sharding import Shard, shards_of
 
 Follow = tuple[nn.Module, str, int]
-"""A module, the name of one of its counts, and what the count is divided by."""
+"""A module, the name of one of its counts, and its divisor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What cutting one dimension of one tensor of a module entails."""
+    """Effects of cutting one dimension of one tensor of a module."""
 
     side: str = ""
-    """`output`: the output is cut; `input`: the input must be cut, the output is a partial sum;
-    `vocabulary`: the output is a partial sum; empty: nothing is known."""
+    """`output`: the output is cut; `input`: the input must be cut, the output is a partial sum; `vocabulary`: the
+    output is a partial sum; empty: unknown.
+    """
     count: str | tuple[str, ...] = ""
-    """The attributes that count along this dimension."""
+    """Attributes that count along this dimension."""
     layer: Callable[[Axis, Shard], Layer] | None = None
-    """How the module computes then."""
+    """Layer that computes with the cut tensor."""
 
     def follow(self, module: nn.Module, ranks: int) -> list[Follow]:
-        """The module's own counts, where it has any."""
+        """The module's own counts, if it has any."""
         names = (self.count,) if isinstance(self.count, str) else self.count
         return [(module, name, ranks) for name in names if name]
 
 
 def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
-    """What cutting `module.<name>` along `dim` entails."""
+    """Effects of cutting `module.<name>` along `dim`."""
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and name == "weight":
         return Kind("output", "nf") if dim == 1 else Kind("input", "nx", _bias_once)
     if isinstance(module, nn.Linear) and name == "weight":
@@ -52,7 +53,7 @@ def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
 
 
 def output_of(module: nn.Module) -> str:
-    """What a module's sharded weights make of its output: `split`, `partial`, or empty for neither."""
+    """Effect of a module's sharded weights on its output: `split`, `partial`, or empty for neither."""
     for name, shard in shards_of(module).items():
         side = kind_of(module, name, shard.dim).side
         if side:
@@ -61,7 +62,7 @@ def output_of(module: nn.Module) -> str:
 
 
 def input_of(module: nn.Module) -> str:
-    """What a module's sharded weights ask of its input: `split`, `whole`, or empty for either."""
+    """Input that a module's sharded weights require: `split`, `whole`, or empty for either."""
     for name, shard in shards_of(module).items():
         side = kind_of(module, name, shard.dim).side
         if side:

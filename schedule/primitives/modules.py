@@ -1,4 +1,4 @@
-"""Primitives of a module as a whole: replaced, compiled, hooked, annotated."""
+"""Primitives for whole modules: replace, compile, hook, annotate."""
 
 import inspect
 import warnings
@@ -28,27 +28,27 @@ def replace(
     name: str | None = None,
     together: bool = False,
 ) -> None:
-    """Puts another module in this one's place, or a module or function in the place of subgraphs of a traced one.
+    """Replaces this module by another, or subgraphs of a traced module by a module or function.
 
-    Parameters and buffers whose names and shapes match are kept (the same objects, so ties hold), as are
-    hooks and the training mode. What could not be kept is said in a warning.
+    Parameters and buffers with matching names and shapes are kept (the same objects, so ties remain), as are hooks and
+    the training mode. A warning lists what could not be kept.
 
-    The replacement of a subgraph is called with what stands for the pattern's parameters. What the modules inside
-    exchange between ranks before and after them is exchanged before and after it; what has no place there is
-    refused. Parameters that nothing uses any more leave the model.
+    The replacement of a subgraph is called with the values of the pattern's parameters. Exchanges between ranks before
+    and after the modules inside take place before and after it; exchanges that have no place there are refused.
+    Parameters that nothing uses any more are removed from the model.
 
     Args:
-        new: a module, or a factory that is called with the old module, and with its path where it takes two, and
-            returns one; the factory runs on the old module's device, `meta` included. With `subgraph`, a module or
-            function of its inputs.
+        new: a module, or a factory that is called with the old module, and with its path if it takes two arguments;
+            the factory runs on the old module's device, including `meta`. With `subgraph`, a module or function of its
+            inputs.
         subgraph: one match or a list of matches from `find`; None replaces the module itself.
-        name: with `subgraph`, what a module is called among its neighbours, and an operation in the graph.
-        together: one call of `new` stands for all subgraphs of the list: it is given the inputs of all, those that
-            they have in common once, and returns as many outputs (one module for the projections to q, k and v).
+        name: with `subgraph`, the name of the new child module, or of the operation in the graph.
+        together: one call of `new` replaces all subgraphs of the list: it gets the inputs of all, common ones once,
+            and returns as many outputs (one module for the projections to q, k and v).
 
     Raises:
-        ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding); something on
-            a module inside of a subgraph would be lost.
+        ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding); or state of a
+            module inside a subgraph would be lost.
     """
     if subgraph is not None:
         replace_subgraph(sch, new, subgraph, name, together)
@@ -60,7 +60,7 @@ def replace(
 
 
 def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
-    """The module that is to take the place of `old`; nothing is changed yet."""
+    """Returns the module that will replace `old`; nothing is changed yet."""
     check_called(sch, "replace")
     for path, each in old.named_modules():
         if layers_of(each) or "_shards" in each.__dict__:
@@ -92,7 +92,7 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
 
 
 def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> None:
-    """Refuses a class that is not made of the old module alone."""
+    """Refuses a class whose constructor does not take only the old module."""
     try:
         inspect.signature(new).bind(old)
     except TypeError as error:
@@ -109,12 +109,12 @@ def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> 
 
 
 def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:
-    """Puts `new` at every place where `old` stands, and warns of what was not kept."""
+    """Puts `new` at every place of `old`, and warns about what was not kept."""
     if new is old:
         return
     root = sch.tree.module
     where = places(root, old)
-    # Sought before anything moves: `new` may contain `old`.
+    # Found before anything moves, because `new` may contain `old`.
     notes = [] if old in set(new.modules()) else transfer(old, new)
     new.train(old.training)
     if old is root:
@@ -133,21 +133,22 @@ _CLASS = type
 def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[..., nn.Module]) -> None:
     """Replaces every module of a type at or below this one, as `replace` does each.
 
-    Modules inside of one that is replaced are left to the factory. Either all are replaced or none.
+    Modules inside a replaced one are left to the factory. Either all are replaced or none.
 
     Args:
         type: the class; modules of its subclasses count.
-        factory: called with each old module, and with its path from the root where it takes two; returns the new one.
+        factory: called with each old module, and with its path from the root if it takes two arguments; returns the
+            new one.
 
     Raises:
-        ScheduleError: there is no such module; what `replace` refuses.
+        ScheduleError: there is no such module, or `replace` refuses.
     """
     if not isinstance(type, _CLASS) or not issubclass(type, nn.Module):
         raise ScheduleError(f"replace_all on '{sch.name}': type must be a subclass of nn.Module, but got {type!r}")
     if not callable(factory) or isinstance(factory, nn.Module):
         raise ScheduleError(
             f"replace_all on '{sch.name}': factory must be a function of the old module, since each place "
-            "needs a module of its own"
+            "needs a new module"
         )
     found: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
@@ -166,29 +167,29 @@ def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[.
 
 @primitive
 def compile(sch: ScheduledModule, **options: Any) -> None:
-    """Compiles this module with `torch.compile`, in place: no wrapper, names in `state_dict` unchanged.
+    """Compiles this module with `torch.compile`, in place: no wrapper, names in `state_dict` do not change.
 
-    Compilation happens at the first call after `build`. Compile the repeated blocks rather than the whole
-    model: identical blocks share the compiled code.
+    Compilation happens at the first call after `build`. Compile the repeated blocks rather than the whole model:
+    identical blocks share the compiled code.
 
     Args:
         options: keyword arguments of `torch.compile`, such as `mode`, `fullgraph`, `dynamic`, `backend`.
 
     Raises:
-        ScheduleError: it is compiled already; an unknown option.
+        ScheduleError: it is compiled already; or an unknown option.
 
     Source: https://pytorch.org/docs/stable/generated/torch.compile.html
     """
     if sch.deferred(_apply):
-        raise ScheduleError(f"compile on '{sch.name}': a module is compiled once, and it already is")
+        raise ScheduleError(f"compile on '{sch.name}': the module is compiled already")
     check_options(sch, options)
     check_called(sch, "compile")
     sch.defer("compile", _apply, options=options)
 
 
 def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Has `began` called whenever torch.compile starts to compile in this process, be it a forward or a backward
-    pass, and `ended` when it is through, also by an error. A compilation within another is part of that one.
+    """Calls `began` whenever torch.compile starts to compile a forward or backward pass in this process, and `ended`
+    when it is done or has failed. A nested compilation belongs to the outer one.
     """
     from ...base._torch import dynamo
 
@@ -197,8 +198,9 @@ def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None
 
 
 def refusals() -> int:
-    """How often torch.compile has given up on a function in this process, which then runs as it was written: for one
-    reason, because it has met more shapes than `torch.compiler.config.recompile_limit`."""
+    """Number of times that torch.compile has given up on a function in this process, which then runs uncompiled, for
+    example after more shapes than `torch.compiler.config.recompile_limit`.
+    """
     from ...base._torch import dynamo
 
     frames = dynamo.utils.counters["frames"]
@@ -206,7 +208,7 @@ def refusals() -> int:
 
 
 def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
-    """Refuses what `torch.compile` would not take."""
+    """Refuses options that `torch.compile` does not accept."""
     import inspect
 
     import torch
@@ -240,13 +242,13 @@ KINDS = {
 
 @primitive
 def hook(sch: ScheduledModule, kind: str, fn: Callable[..., Any]) -> None:
-    """Calls `fn` before or after this module's forward or backward, as PyTorch's own hooks do.
+    """Calls `fn` before or after this module's forward or backward, like PyTorch's own hooks.
 
     Args:
-        kind: `fwd_pre`: `fn(module, args)`; `fwd_post`: `fn(module, args, output)`;
-            `bwd_pre`: `fn(module, grad_output)`; `bwd_post`: `fn(module, grad_input, grad_output)`.
-        fn: what it returns, if not None, takes the place of the arguments, the output, the gradient with
-            respect to the output, or that with respect to the input.
+        kind: `fwd_pre`: `fn(module, args)`; `fwd_post`: `fn(module, args, output)`; `bwd_pre`: `fn(module,
+            grad_output)`; `bwd_post`: `fn(module, grad_input, grad_output)`.
+        fn: its result, if not None, replaces the arguments, the output, the gradient with respect to the output, or
+            that with respect to the input.
 
     Raises:
         ScheduleError: unknown kind, or `fn` is not callable.
@@ -261,12 +263,12 @@ def hook(sch: ScheduledModule, kind: str, fn: Callable[..., Any]) -> None:
 
 @primitive
 def annotate(sch: ScheduledModule, param: str, key: str, value: Any) -> None:
-    """Attaches `value` to a parameter or buffer of this module, to be read as `module.<param>.<key>`.
+    """Attaches `value` to a parameter or buffer of this module, readable as `module.<param>.<key>`.
 
     It survives replacement, sharding and materialisation: `build` attaches it to the final tensor.
 
     Raises:
-        ScheduleError: no such parameter; the key is no identifier or is an attribute of every tensor.
+        ScheduleError: no such parameter; or the key is not an identifier or is an attribute of every tensor.
     """
     tensor = tensor_of(sch, param, "annotate")
     if not key.isidentifier() or hasattr(torch.Tensor, key):
@@ -278,7 +280,7 @@ def annotate(sch: ScheduledModule, param: str, key: str, value: Any) -> None:
 
 
 def tensor_of(sch: ScheduledModule, name: str, primitive: str) -> torch.Tensor:
-    """A parameter or buffer held by this very module.
+    """A parameter or buffer of this module itself.
 
     Raises:
         ScheduleError: there is none of that name.

@@ -1,4 +1,4 @@
-"""Primitives of pipeline parallelism: where stages end, and the order of micro-batches."""
+"""Primitives of pipeline parallelism: the ends of stages, and the order of micro-batches."""
 
 from collections.abc import Sequence
 
@@ -12,34 +12,33 @@ from ..tree import ScheduledModule, find_module, places
 
 @primitive
 def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
-    """Ends a pipeline stage behind this module; what the model registers after it belongs to the next.
+    """Ends a pipeline stage after this module; modules that the model registers later belong to the next stage.
 
-    `build` then returns this rank's part of the model with `model.pipeline`, whose `step(**batch)` runs
-    forward and backward in micro-batches. The module may return tuples or mappings; every stage is given the
-    same batch, so masks and positions need not cross. Weights tied across stages stay equal.
+    `build` then returns this rank's part of the model with `model.pipeline`, whose `step(**batch)` runs forward and
+    backward in micro-batches. The module may return tuples or mappings. Every stage gets the same batch, so masks and
+    positions need not be sent. Weights tied across stages stay equal.
 
     Args:
-        late: paths from the root of modules that belong to the last stage though the model registers them
-            earlier (OPT's last norm stands before its layers).
+        late: paths from the root of modules that belong to the last stage although the model registers them earlier
+            (OPT's last norm precedes its layers).
 
     Raises:
-        ScheduleError: the root; no `pp` axis; cut already, or above or below another cut; inside of a module
-            that occurs several times, or of one that runs as a whole (checkpoint, compile, trace); no such
-            late module.
+        ScheduleError: the root; no `pp` axis; cut already, or above or below another cut; inside a module that occurs
+            several times, or one that runs as a whole (checkpoint, compile, trace); or no such late module.
 
     Source: https://pytorch.org/docs/stable/distributed.pipelining.html
     """
     label = f"cut_pipeline_stage on '{sch.name}'"
     root = sch.tree.module
     if not sch.path:
-        raise ScheduleError(f"{label}: a stage ends behind a module below the root")
+        raise ScheduleError(f"{label}: a stage ends after a module below the root")
     if axis_of(sch.mesh, "pp") is None:
         raise ScheduleError(f"{label}: the mesh must have an axis named pp; pass create_schedule(model, mesh=...)")
     for cut in sch.tree.cuts:
         if cut == sch.path:
-            raise ScheduleError(f"{label}: the pipeline is cut here once, and it already is")
+            raise ScheduleError(f"{label}: the pipeline is cut here already")
         if cut.startswith(sch.path + ".") or sch.path.startswith(cut + "."):
-            raise ScheduleError(f"{label}: a cut must not lie inside of a module behind which is another: '{cut}'")
+            raise ScheduleError(f"{label}: a cut must not be inside a module after which is another: '{cut}'")
     parts = sch.path.split(".")
     for depth in range(1, len(parts) + 1):
         path = ".".join(parts[:depth])
@@ -47,7 +46,7 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
         if len(where) > 1:
             others = ", ".join(other for _, _, other in where if other != path)
             raise ScheduleError(
-                f"{label}: a cut must not lie in a module that occurs several times, but '{path}' is also {others}"
+                f"{label}: a cut must not be in a module that occurs several times, but '{path}' is also {others}"
             )
     for depth in range(len(parts)):
         path = ".".join(parts[:depth])
@@ -61,24 +60,23 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
 
 @primitive
 def pipeline(sch: ScheduledModule, schedule: str = "1f1b", micro_batches: int | None = None) -> None:
-    """Says how a batch runs through the stages that `cut_pipeline_stage` makes.
+    """Sets the order in which a batch runs through the stages of `cut_pipeline_stage`.
 
     Args:
-        schedule: `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as possible, so that
-            fewer activations live; `interleaved`: 1F1B with several stages a rank; `zero_bubble`: gradients
-            of weights are computed apart, where a rank would wait (ZB1P), with one stage a rank or more;
-            `zbv`: likewise with two stages a rank in the shape of a V, so that the first rank holds the
-            first and the last stage. Default without this call: `1f1b` with one stage a rank, `interleaved`
-            with more.
-        micro_batches: into how many parts a batch is divided; default: the number of stages.
+        schedule: `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as possible, so that fewer
+            activations are kept; `interleaved`: 1F1B with several stages per rank; `zero_bubble`: gradients of weights
+            are computed separately, when a rank would wait (ZB1P), with one or more stages per rank; `zbv`: the same
+            with two stages per rank in the shape of a V, so that the first rank has the first and the last stage.
+            Default without this call: `1f1b` with one stage per rank, `interleaved` with more.
+        micro_batches: number of parts of a batch; by default the number of stages.
 
     Raises:
-        ScheduleError: not the root; unknown schedule; a number below 1; called before.
+        ScheduleError: not the root; unknown schedule; a number below 1; or called before.
 
-    What a schedule cannot run, `build` refuses: see `schedule/parallel/pipeline.py`.
+    `build` refuses combinations that a schedule cannot run: see `schedule/parallel/pipeline.py`.
 
-    Source: https://pytorch.org/docs/stable/distributed.pipelining.html; Narayanan et al., arXiv:2104.04473;
-    Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+    Source: https://pytorch.org/docs/stable/distributed.pipelining.html; Narayanan et al., arXiv:2104.04473; Qi et al.,
+    Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
     label = f"pipeline on '{sch.name}'"
     if sch.path:
@@ -88,5 +86,5 @@ def pipeline(sch: ScheduledModule, schedule: str = "1f1b", micro_batches: int | 
     if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
         raise ScheduleError(f"{label}: micro_batches must be at least 1, but got {micro_batches!r}")
     if sch.tree.pipeline is not None:
-        raise ScheduleError(f"{label}: it is set once, and it already is")
+        raise ScheduleError(f"{label}: it is set already")
     sch.tree.pipeline = (schedule, micro_batches)

@@ -1,4 +1,4 @@
-"""Primitives of tensor parallelism: weights cut over the `tp` axis, what ranks exchange around them, random streams."""
+"""Primitives of tensor parallelism: weights cut over the `tp` axis, communication around them, random streams."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,11 +39,11 @@ HEADS = (
     "all_head_size",
     "inner_dim",
 )
-"""What an attention module counts that its projections' outputs are cut along with."""
+"""Counts of an attention module that are cut along with its projections' outputs."""
 COUNTS_OF_HEADS = HEADS[:5]
-"""Those of them that are numbers of heads; the rest are numbers of features."""
+"""Those that are numbers of heads; the rest are numbers of features."""
 WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
-"""What an attention module calls the features of one head."""
+"""Attention modules' names of the features of one head."""
 
 
 @primitive
@@ -57,23 +57,23 @@ def shard(
 ) -> None:
     """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
 
-    Counts follow on the side that is cut, and there only: `out_features` or `in_features` of a linear layer,
-    `nf` or `nx` of GPT-2's Conv1D, `num_embeddings` or `embedding_dim`, and the heads of the attention module
-    around it. A linear layer cut along its input gives partial sums, to which the bias is added once; an
-    embedding cut along its vocabulary gives zeros for the tokens of other ranks: `sync` adds them up.
+    Counts change on the cut side only: `out_features` or `in_features` of a linear layer, `nf` or `nx` of GPT-2's
+    Conv1D, `num_embeddings` or `embedding_dim`, and the heads of the attention module around it. A linear layer cut
+    along its input gives partial sums, to which the bias is added once; an embedding cut along its vocabulary gives
+    zeros for the tokens of other ranks: `sync` adds them up.
 
     Args:
-        param: its name, or several names that are cut alike (`["weight", "bias"]`).
-        axis: the dimension of the tensor to be cut.
-        parts: how many tensors of equal size are fused along it, each cut by itself (3 for q, k, v in one
+        param: its name, or several names that are cut in the same way (`["weight", "bias"]`).
+        axis: dimension of the tensor to be cut.
+        parts: number of tensors of equal size that are fused along it, each cut separately (3 for q, k, v in one
             weight), or their sizes.
-        tied: cut it also wherever else it is held.
-        pad: fill up what the ranks do not divide with zeros at the end (a vocabulary of 50257). An embedding
-            never looks them up, and `parallel_loss` leaves them out; whole again, the tensor has none.
+        tied: also cut it wherever else it is used.
+        pad: pad with zeros at the end to a multiple of the ranks (a vocabulary of 50257). An embedding never looks
+            them up, and `parallel_loss` leaves them out; the whole tensor has none.
 
     Raises:
-        ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already;
-            tied to another parameter without `tied=True`; heads would be cut apart.
+        ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already; tied to
+            another parameter without `tied=True`; or heads would be cut apart.
     """
     names = [param] if isinstance(param, str) else list(param)
     if len(set(names)) < len(names):
@@ -126,12 +126,12 @@ def _cuts_of(
     label = f"shard of '{name}' on '{sch.name}'"
     if isinstance(sch.module, USED_WHOLE):
         raise ScheduleError(
-            f"{label}: {type(sch.module).__name__} hands its weights to a kernel that takes them whole, so that a piece "
-            "cannot be computed with; replace it by a module of linear layers, and shard these"
+            f"{label}: {type(sch.module).__name__} passes its weights to a kernel that needs all of them, so a shard "
+            "is not enough; replace it by a module of linear layers, and shard these"
         )
     if name in shards_of(sch.module):
         cut = shards_of(sch.module)[name]
-        raise ScheduleError(f"{label}: a tensor is sharded once, but it is already along dimension {cut.dim}")
+        raise ScheduleError(f"{label}: the tensor is sharded already, along dimension {cut.dim}")
     if not -tensor.dim() <= axis < tensor.dim():
         raise ScheduleError(f"{label}: axis must be a dimension of its shape {tuple(tensor.shape)}, but got {axis}")
     dim = axis % tensor.dim()
@@ -171,10 +171,10 @@ def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]
 
 
 def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str) -> list[Follow]:
-    """What the attention module around a projection counts, and that no head is cut apart."""
+    """Counts of the attention module around a projection that change; refuses to cut within a head."""
     around = path.rpartition(".")[0]
     parent = sch.tree.module.get_submodule(around)
-    if getattr(parent, "base_layer", None) is not None:  # an adapted projection (peft) stands in between
+    if getattr(parent, "base_layer", None) is not None:  # an adapted projection (peft) is in between
         around = around.rpartition(".")[0]
         parent = sch.tree.module.get_submodule(around)
     width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
@@ -187,7 +187,7 @@ def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], 
         if isinstance(getattr(parent, name, None), int)
     }
     for size in sizes:
-        # A tensor may have a number for each head, as T5's bias of relative positions has.
+        # A tensor may have a number for each head, like T5's bias of relative positions.
         heads = size if size in counts else size // width if size % width == 0 else 0
         if heads % ranks.size:
             raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {heads} heads of '{around}'")
@@ -201,7 +201,7 @@ def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], 
 
 
 def _check_traced(sch: ScheduledModule, modules: list[nn.Module]) -> None:
-    """Refuses to change counts that a graph has taken in as constants."""
+    """Refuses to change counts that are constants in a graph."""
     parts = sch.path.split(".") if sch.path else []
     for depth in range(len(parts) + 1):
         path = ".".join(parts[:depth])
@@ -250,30 +250,30 @@ def sync(
 ) -> None:
     """Exchanges values or gradients between the ranks of the `tp` axis around this module.
 
-    | mode | acts on | gradient |
-    |---|---|---|
-    | `fwd_pre` | the input, before the forward | the matching collective on the input's gradient |
-    | `fwd_post` | the output, after the forward | the matching collective on the output's gradient |
-    | `bwd_pre` | the gradient of the output, before the backward | |
-    | `bwd_post` | the gradient of the inputs, after the backward | |
+     mode | acts on | gradient |
+    ---|---|---|
+     `fwd_pre` | the input, before the forward | the matching collective on the input's gradient |
+     `fwd_post` | the output, after the forward | the matching collective on the output's gradient |
+     `bwd_pre` | the gradient of the output, before the backward | |
+     `bwd_post` | the gradient of the inputs, after the backward | |
 
-    The gradient of `all_reduce` passes as it is, that of `reduce_scatter` and `scatter` is gathered, that of
-    `all_gather` is scattered after the forward and reduce-scattered before it, where ranks go on with
-    different work; that of `all_to_all` goes the way back. The input is the first floating-point argument; an output
-    may be a tuple or a mapping, of which the first floating-point tensor is meant.
+    The gradient of `all_reduce` passes unchanged, that of `reduce_scatter` and `scatter` is gathered, that of
+    `all_gather` is scattered after the forward and reduce-scattered before it, where ranks continue with different
+    computations; that of `all_to_all` takes the inverse path. The input is the first floating-point argument; an
+    output may be a tuple or a mapping, of which the first floating-point tensor is used.
 
     Args:
         mode: when, as above.
         op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, or a function of a tensor.
-        axis: the dimension, for all but `all_reduce`; of `all_to_all` the one that is cut.
-        on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's own whole
-            parameters instead: where activations are cut along the sequence, each rank has but a part.
-        join: of `all_to_all`, the dimension along which the pieces of all ranks are joined.
-        gradient: of `all_gather`, what becomes of the gradient in place of the above: `reduce_scatter` where ranks go
-            on with different work, `scatter` where they do the same.
+        axis: the dimension, for all but `all_reduce`; for `all_to_all` the one that is cut.
+        on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's own whole parameters
+            instead: if activations are cut along the sequence, each rank has only a part.
+        join: for `all_to_all`, the dimension along which the pieces of all ranks are concatenated.
+        gradient: for `all_gather`, the collective on the gradient in place of the above: `reduce_scatter` if ranks
+            continue with different computations, `scatter` if with the same.
 
     Raises:
-        ScheduleError: unknown mode or op; axis missing; what the sharded weights of this module contradict.
+        ScheduleError: unknown mode or op; axis missing; or the sharded weights of this module contradict it.
     """
     ranks = tensor_parallel(sch, "sync")
     check_called(sch, "sync")
@@ -297,7 +297,7 @@ def check_synced(sch: ScheduledModule) -> None:
     """Refuses a schedule in which partial sums are never added up, or half of a linear layer is cut.
 
     Raises:
-        ScheduleError: names the module.
+        ScheduleError: there is such a module; the message names it.
     """
     root = sch.tree.module
     alive, _ = used(root)
@@ -343,7 +343,7 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
     sums = op in SUMS
     if mode == "fwd_post" and sums and output == "split":
         raise ScheduleError(
-            f"{label}: {op} adds up partial sums, but its weight is cut along the output, so that each rank "
+            f"{label}: {op} adds up partial sums, but its weight is cut along the output, so each rank "
             "has other features; use all_gather, or cut along the input"
         )
     summed = any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs_of(module))
@@ -359,7 +359,7 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
         )
     if mode in ("fwd_post", "bwd_post") and sums and not cut:
         raise ScheduleError(
-            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so that "
+            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so "
             "every rank has the whole; shard first"
         )
     if mode == "bwd_post" and sums and input_of(module) == "split":
@@ -411,12 +411,12 @@ def _backward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]
 def parallel_loss(sch: ScheduledModule) -> None:
     """Leaves this module's logits cut over the vocabulary and computes their cross-entropy from the pieces.
 
-    For a language-model head whose weight is cut along its output. The model's own loss code need not know:
-    `torch.nn.functional.cross_entropy` of these logits exchanges a maximum and two sums a token rather than
-    the logits.
+    For a language-model head whose weight is cut along its output. The model's own loss code does not change:
+    `torch.nn.functional.cross_entropy` of these logits exchanges a maximum and two sums per token rather than the
+    logits.
 
     Raises:
-        ScheduleError: no `tp` axis; the module's weight is not cut along its output.
+        ScheduleError: no `tp` axis; or the module's weight is not cut along its output.
     """
     ranks = tensor_parallel(sch, "parallel_loss")
     if output_of(sch.module) != "split":
@@ -443,29 +443,29 @@ class _Split:
 def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
     """Lets the ranks of the `tp` axis draw different random numbers within this module, or the same ones.
 
-    Dropout must differ between ranks where activations are cut, or the pieces would share one mask; it must
-    agree where every rank has the whole, or they would drift apart. By default all ranks draw the same, if
-    they were seeded alike. Put `fork_rng()` on a module that computes on pieces (attention cut by heads) and
-    `fork_rng(differ=False)` on one inside of it that has the whole again.
+    Dropout must differ between ranks if activations are cut, or the pieces would share one mask; it must agree if
+    every rank has the whole, or they would diverge. By default all ranks draw the same, if they have the same seed.
+    Put `fork_rng()` on a module that computes on pieces (attention cut by heads) and `fork_rng(differ=False)` on one
+    inside it that has the whole again.
 
-    Each call draws one number from the stream that ranks share, so that replicated dropout stays in step, and
-    recomputation by `checkpoint` draws the same masks.
+    Each call draws one number from the shared stream, so that replicated dropout stays synchronised, and recomputation
+    by `checkpoint` draws the same masks.
 
     Args:
-        differ: whether ranks draw different numbers.
+        differ: draw different numbers on each rank.
 
     Raises:
-        ScheduleError: no `tp` axis; called on this module before.
+        ScheduleError: no `tp` axis; or called on this module before.
     """
     ranks = tensor_parallel(sch, "fork_rng")
     if sch.deferred(_apply):
-        raise ScheduleError(f"fork_rng on '{sch.name}': a module's random stream is set once, and it already is")
+        raise ScheduleError(f"fork_rng on '{sch.name}': the module's random stream is set already")
     check_called(sch, "fork_rng")
     sch.defer("random", _apply, axis=ranks, differ=differ)
 
 
 class ForkedRandom(Layer):
-    """Runs what lies within on a random stream of this rank, or on the stream that ranks share."""
+    """Runs its inner layers on a random stream of this rank, or on the shared stream."""
 
     order = 40
 
@@ -481,7 +481,7 @@ class ForkedRandom(Layer):
 
 
 class _Outer(threading.local):
-    """The shared stream's states, set aside while a rank's own is in use; one a nesting level."""
+    """States of the shared stream, saved while a rank's own is in use; one per nesting level."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []

@@ -1,4 +1,6 @@
-"""Who asks: a bearer token, or the cookie of a page that was logged in to; and what their role lets them do."""
+"""Authentication and authorization: a bearer token or the session cookie of a page, and the permissions of the user's
+role.
+"""
 
 import hashlib
 import hmac
@@ -22,44 +24,48 @@ from .parts import Parts, parts_of
 from .problems import Problem
 
 COOKIE = "redline-session"
-"""What the cookie's name starts with; a dash and the port follow, as ports of a host share cookies."""
+"""Beginning of the session cookie's name. A dash and the port follow, since the ports of a host share cookies."""
 CSRF = "x-csrf-token"
 LONGEST_TOKEN = 200
 SESSION_S = 12 * 3600.0
-"""How long a page is logged in, s."""
+"""Duration of a page's session, s."""
 _MAY = {
     Role.READER: (Role.READER, Role.SUBMITTER, Role.ADMIN),
     Role.SUBMITTER: (Role.SUBMITTER, Role.ADMIN),
     Role.WORKER: (Role.WORKER, Role.ADMIN),
     Role.ADMIN: (Role.ADMIN,),
 }
-"""Who may do what needs a role."""
+"""The roles that satisfy a required role."""
 _UNLIMITED = ("/v1/leases/", "/v1/workers/")
-"""What workers do as often as their dry runs ask for."""
+"""Paths without a rate limit: workers call them as often as their dry runs require."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
 TOO_MANY_STRANGERS = "too many requests without a token came from this address; wait a little"
 MOST_VALUES = 50_000
-"""Commas and opening brackets of a body: a MiB of empty lists takes a second of the interpreter, which all others wait for."""
+"""Largest number of commas and opening brackets in a body. A MiB of empty lists takes the interpreter a second, which
+blocks all other requests.
+"""
 _PARSING = CapacityLimiter(2)
-"""Bodies that are parsed at once: more would only have all others wait for the interpreter."""
+"""Number of bodies parsed at once. Parsing holds the interpreter's lock, so more would only delay other requests."""
 
 
 def csrf_of(session: str) -> str:
-    """What a page's changes must bring beside its cookie: only who has the session can make it."""
+    """Returns the token that a page must send with a change besides its cookie. Only the owner of the session can
+    compute it.
+    """
     return hmac.new(session.encode(), b"redline csrf", hashlib.sha256).hexdigest()
 
 
 def cookie_name(request: Request) -> str:
-    """The session cookie of this server."""
+    """Returns the name of this server's session cookie."""
     return f"{COOKIE}-{request.url.port or (443 if request.url.scheme == 'https' else 80)}"
 
 
 def user_of(parts: Parts, token: str, address: str, *, session: bool = False) -> User:
-    """Whose token it is, or whose session of a page.
+    """Returns the user of a token, or of a page's session.
 
     Raises:
-        Problem: nobody's, or too many were tried.
+        Problem: the token is not valid, or too many wrong ones were tried.
     """
     usable = token if 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() else ""
     known = parts.store.user_of_session if session else parts.store.user_of
@@ -68,53 +74,54 @@ def user_of(parts: Parts, token: str, address: str, *, session: bool = False) ->
         parts.failures.take(address, "too many wrong tokens came from this address; wait a little")
         parts.metrics.refused_tokens.inc()
         raise Problem(
-            401, "bad_token", "the token is not known, was revoked or has expired; `redline token new` makes another",
+            401, "bad_token", "the token is unknown, was revoked or has expired; `redline token new` makes another",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
     return found
 
 
 def address_of(request: Request) -> str:
-    """From where a request came."""
+    """Returns the address that a request came from."""
     return request.client.host if request.client else ""
 
 
 def _caller(request: Request) -> User:
-    """Who asks.
+    """Returns the authenticated user.
 
     Raises:
-        Problem: nobody that is known, or too often.
+        Problem: the credentials are missing or not valid, or the user sends too many requests.
     """
     parts, address = parts_of(request), address_of(request)
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and given:
         token = given.strip()
-        user, still = user_of(parts, token, address), parts.store.user_of
+        user, lookup = user_of(parts, token, address), parts.store.user_of
     elif token := request.cookies.get(cookie_name(request), ""):
-        user, still = user_of(parts, token, address, session=True), parts.store.user_of_session
-        brought = request.headers.get(CSRF, "")
-        if request.method not in _SAFE and not hmac.compare_digest(brought.encode(), csrf_of(token).encode()):
+        user, lookup = user_of(parts, token, address, session=True), parts.store.user_of_session
+        given_csrf = request.headers.get(CSRF, "")
+        if request.method not in _SAFE and not hmac.compare_digest(given_csrf.encode(), csrf_of(token).encode()):
             raise Problem(
                 403,
                 "csrf",
-                f"a change by a page must bring the header {CSRF} that GET /v1/me names; load the page anew",
+                f"a change by a page must have the header {CSRF}, which GET /session returns; reload the page",
             )
     else:
         parts.strangers.take(address, TOO_MANY_STRANGERS)
         raise Problem(
-            401, "no_token", "give a token: `Authorization: Bearer ...`, or log in at /login",
+            401, "no_token", "a token is required: send `Authorization: Bearer ...`, or log in at /login",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
     if not request.url.path.startswith(_UNLIMITED):
-        parts.rates.take(f"user {user.id}", f"{user.name} asks more often than this server allows; wait a little")
-    request.state.user, request.state.still = user.name, partial(still, token)
+        parts.rates.take(f"user {user.id}", f"{user.name} sends more requests than this server allows; wait a little")
+    request.state.user, request.state.still = user.name, partial(lookup, token)
     return user
 
 
 @dataclass(frozen=True)
 class Needs:
-    """A dependency: the caller, who must have that role or one that may do the same. `Guarded` routes know it before
-    they read the body."""
+    """A dependency that returns the caller, who must have this role or one that includes it. `Guarded` routes check
+    it before they read the body.
+    """
 
     role: Role
 
@@ -122,27 +129,27 @@ class Needs:
         return self.admitted(request)
 
     def admitted(self, request: Request) -> User:
-        """The caller.
+        """Returns the caller.
 
         Raises:
-            Problem: nobody that is known, too often, or without that role.
+            Problem: the caller is not authenticated, sends too many requests, or lacks the role.
         """
         user: User | None = getattr(request.state, "caller", None)
         if user is None:
             user = request.state.caller = _caller(request)
         if Role(user.role) not in _MAY[self.role]:
             raise Problem(
-                403, "role", f"{user.name} is a {user.role}; this needs the role {self.role}: ask an admin for it",
+                403, "role", f"{user.name} has the role {user.role}, but this needs the role {self.role}; ask an admin for it",
                 given=str(user.role), rule=" or ".join(_MAY[self.role]),
             )  # fmt: skip
         return user
 
 
 class Guarded(APIRoute):
-    """A route that knows its caller before it reads a body, and does not parse that body in the event loop.
+    """A route that authenticates its caller before it reads a body, and parses the body outside of the event loop.
 
-    FastAPI parses and checks a body in the event loop, and before any dependency is called: whoever has no token would have
-    everybody wait for that. The checked form is put where FastAPI finds what a body was parsed to.
+    FastAPI parses and validates a body in the event loop and before any dependency, so that a client without a token
+    could block all others. The validated form is put where FastAPI looks for the parsed body.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -166,7 +173,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _formed(form: type[Body], text: bytes) -> Body:
-    """A body, parsed and checked.
+    """Parses and validates a body.
 
     Raises:
         RequestValidationError: it breaks a rule.
@@ -174,7 +181,7 @@ def _formed(form: type[Body], text: bytes) -> Body:
     """
     if sum(text.count(each) for each in (b",", b"[", b"{")) > MOST_VALUES:
         rule = f"at most {MOST_VALUES:,} commas and opening brackets"
-        raise Problem(422, "invalid", f"the body holds too many values to be read: {rule}", rule=rule)
+        raise Problem(422, "invalid", f"the body has too many values: {rule}", rule=rule)
     try:
         return form.model_validate(json.loads(text))
     except ValidationError as error:
@@ -183,7 +190,7 @@ def _formed(form: type[Body], text: bytes) -> Body:
         ) from None
     except (ValueError, RecursionError) as error:
         words = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise Problem(400, "malformed", f"the body is no JSON: {words}") from None
+        raise Problem(400, "malformed", f"the body is not valid JSON: {words}") from None
 
 
 Reader = Annotated[User, Depends(Needs(Role.READER))]

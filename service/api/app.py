@@ -1,4 +1,4 @@
-"""The application: its routes, its errors, its pages, and what is counted of every request."""
+"""The application: its routes, error answers, pages, and the metrics and logs of requests."""
 
 import asyncio
 import json
@@ -18,26 +18,26 @@ from .parts import Parts
 from .problems import TooLarge, answer_problems
 
 LARGEST_BODY = 1 << 20
-"""Bytes of a request's body, where its route does not say otherwise."""
+"""Default limit of a request's body, bytes."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": words}
     for status, words in (
         (400, "The request is malformed."),
-        (401, "There is no token, or none that is taken."),
+        (401, "The token is missing or not valid."),
         (403, "The caller may not do that."),
-        (404, "There is no such thing."),
-        (409, "It is another's by now, or ended otherwise."),
+        (404, "The object does not exist."),
+        (409, "The object is in another state or has another owner."),
         (413, "The body is too large."),
         (422, "A field breaks a rule."),
         (429, "Too many requests."),
-        (503, "The database, or what this needs, is away."),
+        (503, "The database, or another part of the service, is unavailable."),
     )
 }
 _log = logging.getLogger("redline.http")
 
 
 def make_app(parts: Parts) -> Any:
-    """The application of a service, an ASGI one."""
+    """Returns the ASGI application of a service."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -46,12 +46,12 @@ def make_app(parts: Parts) -> Any:
         parts.feed.stop()
         await reading
 
-    # No generated documentation: it would load its scripts from elsewhere.
+    # No generated documentation pages: they would load scripts from another host.
     app = FastAPI(
         title="redline", version=__version__, description="Searches for a team on shared devices.",
         openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None, lifespan=lifespan, responses=_ERRORS,
         max_body_size=LARGEST_BODY,
-        # It would send whoever asks to whatever the Host header names.
+        # Redirects would send clients to the host that the Host header names.
         redirect_slashes=False,
     )  # fmt: skip
     app.state.parts = parts
@@ -60,12 +60,12 @@ def make_app(parts: Parts) -> Any:
         app.include_router(each.router)
     pages.add(app, parts)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
-    # Around all of it: FastAPI itself answers what is too large, and what fails.
+    # Outermost, because FastAPI itself answers bodies that are too large and requests that fail.
     return pages.Headers(Counted(TooLarge(app), parts))
 
 
 class Counted:
-    """An ASGI application in front of another: counts, times and logs what it answers."""
+    """ASGI middleware that counts, times and logs requests."""
 
     def __init__(self, app: Any, parts: Parts) -> None:
         self.app, self._metrics = app, parts.metrics
@@ -76,7 +76,7 @@ class Counted:
             return
         began, status = time.monotonic(), 500
 
-        async def seen(message: dict[str, Any]) -> None:
+        async def send_counted(message: dict[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -84,19 +84,19 @@ class Counted:
             await send(message)
 
         try:
-            await self.app(scope, receive, seen)
+            await self.app(scope, receive, send_counted)
         finally:
             self._metrics.requests.labels(scope["method"][:10], _route(scope), str(status)).inc()
-            _log.info("request", extra={"told": _told(scope, status, time.monotonic() - began)})
+            _log.info("request", extra={"fields": _log_fields(scope, status, time.monotonic() - began)})
 
 
 def _route(scope: dict[str, Any]) -> str:
-    """The route's template, so that ids make no labels."""
+    """Returns the route's template, so that ids do not become labels."""
     found = scope.get("route")
     return str(getattr(found, "path", "other"))
 
 
-def _told(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
+def _log_fields(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
     client = scope.get("client")
     return {
         "method": scope["method"],
@@ -109,7 +109,9 @@ def _told(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
 
 
 class PlainLines(logging.Formatter):
-    """Log records as text, in which nothing that somebody sent ends a line or steers a terminal."""
+    """Formats log records as text. Escapes control characters, so that data from clients cannot end a line or control
+    a terminal.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
@@ -123,12 +125,17 @@ class PlainLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Log records as lines of JSON."""
+    """Formats log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        made = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
-        out = {"time": made, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        out |= getattr(record, "told", {})
+        created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
+        out = {
+            "time": created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        out |= getattr(record, "fields", {})
         if record.exc_info:
             out["traceback"] = self.formatException(record.exc_info)
         return json.dumps(out, default=str)

@@ -1,9 +1,9 @@
 """Limits of connections and requests: time per phase, number per address, body sizes and rates.
 
 uvicorn closes a connection that is idle between requests (`timeout_keep_alive`) and refuses requests beyond a number
-(`limit_concurrency`). It has no deadline for a request that has begun: for its headers, its body, or a client that reads the
-answer slowly. These three deadlines are kept here, at the transport, because an application sees a request only when its
-headers are complete.
+(`limit_concurrency`). It has no deadline for a request that has begun: for its headers, its body, or a client that
+reads the answer slowly. These three deadlines are kept here, at the transport, because an application sees a request
+only when its headers are complete.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ _MOST_BUCKETS = 10_000
 
 
 class Rates:
-    """Token buckets: so many requests a second for each key, and a burst of them at once.
+    """Token buckets that limit the requests per second of each key, with bursts.
 
     Args:
-        per_second: on average.
-        burst: at once.
+        per_second: mean rate.
+        burst: number of requests at once.
         clock: s.
     """
 
@@ -40,10 +40,10 @@ class Rates:
         self._lock = threading.Lock()
 
     def take(self, key: str, message: str) -> None:
-        """One request.
+        """Counts one request.
 
         Raises:
-            Problem: there are too many; it says when to come again.
+            Problem: there are too many. Its `retry-after` states when to retry.
         """
         with self._lock:
             now = self._clock()
@@ -68,32 +68,32 @@ class Rates:
 
 
 HEADER_S = 10.0
-"""From a connection's beginning, or from the first byte of a later request, until its headers are complete, s."""
+"""Deadline of a request's headers, s, from the beginning of its connection or the first byte of a later request."""
 BODY_S = 60.0
-"""From there until its body is, s."""
+"""Deadline of a request's body from then on, s."""
 UNREAD_S = 60.0
-"""How long a client may read nothing of an answer of which more waits, s."""
+"""How long a client may stop reading an answer, s."""
 IDLE_S = 30
 """How long a connection without a request is kept, s."""
 LARGEST_HEADER = 64 * 1024
-"""Bytes of a request's headers."""
+"""Largest size of a request's headers, bytes."""
 MOST = 8192
-"""Connections at once, as far as this process may have files."""
+"""Connections at once, limited further by the process's number of files."""
 MOST_OPENING = 1024
-"""Of these, in which no request is complete yet; with one more the oldest ends."""
+"""Connections at once that have no complete request yet. Beyond it the oldest is closed."""
 MOST_OPENING_AN_ADDRESS = 128
-"""The same of one address. Who works has a request complete in milliseconds, and so is never the oldest."""
+"""The same for one address. A working client completes a request within milliseconds, so it is never the oldest."""
 OTHER_FILES = 512
-"""Files that a server has beside connections."""
+"""Files that a server needs besides connections."""
 
 
 class Door:
-    """What is known of all connections of a server.
+    """Counts the connections of a server and limits their number.
 
     Args:
         most: connections at once.
-        an_address: of one address.
-        proxy: an address that may have all of them, as it speaks for others.
+        an_address: connections at once of one address.
+        proxy: address of a reverse proxy, exempt from the limit of one address.
     """
 
     def __init__(self, most: int, an_address: int, proxy: str = "") -> None:
@@ -103,7 +103,7 @@ class Door:
         self._opening_of: dict[str, OrderedDict[Guard, None]] = {}
 
     def enter(self, guard: "Guard") -> bool:
-        """Counts a connection that opens; whether it may stay."""
+        """Counts a new connection. Returns False if it must be closed."""
         address = guard.address
         bound = address != self._proxy
         if self._of.total() >= self._most or (bound and self._of[address] >= self._an_address):
@@ -120,7 +120,7 @@ class Door:
         return True
 
     def opened(self, guard: "Guard") -> None:
-        """It has said what it wants."""
+        """Records that a connection has a complete request."""
         if guard in self._opening:
             del self._opening[guard]
             mine = self._opening_of[guard.address]
@@ -129,7 +129,7 @@ class Door:
                 del self._opening_of[guard.address]
 
     def left(self, guard: "Guard") -> None:
-        """It has ended."""
+        """Records that a connection has ended."""
         self.opened(guard)
         if guard.counted:
             guard.counted = False
@@ -139,13 +139,13 @@ class Door:
 
 
 class Guard(H11Protocol):
-    """uvicorn's protocol with deadlines, and within what its `Door` lets in."""
+    """uvicorn's protocol with deadlines and the limits of its `Door`."""
 
     door: Door
-    """Of the server; a server has a subclass of its own, as uvicorn makes the connections."""
+    """The server's door. Each server has its own subclass, since uvicorn creates the connections."""
     address = ""
     counted = False
-    """Whether its door counts it."""
+    """True if the door counts it."""
     _waits_for = ""
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -184,40 +184,40 @@ class Guard(H11Protocol):
             self._unread = None
 
     def end(self) -> None:
-        """Ends it at once, with all that waits to be sent."""
+        """Closes the connection at once, discarding unsent data."""
         self.door.left(self)
         self.transport.abort()
 
     def _look(self) -> None:
-        """Sets the deadline of what is waited for now."""
-        theirs = self.conn.their_state
-        if theirs is h11.IDLE:
-            # Between requests it is uvicorn that ends it.
+        """Sets the deadline for the current phase."""
+        client_state = self.conn.their_state
+        if client_state is h11.IDLE:
+            # Between requests uvicorn closes it.
             begun = self._waits_for == "headers" or bool(self.conn.trailing_data[0])
             self._wait_for("headers" if begun else "", HEADER_S)
             return
         self.door.opened(self)
-        self._wait_for("body" if theirs is h11.SEND_BODY else "", BODY_S)
+        self._wait_for("body" if client_state is h11.SEND_BODY else "", BODY_S)
 
-    def _wait_for(self, what: str, seconds: float) -> None:
-        if what == self._waits_for:
+    def _wait_for(self, phase: str, seconds: float) -> None:
+        if phase == self._waits_for:
             return
         if self._late is not None:
             self._late.cancel()
-        self._waits_for = what
-        self._late = self.loop.call_later(seconds, self.end) if what else None
+        self._waits_for = phase
+        self._late = self.loop.call_later(seconds, self.end) if phase else None
 
 
 def guarded(app: Any, *, proxy: str = "127.0.0.1", **more: Any) -> Config:
-    """How uvicorn serves an application to strangers.
+    """Returns the uvicorn configuration of an application open to untrusted clients.
 
     Args:
         app: the application.
-        proxy: address of a proxy in front, whose word counts for who asks.
+        proxy: address of a trusted reverse proxy.
         more: other arguments of `uvicorn.Config`.
     """
     most = _room()
-    # One address of many may not have them all; a proxy on another host may.
+    # One address must not use up all connections, except a proxy on another host.
     door = Door(most, most // 2, proxy if proxy not in ("127.0.0.1", "::1") else "")
     return Config(
         app, http=type("GuardOfServer", (Guard,), {"door": door}), loop="asyncio", ws="none", log_config=None,
@@ -227,7 +227,7 @@ def guarded(app: Any, *, proxy: str = "127.0.0.1", **more: Any) -> Config:
 
 
 class GuardedServer(Server):
-    """uvicorn's server, which waits for a TLS handshake no longer than for headers; by default asyncio waits a minute."""
+    """uvicorn's server with a time limit of `HEADER_S` for a TLS handshake; asyncio's default is a minute."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -239,13 +239,13 @@ class GuardedServer(Server):
 
 
 def _room() -> int:
-    """Connections for which this process may have files."""
+    """Returns the number of connections that this process's limit of files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(64, min(MOST, soft - OTHER_FILES)) if soft != resource.RLIM_INFINITY else MOST
 
 
 def raise_file_limit() -> None:
-    """Lets this process have as many files as it may: connections are files, and the usual 1,024 are soon gone."""
+    """Raises this process's limit of open files, since connections are files and the usual 1,024 are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST + 2 * OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST + 2 * OTHER_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
-"""Events as they happen, for any number of listeners: read from the database once, and handed to each from memory.
+"""Live events for any number of listeners, read from the database once and sent to each from memory.
 
-A listener who comes back says which event it saw last. What has left the memory by then it gets from the database, so
-that nothing is missed, by whom and after whatever.
+A listener that reconnects names the last event it saw. Events that are no longer in memory are read from the database,
+so that no listener misses one.
 """
 
 import asyncio
@@ -19,69 +19,71 @@ from ..store import Store
 from .problems import Problem
 
 EVERY_S = 0.1
-"""How often the database is asked for what is new."""
+"""Interval between reads of new events, s."""
 IDLE_S = 1.0
-"""The same where nobody listens."""
+"""The same while nobody listens, s."""
 REMEMBERED = 10_000
-"""Events in memory."""
+"""Number of events in memory."""
 MOST_LISTENERS = 2000
 KEEP_ALIVE_S = 15.0
-"""A comment is sent after so long without an event, so that proxies and dead connections show."""
+"""A comment is sent after this long without an event, s, to keep proxies from closing the stream and to detect dead
+connections.
+"""
 CHECKED_S = 30.0
-"""How often it is asked whether who listens still may, s."""
+"""Interval between checks of a listener's permission, s."""
 PAGE = 1000
-"""Events that are read at once."""
+"""Number of events read at once."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Entry:
     """An event in memory."""
 
     id: int
     search: str | None
     last: bool
-    """Whether it is the end of its search."""
+    """True if it ends its search."""
     text: bytes
-    """As it is sent."""
+    """The event as sent."""
 
 
-def told(event: Event) -> bytes:
-    """An event as a stream has it (WHATWG HTML, 9.2)."""
+def encoded(event: Event) -> bytes:
+    """Returns an event in the format of a server-sent event (WHATWG HTML, 9.2)."""
     data = {"id": event.id, "search": event.search, "time": event.time, "kind": event.kind, "data": event.data}
     return f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def _entry(event: Event) -> _Told:
+def _entry(event: Event) -> _Entry:
     last = event.kind == "search" and event.data.get("state") in ("done", "failed", "cancelled")
-    return _Told(event.id, event.search, last, told(event))
+    return _Entry(event.id, event.search, last, encoded(event))
 
 
 class Feed:
-    """The events of a store. All of it is used in the event loop that `run` runs in.
+    """The live events of a store. To be used only in the event loop that `run` runs in.
 
     Args:
-        store: where they are.
-        every: s between two looks.
+        store: contains the events.
+        every: interval between reads, s.
     """
 
     def __init__(self, store: Store, every: float = EVERY_S) -> None:
         self._store, self._every = store, every
-        self._memory: deque[_Told] = deque(maxlen=REMEMBERED)
+        self._memory: deque[_Entry] = deque(maxlen=REMEMBERED)
         self._before = 0  # the last event that is not in memory any more
         self._last = 0
         self._changed = asyncio.Event()
         self._stopped = False
         self.listeners = 0
-        """How many there are."""
+        """Number of open streams."""
 
     @property
     def stopped(self) -> bool:
-        """Whether this server is about to end."""
+        """True if the server is stopping."""
         return self._stopped
 
     async def run(self) -> None:
-        """Reads what is new until `stop`."""
+        """Reads new events until `stop`."""
         begun = False
         while not self._stopped:
             found: list[Event] = []
@@ -119,19 +121,23 @@ class Feed:
         allowed: Callable[[], bool] = lambda: True,
         hidden: Callable[[set[str]], set[str]] = lambda searches: set(),
     ) -> AsyncIterator[bytes]:
-        """What happens, as chunks of a stream.
+        """Yields events as chunks of a stream.
 
         Args:
-            after: the event that was seen last; None for what happens from now on.
-            search: only what happens to it; the stream ends when it does.
-            allowed: asked now and then, in a thread, whether who listens still may; the stream ends when not.
-            hidden: which of some searches who listens does not see; asked in a thread.
+            after: id of the last event seen; None for new events only.
+            search: only events of this search; the stream ends when the search does.
+            allowed: called now and then, in a thread; the stream ends when it returns False.
+            hidden: returns those of some searches that the listener may not see; called in a thread.
 
         Raises:
             Problem: there are too many listeners.
         """
         if self.listeners >= MOST_LISTENERS:
-            raise Problem(503, "too_many_listeners", f"{MOST_LISTENERS} streams are open; come again later")
+            raise Problem(
+                503,
+                "too_many_listeners",
+                f"{MOST_LISTENERS} event streams are open, the limit; try again later",
+            )
         self.listeners += 1
         try:
             yield b"retry: 1000\n\n"
@@ -147,8 +153,8 @@ class Feed:
                     if others := {each.search for each in found if each.search not in (None, search)}:
                         out = await asyncio.to_thread(hidden, {each for each in others if each is not None})
                         found = [each for each in found if each.search not in out] if out else found
-                except ServiceError:  # it is missed by nobody: it is read when the database is back
-                    yield b": the database is away\n\n"
+                except ServiceError:  # no event is lost: the read is repeated when the database is back
+                    yield b": the database is unavailable\n\n"
                     await asyncio.sleep(IDLE_S)
                     continue
                 if found:
@@ -161,18 +167,22 @@ class Feed:
             self.listeners -= 1
 
     async def _begin(self, after: int | None) -> int:
-        """Where a stream begins; an event that is still to come is one of another database."""
+        """Returns the event that a stream starts after. An id beyond the latest one belongs to another database and
+        is replaced by the latest.
+        """
         if after is None:
             return self._last
         try:
             if after > self._last and after > (newest := await asyncio.to_thread(self._store.latest)):
                 return newest
-        except ServiceError:  # as of an id that is to come, once the database is back
+        except ServiceError:  # the id cannot be checked while the database is unavailable
             return self._last
         return after
 
-    async def _since(self, seen: int, search: str | None) -> tuple[list[_Told], int]:
-        """What came after an event, and up to where that is all; from the database where it has left the memory."""
+    async def _since(self, seen: int, search: str | None) -> tuple[list[_Entry], int]:
+        """Returns the events after `seen`, and the id up to which these are all. Reads the database if they are no
+        longer in memory.
+        """
         if seen < self._before:
             before = self._before
             events = await asyncio.to_thread(self._store.events, seen, search=search, limit=PAGE)
@@ -184,7 +194,7 @@ class Feed:
         return [each for each in reversed(fresh) if search is None or each.search == search], last
 
     async def _waited(self, changed: asyncio.Event) -> bool:
-        """Waits for something new; whether it came in time."""
+        """Waits for a new event. Returns False after `KEEP_ALIVE_S`."""
         try:
             await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
         except TimeoutError:

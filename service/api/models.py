@@ -1,4 +1,4 @@
-"""What the API takes and answers, as types that the server and the client share."""
+"""Types of the API's requests and answers, shared by the server and the client."""
 
 import json
 import math
@@ -11,13 +11,13 @@ from ...base.errors import UsageError, unknown
 from ..request import LARGEST_FILE, TARGETS, digest
 
 MOST_DEVICES = 1 << 20
-"""Of a trial or a worker."""
+"""Largest number of devices of a trial or worker."""
 LARGEST_NUMBER = 1 << 53
-"""Of whole numbers, so that every reader of JSON has the same."""
+"""Largest whole number that all JSON readers represent exactly."""
 LARGEST_ID = (1 << 31) - 1
-"""Of numbers that rows of the database have."""
+"""Largest id of a database row."""
 DEEPEST = 40
-"""Lists and mappings inside each other."""
+"""Deepest nesting of lists and mappings."""
 ROLES = ("reader", "submitter", "admin", "worker")
 STATES = ("queued", "running", "done", "failed", "cancelled")
 ENDED = ("done", "failed", "cancelled")
@@ -26,15 +26,15 @@ _LONE = re.compile("[\ud800-\udfff\0]")
 
 
 def plain(value: Any, depth: int = 0) -> None:
-    """Raises ValueError unless every database and every reader of JSON can hold it."""
+    """Raises ValueError unless all databases and JSON readers can represent the value."""
     if depth > DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} deep")
+        raise ValueError(f"lists and mappings must not be nested more than {DEEPEST} deep")
     if isinstance(value, str) and _LONE.search(value):
-        raise ValueError("a text holds a NUL or half of a surrogate pair")
+        raise ValueError("a text must not contain a NUL or half of a surrogate pair")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number is not finite")
+        raise ValueError("a number must be finite")
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
-        raise ValueError(f"a whole number is beyond {LARGEST_NUMBER}")
+        raise ValueError(f"a whole number must not be beyond {LARGEST_NUMBER}")
     if isinstance(value, dict):
         for name, each in value.items():
             plain(name)
@@ -45,7 +45,7 @@ def plain(value: Any, depth: int = 0) -> None:
 
 
 class Body(BaseModel):
-    """What is sent: no other fields, and nothing that a database cannot hold."""
+    """Base of request bodies. Rejects unknown fields and values that a database cannot store."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -57,22 +57,22 @@ class Body(BaseModel):
 
 
 class Answer(BaseModel):
-    """What is answered; fields that a later server adds are no error to an earlier client."""
+    """Base of answers. Clients ignore unknown fields, which a later server may add."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def checked(check: Any) -> AfterValidator:
-    """Has a function that raises UsageError judge a value."""
+    """Returns a validator that calls a function, which raises UsageError for an invalid value."""
 
-    def judge(value: Any) -> Any:
+    def validate(value: Any) -> Any:
         try:
             check(value)
         except UsageError as error:
             raise ValueError(str(error)) from None
         return value
 
-    return AfterValidator(judge)
+    return AfterValidator(validate)
 
 
 def _duration(value: str | float) -> None:
@@ -132,24 +132,24 @@ Mapping = dict[Knob, Value]
 
 
 class Code(Body):
-    """A Python file with a workload in it."""
+    """A Python file that contains a workload."""
 
     text: Annotated[str, Field(min_length=1, max_length=LARGEST_FILE)]
-    """The file."""
+    """The file's contents."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of the text as UTF-8."""
+    """SHA-256 of the text as UTF-8."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
-    """The name in it."""
+    """Name of the workload in the file."""
 
     @model_validator(mode="after")
     def _whole(self) -> "Code":
         if digest(self.text) != self.sha256:
-            raise ValueError("sha256 is not that of the text: it was changed or damaged on its way; send it again")
+            raise ValueError("sha256 does not match the text: it was changed or damaged in transit; send it again")
         return self
 
 
 class CommandForm(Body):
-    """A program that is tuned as it is; the fields of `redline.Command`."""
+    """A command to tune, with the fields of `redline.Command`."""
 
     command: (
         Annotated[str, Field(min_length=1, max_length=20_000)]
@@ -157,7 +157,7 @@ class CommandForm(Body):
     )
     launcher: Word | None = None
     model: Target | None = None
-    """What it trains: a preset's name or a hub id."""
+    """The model that it trains: a preset's name or a hub id."""
     env: Annotated[list[Annotated[str, Field(max_length=4000)]], Field(max_length=200)] = []
     metric: Annotated[list[Word], Field(max_length=50)] = []
     metric_file: Word | None = None
@@ -168,28 +168,28 @@ class CommandForm(Body):
 
 
 class SpaceForm(Body):
-    """What may vary, beside the model's default space."""
+    """Changes to the model's default space."""
 
     space: SpaceDocument | None = None
-    """In place of the default one: a document of `Space.to_dict`."""
+    """Replaces the default space; a document of `Space.to_dict`."""
     allow: Annotated[list[Literal["lossy"]], Field(max_length=1)] = []
     baseline: Word | None = None
-    """The number format of the default configuration, which the gain is against."""
+    """Number format of the default configuration, which the gain refers to."""
     override: Annotated[
         dict[Knob, Annotated[list[Value], Field(min_length=1, max_length=1000)]], Field(max_length=200)
     ] = {}
-    """Values of knobs, in place of the space's."""
+    """Values of knobs, replacing those of the space."""
     fix: Annotated[Mapping, Field(max_length=200)] = {}
-    """Knobs that do not vary."""
+    """Knobs with a fixed value."""
 
 
 class TrainingForm(SpaceForm):
-    """What is trained: one of `target`, `model`, `workload` and `command`."""
+    """The training: one of `target`, `model`, `workload` and `command`."""
 
     target: Target | None = None
     """A preset's name or a hub id."""
     model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), checked(_contents)] | None = None
-    """A Hugging Face config.json."""
+    """Contents of a Hugging Face config.json."""
     devices: Count = 1
     """Devices of one trial."""
     seq_len: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
@@ -198,7 +198,7 @@ class TrainingForm(SpaceForm):
 
 
 class SearchForm(TrainingForm):
-    """A search: what `redline.tune` takes, as far as it travels."""
+    """A search: the arguments of `redline.tune` that can be sent to a server."""
 
     workload: Code | None = None
     command: CommandForm | None = None
@@ -212,7 +212,7 @@ class SearchForm(TrainingForm):
     soak: bool = False
     seed: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)] = 0
     runner: Literal["simulate"] | None = None
-    """`simulate` answers with predictions for `hardware`, which the pool need not have."""
+    """`simulate` returns predictions for `hardware`, which need not be in the pool."""
     hardware: Hardware | None = None
     memory_limit: Memory | None = None
     trial_timeout: Duration | None = None
@@ -220,47 +220,46 @@ class SearchForm(TrainingForm):
     concurrency: Annotated[int, Field(ge=1, le=4096)] | None = None
 
     @model_validator(mode="after")
-    def _one_thing(self) -> "SearchForm":
+    def _one_target(self) -> "SearchForm":
         given = [name for name in TARGETS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of {', '.join(TARGETS)}, but got {', '.join(given) or 'none'}")
         return self
 
     def request(self) -> dict[str, Any]:
-        """What is kept: every field that was asked for, and the devices."""
+        """Returns the request to store: the fields that were given, and the devices."""
         return {"devices": self.devices, **self.model_dump(exclude_unset=True, exclude_none=True)}
 
 
 class Submission(Body):
-    """A search, and how it stands in the queue."""
+    """A search with its name, priority and other settings of the queue."""
 
     request: SearchForm
-    """What is searched."""
     name: Annotated[str, Field(max_length=100)] = ""
-    """What people call it; by default the model's name."""
+    """Shown in lists; by default the model's name."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    """Higher goes first."""
+    """The higher goes first."""
     device: Annotated[str, Field(max_length=100)] = ""
-    """On which device of the pool; any where empty."""
+    """Kind of device, by type or a part of its name; empty for any."""
     reuse: bool = False
-    """Whether a configuration that was measured before on the same device, software and seed may be answered from that."""
+    """True if stored measurements with the same device, software and seed may answer dry runs."""
     visibility: Visibility = "all"
-    """Who sees it beside its owner and admins."""
+    """Users who can view it besides its owner and admins."""
 
 
 class ChangeForm(Body):
-    """What of a search can be changed."""
+    """The fields of a search that can be changed."""
 
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     visibility: Visibility | None = None
 
 
 class SearchAnswer(Answer):
-    """A search as it stands."""
+    """The state of a search."""
 
     id: str
     user: str
-    """Whose it is, by name."""
+    """Name of the owner."""
     name: str
     state: Literal["queued", "running", "done", "failed", "cancelled"]
     reason: str
@@ -273,18 +272,18 @@ class SearchAnswer(Answer):
     started: float | None
     ended: float | None
     request: dict[str, JsonValue]
-    """What was asked for, values of `env` shown as ***; in lists only what is short of it."""
+    """The request, with values of `env` replaced by ***; in lists only its short values."""
     best: dict[str, JsonValue] | None
-    """The winner, or the best so far."""
+    """The winner, or the best trial so far."""
     trials: int
     """Trials that have ended."""
     reuse: bool
     held: bool = False
-    """Whether nothing of it starts until it is released."""
+    """True if nothing of it starts until it is released."""
     visibility: Visibility = "all"
-    """Who sees it beside its owner and admins."""
+    """Users who can view it besides its owner and admins."""
     created_now: bool = False
-    """Of a submission: whether this call made it, and not an earlier one with the same key."""
+    """After a submission: true if this call created it, false if an earlier one with the same key did."""
 
 
 class SearchesAnswer(Answer):
@@ -292,11 +291,11 @@ class SearchesAnswer(Answer):
 
     searches: list[SearchAnswer]
     next: str | None = None
-    """What `after` is to be for the next ones; None at the end."""
+    """Value of `after` for the next page; None at the end."""
 
 
 class EventAnswer(Answer):
-    """Something that happened."""
+    """An event."""
 
     id: int
     search: str | None
@@ -306,7 +305,7 @@ class EventAnswer(Answer):
 
 
 class WorkerAnswer(Answer):
-    """A host that runs dry runs."""
+    """A worker."""
 
     id: str
     name: str
@@ -315,19 +314,19 @@ class WorkerAnswer(Answer):
     device: dict[str, JsonValue]
     devices: int
     busy: int
-    """Devices with a dry run on them."""
+    """Devices that run a dry run."""
     memory: float
-    """Of a device, MiB."""
+    """Memory of one device, MiB."""
     software: dict[str, JsonValue]
     seen: float
     left: float | None
 
 
 class QueueAnswer(Answer):
-    """What runs and what waits, and why."""
+    """Running and queued searches, and the use of the pool."""
 
     searches: list[SearchAnswer]
-    """Those that are queued or running, those that go first first."""
+    """Running and queued searches, by priority and time of submission."""
     waiting: int
     """Dry runs that wait for devices."""
     running: int
@@ -335,76 +334,76 @@ class QueueAnswer(Answer):
     devices: int
     busy: int
     usage: dict[str, float]
-    """Device-hours of each user in the last 30 days, as quotas count them."""
+    """Device-hours of each user in the last 30 days, as counted for quotas."""
 
 
 class WorkersAnswer(Answer):
-    """The pool."""
+    """The workers of the pool."""
 
     workers: list[WorkerAnswer]
 
 
 class MeAnswer(Answer):
-    """Whom a token is of."""
+    """The user of a token."""
 
     name: str
     role: Literal["reader", "submitter", "admin", "worker"]
     device_hours: float | None
-    """What may be spent; None for no limit."""
+    """Limit of device-hours in 30 days; None for no limit."""
     running: int | None
-    """Dry runs at once; None for no limit."""
+    """Limit of dry runs at once; None for no limit."""
     allow_code: bool
     priority: int = 0
-    """The highest priority that they may give; an admin may give any."""
+    """The highest priority they may give a search. Admins may give any."""
 
 
 class HealthAnswer(Answer):
-    """How the server is."""
+    """The server's health."""
 
     status: str
     version: str
 
 
 class ErrorDetail(Answer):
-    """What is wrong."""
+    """An error."""
 
     code: str
     """A word for programs: `invalid`, `not_found`, `forbidden`, ..."""
     message: str
     """A sentence for people."""
     field: str | None = None
-    """Which field, with dots."""
+    """Path of the field, with dots."""
     given: JsonValue = None
-    """What it was."""
+    """The given value."""
     rule: str | None = None
     """The rule it broke."""
 
 
 class ErrorAnswer(Answer):
-    """What every answer of 400 and above holds."""
+    """The body of every answer with status 400 or above."""
 
     error: ErrorDetail
 
 
 class EstimateForm(TrainingForm):
-    """What is predicted without a device."""
+    """A request for predictions without a device."""
 
     hardware: Hardware
     memory_limit: Memory | None = None
     config: Annotated[Mapping, Field(max_length=200)] | None = None
-    """One configuration, in place of the best."""
+    """Predicts this configuration instead of the best ones."""
     top: Annotated[int, Field(ge=1, le=100)] = 5
     layerwise: bool = False
 
     @model_validator(mode="after")
-    def _one_thing(self) -> "EstimateForm":
+    def _one_target(self) -> "EstimateForm":
         if (self.target is None) == (self.model is None):
-            raise ValueError("give one of target and model")
+            raise ValueError("give either target or model")
         return self
 
 
 class StudyForm(Body):
-    """A study whose trials run elsewhere."""
+    """A study whose trials the client runs."""
 
     space: SpaceDocument
     sampler: Annotated[Word, checked(_sampler)] = "bayes"
@@ -422,18 +421,18 @@ class StudyAnswer(Answer):
 
 
 class AskAnswer(Answer):
-    """The next trial; `config` is None where the space is exhausted."""
+    """The next trial. `config` is None if the space is exhausted."""
 
     trial: int | None
     config: dict[str, JsonValue] | None
 
 
 class TellForm(Body):
-    """How a trial ended."""
+    """The result of a trial."""
 
     trial: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
     throughput: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    """Of what ran; None where it did not."""
+    """None if it did not run to its end."""
     memory: Annotated[float, Field(ge=0, le=1e12)] | None = None
     """Peak memory of a device, MiB."""
     status: Literal["ok", "oom", "timeout", "crash", "wrong"] | None = None
@@ -442,40 +441,40 @@ class TellForm(Body):
 
 
 class LeaseForm(Body):
-    """Which lease is meant."""
+    """The number of a lease."""
 
     lease: Annotated[int, Field(ge=0, le=LARGEST_ID)]
 
 
 class RenewAnswer(Answer):
-    """Until when a lease lasts."""
+    """The new end of a lease, seconds since 1970."""
 
     until: float
 
 
 class JoinAnswer(Answer):
-    """A worker that joined."""
+    """The id of a worker that joined."""
 
     id: str
     lease_seconds: float
-    """How long a lease lasts unless it is renewed."""
+    """Duration of a lease without renewal."""
 
 
 class OutcomeForm(LeaseForm):
-    """How a dry run ended."""
+    """The outcome of a dry run."""
 
     outcome: dict[str, JsonValue]
 
 
 class LogAnswer(Answer):
-    """How far a log is kept."""
+    """The stored size of a log."""
 
     size: int
     """Bytes."""
 
 
 def short(value: Any) -> Any:
-    """A value as an error repeats it."""
+    """Returns a value shortened for an error answer."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The service as a whole over HTTP: who one is, what runs and waits, events, estimates, and how it is."""
+"""Routes of the service as a whole: the caller, the queue, events, estimates, health and metrics."""
 
 from typing import Annotated, Any
 
@@ -19,14 +19,14 @@ MOST_SHOWN = 1000
 
 @router.get("/v1/me")
 def me(user: Reader) -> MeAnswer:
-    """Whom the token is of, and what they may do."""
+    """Returns the caller and their permissions."""
     names = ("name", "device_hours", "running", "allow_code", "priority")
     return MeAnswer(**{name: getattr(user, name) for name in names}, role=Role(user.role).value)
 
 
 @router.get("/v1/queue")
 def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
-    """What runs and what waits, and why."""
+    """Returns running and queued searches, with the reasons why they wait."""
     store = parts.store
     found = [
         each
@@ -59,7 +59,7 @@ async def events(
     after: EventId | None = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """What happens to all searches and the pool, from now on or behind an event."""
+    """Streams the events of all searches and the pool, from now on or after an event."""
     return stream(request, parts, resumed(after, last_event_id), None)
 
 
@@ -71,7 +71,7 @@ def history(
     search: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[EventAnswer]:
-    """What happened behind an event, as a list."""
+    """Returns past events after an event, as a list."""
     if search is not None:
         seen(parts, user, search)
     found = parts.store.events(after, search=search, limit=limit)
@@ -82,34 +82,34 @@ def history(
 
 @router.post("/v1/estimate")
 def estimate(form: EstimateForm, user: Reader, parts: PartsOf) -> dict[str, Any]:
-    """What `redline estimate --json` says: the best configurations, predicted without a device."""
+    """Returns the best configurations, predicted without a device, in the form of `redline estimate --json`."""
     asked = {"devices": form.devices, **form.model_dump(exclude_unset=True, exclude_none=True)}
     return parts.estimates.of(asked)
 
 
 @router.get("/healthz", tags=["operations"])
 def healthz() -> HealthAnswer:
-    """Whether the process answers."""
+    """Returns ok if the process answers."""
     return HealthAnswer(status="ok", version=__version__)
 
 
 @router.get("/readyz", tags=["operations"])
 def readyz(request: Request, parts: PartsOf) -> HealthAnswer:
-    """Whether it can do its work: the database answers, and dry runs are given out."""
+    """Returns ready if the database answers and dry runs are dispatched."""
     parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
     try:
         parts.store.latest()
     except ServiceError as error:
         raise Problem(503, "not_ready", str(error), headers={"retry-after": "2"}) from None
     if parts.dispatcher.failure or not parts.dispatcher.is_alive():
-        reason = parts.dispatcher.failure or "it has not begun, or is about to end"
-        raise Problem(503, "not_ready", f"no dry runs are given out: {reason}", headers={"retry-after": "2"})
+        reason = parts.dispatcher.failure or "the dispatcher has not started, or is stopping"
+        raise Problem(503, "not_ready", f"no dry runs are dispatched: {reason}", headers={"retry-after": "2"})
     return HealthAnswer(status="ready", version=__version__)
 
 
 @router.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
 def metrics(request: Request, parts: PartsOf) -> Response:
-    """For Prometheus; counts and no names, so that it needs no token."""
+    """Returns Prometheus metrics. They contain counts but no names, so no token is needed."""
     parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
     return Response(
         parts.metrics.render(parts.store, parts.feed.listeners), media_type="text/plain; version=0.0.4; charset=utf-8"

@@ -1,4 +1,4 @@
-"""The pages: queue, devices, a form to submit by, live events; and the dashboard's pages of every search."""
+"""The pages: queue, devices, a form to submit a search, live events, and the dashboard's pages of each search."""
 
 import html
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ _SCRIPTS = ("dom", "format")
 _PAGES = ("asking", "queue", "submit", "search", "service")
 _POLICY = HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
 RUNS = "/runs"
-"""Where the dashboard's pages of searches are."""
+"""Path of the dashboard's pages of searches."""
 LIST = "../"
-"""Where their list is, from there."""
+"""Path of the list of searches relative to these."""
 _LISTS = ("/api/runs", "/api/training", "/api/printed")
-"""What would look into every folder."""
+"""Paths of the dashboard that would read all folders."""
 
 
 def add(app: FastAPI, parts: Parts) -> None:
@@ -66,10 +66,10 @@ def add(app: FastAPI, parts: Parts) -> None:
                 own("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"), error.status
             )
         await run_sync(parts.store.audit, user.name, "login", address)
-        begun = await run_sync(parts.store.new_session, token, SESSION_S)
+        session_text = await run_sync(parts.store.new_session, token, SESSION_S)
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
-            cookie_name(request), begun, max_age=int(SESSION_S), httponly=True, samesite="strict",
+            cookie_name(request), session_text, max_age=int(SESSION_S), httponly=True, samesite="strict",
             secure=request.url.scheme == "https",
         )  # fmt: skip
         return answer
@@ -77,8 +77,8 @@ def add(app: FastAPI, parts: Parts) -> None:
     @app.post("/logout", include_in_schema=False)
     async def logout(request: Request) -> Response:
         _same_origin(request)
-        if has := request.cookies.get(cookie_name(request), ""):
-            await run_sync(parts.store.end_session, has)
+        if cookie := request.cookies.get(cookie_name(request), ""):
+            await run_sync(parts.store.end_session, cookie)
         answer = RedirectResponse("/login", status_code=303)
         answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict")
         return answer
@@ -105,7 +105,7 @@ def add(app: FastAPI, parts: Parts) -> None:
 
 
 def own(name: str) -> str:
-    """A file of the pages, as text."""
+    """Returns a file of the pages, as text."""
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -114,13 +114,13 @@ def _html(text: str, status: int = 200) -> Response:
 
 
 def _same_origin(request: Request) -> None:
-    """Whether a form was sent by a page of this server: browsers say where a form comes from.
+    """Checks that a form was sent by a page of this server, by the headers that browsers add.
 
     Raises:
-        Problem: it was another's.
+        Problem: it was sent by another site.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-    # Of a page that names no referrer the origin is null, so that what the browser says of the site comes first.
+    # A page that sends no referrer has the origin null, so Sec-Fetch-Site takes precedence.
     own = site in ("same-origin", "none") if site else origin in (None, f"{request.url.scheme}://{request.url.netloc}")
     if own:
         return
@@ -128,7 +128,7 @@ def _same_origin(request: Request) -> None:
 
 
 class Headers:
-    """An ASGI application in front of another: what a browser may do with its answers."""
+    """ASGI middleware that adds security headers to every answer."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -139,13 +139,13 @@ class Headers:
             return
         added = [(name.encode(), value.encode()) for name, value in _headers().items()]
 
-        async def answered(message: dict[str, Any]) -> None:
+        async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 kept = [each for each in message["headers"] if each[0].lower().decode("latin-1") not in HEADERS]
                 message = message | {"headers": [*kept, *added]}
             await send(message)
 
-        await self.app(scope, receive, answered)
+        await self.app(scope, receive, send_with_headers)
 
 
 def _headers() -> Mapping[str, str]:
@@ -153,13 +153,13 @@ def _headers() -> Mapping[str, str]:
 
 
 class _LoggedIn:
-    """An ASGI application in front of the dashboard's: for those who are logged in, or bring a bearer token."""
+    """ASGI middleware that admits logged-in users and bearer tokens to the dashboard."""
 
     def __init__(self, app: Any, parts: Parts) -> None:
         self.app, self._parts = app, parts
 
     def _seen(self, user: User, search: str) -> None:
-        """Raises a Problem where a user does not see a search."""
+        """Raises a Problem if a search is not visible to a user."""
         if not self._parts.store.sees(user, search):
             raise Problem(404, "not_found", "there is no such search")
 
@@ -177,21 +177,21 @@ class _LoggedIn:
         try:
             user = await run_sync(partial(user_of, self._parts, token, address_of(request), session=not bearer))
             if user.role == Role.WORKER:
-                raise Problem(403, "role", f"{user.name} is a worker, which looks at nothing", given=str(user.role))
+                raise Problem(
+                    403, "role", f"{user.name} has the role worker, which may not view pages", given=str(user.role)
+                )
             if search := request.query_params.get("run", ""):
                 await run_sync(self._seen, user, search)
         except Problem as error:
             await error.answer()(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "/":  # its list is the service's queue
+        if path == "/":  # the service's queue replaces the dashboard's list
             answer = _html(of_dashboard("index.html").replace("<html ", f'<html data-list="{LIST}" '))
             await answer(scope, receive, send)
             return
         if path.startswith(_LISTS):
-            problem = Problem(
-                404, "not_found", "searches are listed by GET /v1/searches; the pages of runs show one at a time"
-            )
+            problem = Problem(404, "not_found", "GET /v1/searches lists searches; the pages of runs show one at a time")
             await problem.answer()(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""What the routes share: the store, the feed, Prometheus metrics."""
+"""Objects that the routes share: the store, the feed, Prometheus metrics."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -22,36 +22,31 @@ BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
 
 
 class Metrics:
-    """Counters and gauges of one server, in a registry of their own."""
+    """Counters and gauges of one server, in their own registry."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        """What `/metrics` shows."""
-        made = self.registry
+        registry = self.registry = CollectorRegistry()
+        """The registry that `/metrics` renders."""
         self.requests = Counter(
-            "redline_http_requests", "Requests answered.", ("method", "route", "status"), registry=made
+            "redline_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry
         )
-        """Requests."""
         self.seconds = Histogram(
-            "redline_http_seconds", "Time until an answer begins.", ("route",), buckets=BUCKETS, registry=made
+            "redline_http_seconds", "Time until an answer begins.", ("route",), buckets=BUCKETS, registry=registry
         )
-        """How long answers took."""
-        self.refused_tokens = Counter("redline_refused_tokens", "Tokens that were not taken.", registry=made)
-        """Tokens that were not taken."""
-        self.submitted = Counter("redline_searches_submitted", "Searches accepted.", registry=made)
-        """Searches."""
-        self.outcomes = Counter("redline_dry_runs_answered", "Outcomes taken from workers.", registry=made)
-        """Dry runs that ended."""
-        self.fenced = Counter("redline_answers_refused", "Late answers refused, as the lease was over.", registry=made)
-        """Late answers."""
-        self._searches = Gauge("redline_searches", "Searches by state.", ("state",), registry=made)
-        self._dry_runs = Gauge("redline_dry_runs", "Dry runs by state.", ("state",), registry=made)
-        self._devices = Gauge("redline_devices", "Devices of the pool.", ("state",), registry=made)
-        self._workers = Gauge("redline_workers", "Workers that are there.", registry=made)
-        self._listeners = Gauge("redline_event_streams", "Open event streams.", registry=made)
+        self.refused_tokens = Counter("redline_refused_tokens", "Tokens that were rejected.", registry=registry)
+        self.submitted = Counter("redline_searches_submitted", "Searches accepted.", registry=registry)
+        self.outcomes = Counter("redline_dry_runs_answered", "Outcomes accepted from workers.", registry=registry)
+        self.fenced = Counter(
+            "redline_answers_refused", "Late answers refused because their lease was over.", registry=registry
+        )
+        self._searches = Gauge("redline_searches", "Searches by state.", ("state",), registry=registry)
+        self._dry_runs = Gauge("redline_dry_runs", "Dry runs by state.", ("state",), registry=registry)
+        self._devices = Gauge("redline_devices", "Devices of the pool.", ("state",), registry=registry)
+        self._workers = Gauge("redline_workers", "Workers in the pool.", registry=registry)
+        self._listeners = Gauge("redline_event_streams", "Open event streams.", registry=registry)
 
     def render(self, store: Store, listeners: int) -> bytes:
-        """The text that Prometheus reads; gauges as they are now."""
+        """Returns the metrics in Prometheus's text format, with current values of the gauges."""
         waiting, running, workers = store.waiting(), store.running(), store.workers()
         busy = sum(each.devices for each in running)
         total = sum(each.devices for each in workers)
@@ -69,40 +64,37 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the routes work with."""
+    """Objects that the routes use."""
 
     store: Store
-    """The truth."""
     dispatcher: "Dispatcher"
-    """Says what runs where."""
+    """Assigns dry runs to workers."""
     slots: "SearcherSlots"
-    """Says which searches run."""
+    """Assigns searcher slots."""
     runs: "Runs"
-    """What searches leave."""
+    """The folders of searches."""
     feed: "Feed"
-    """Events, live."""
+    """Live events."""
     estimates: "Estimates"
-    """Predicts."""
     studies: "Helper"
-    """Calls what `studies.py` has."""
+    """Calls the functions of `studies.py`."""
     url: str
-    """Of the database."""
+    """URL of the database."""
     metrics: "Metrics"
-    """What is counted."""
     rates: Rates
-    """How often a user may ask."""
+    """Limits the requests of a user."""
     failures: Rates = field(default_factory=lambda: Rates(0.5, 20))
-    """How often an address may try a wrong token."""
+    """Limits the wrong tokens of an address."""
     strangers: Rates = field(default_factory=lambda: Rates(20, 200))
-    """How often an address may ask without a token for what costs something."""
+    """Limits costly requests without a token of an address."""
     most_queued: int = 1000
-    """Searches that a user who is no admin may have queued."""
+    """Limit of queued searches of a user who is not an admin."""
     allow_code: bool = True
-    """Whether anybody at all may submit code; whoever may is said of each user."""
+    """True if users who may submit code can."""
     workloads: bool = True
-    """Whether that code may be a workload's file, which searchers run as the server's user."""
+    """True if that code may be a workload file, which searchers run as the server's user."""
 
 
 def parts_of(request: Request) -> Parts:
-    """The parts of the application that a request is to."""
+    """Returns the parts of the application that a request belongs to."""
     return cast(Parts, request.app.state.parts)

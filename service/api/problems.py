@@ -1,4 +1,4 @@
-"""What goes wrong as an answer: a code for programs, a sentence for people, the field, what was given, the rule."""
+"""Error answers: a code for programs, a sentence for people, the field, the given value, and the rule."""
 
 import logging
 from typing import Any
@@ -44,26 +44,26 @@ _CODES = {
     405: "method_not_allowed",
     413: "too_large",
 }
-TOO_LARGE = "the body is larger than this takes"
+TOO_LARGE = "the body is larger than this route accepts"
 _RETRY_S = 2
 
 
 def _sendable(text: str) -> str:
-    """A text of which half of a surrogate pair, which no encoding has, is written as an escape."""
+    """Escapes lone surrogates, which no encoding can represent."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Problem(Exception):
-    """An answer of 400 and above.
+    """An answer with a status of 400 or above.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         code: a word for programs.
         message: a sentence for people.
-        field: which field of the request.
-        given: what it was.
+        field: the field of the request.
+        given: its value.
         rule: the rule it broke.
-        headers: beside the answer.
+        headers: additional headers.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Problem(Exception):
         )
 
     def answer(self) -> Response:
-        """It as a response."""
+        """Returns the response."""
         content = ErrorAnswer(error=self.detail).model_dump(mode="json")
         return JSONResponse(content, status_code=self.status, headers=self.headers)
 
 
 def problem_of(error: RedlineError) -> Problem:
-    """The answer that an error of redline's is."""
+    """Returns the answer for an error of redline's."""
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
@@ -107,17 +107,19 @@ def _invalid(error: RequestValidationError) -> Problem:
     first = error.errors()[0]
     kind, place = str(first.get("type", "")), [str(each) for each in first.get("loc", ())]
     if kind == "json_invalid":
-        return Problem(400, "malformed", f"the body is no JSON: {first.get('ctx', {}).get('error', first.get('msg'))}")
+        return Problem(
+            400, "malformed", f"the body is not valid JSON: {first.get('ctx', {}).get('error', first.get('msg'))}"
+        )
     rule = str(first.get("msg", "")).removeprefix("Value error, ")
     field = ".".join(place[1:]) or None
     many = len(error.errors()) - 1
-    more = f" ({many} more field{'s' * (many > 1)} of it {'are' if many > 1 else 'is'} wrong)" if many else ""
+    more = f" ({many} more field{'s are' if many > 1 else ' is'} wrong)" if many else ""
     where = field or {"body": "the body", "query": "the query", "path": "the path"}.get(place[0] if place else "", "it")
     return Problem(422, "invalid", f"{where}: {rule}{more}", field=field, given=first.get("input"), rule=rule)
 
 
 def answer_problems(app: FastAPI) -> None:
-    """Has every error of an application answered in the one form."""
+    """Makes an application answer every error in the same form."""
 
     @app.exception_handler(Problem)
     def problem(request: Request, error: Problem) -> Response:
@@ -135,25 +137,28 @@ def answer_problems(app: FastAPI) -> None:
     def http(request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code, "refused")
         path = request.url.path[:200]
-        told = {
-            413: "the body is larger than this takes",
+        messages = {
+            413: TOO_LARGE,
             404: f"there is no {path}",
             405: f"{path} does not take {request.method}",
         }
         return Problem(
-            error.status_code, code, told.get(error.status_code, str(error.detail)), headers=dict(error.headers or {})
+            error.status_code,
+            code,
+            messages.get(error.status_code, str(error.detail)),
+            headers=dict(error.headers or {}),
         ).answer()
 
     @app.exception_handler(Exception)
     def unforeseen(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return Problem(500, "internal", "the server failed at this; its log says at what").answer()
+        return Problem(500, "internal", "an internal error occurred; the server's log has the traceback").answer()
 
 
 class TooLarge:
-    """An ASGI application in front of another: words a body that is too large as all errors are worded.
+    """ASGI middleware that answers a body that is too large in the form of all errors.
 
-    Starlette, which counts a body's bytes, answers by itself, in plain text.
+    Starlette, which counts a body's bytes, answers on its own, in plain text.
     """
 
     def __init__(self, app: Any) -> None:
@@ -165,7 +170,7 @@ class TooLarge:
             return
         reworded = False
 
-        async def answered(message: dict[str, Any]) -> None:
+        async def send_reworded(message: dict[str, Any]) -> None:
             nonlocal reworded
             if message["type"] == "http.response.start" and message["status"] == 413:
                 if b"application/json" not in [each[1] for each in message["headers"]]:
@@ -177,4 +182,4 @@ class TooLarge:
             if not reworded:
                 await send(message)
 
-        await self.app(scope, receive, answered)
+        await self.app(scope, receive, send_reworded)

@@ -1,4 +1,4 @@
-"""Searches over HTTP: submitted, listed, cancelled, and what came of them."""
+"""Routes of searches: submit, list, change, cancel, and their results."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ from .problems import Problem
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"], route_class=Guarded)
 PartsOf = Annotated[Parts, Depends(parts_of)]
-SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a search.")]
-TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]
-EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="The event that was seen last.")]
+SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a search.")]
+TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Number of a trial.")]
+EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="Id of the last event seen.")]
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}
@@ -34,18 +34,18 @@ STREAM: dict[int | str, dict[str, Any]] = {
 def shown(
     parts: Parts, search: Search, reasons: Mapping[str, str] | None = None, *, whole: bool = True
 ) -> SearchAnswer:
-    """A search as it is answered; while it has not ended, with why it waits.
+    """Returns the answer for a search. If it has not ended, the answer has the reason why it waits.
 
     Args:
         parts: of the application.
-        search: which.
-        reasons: why searches wait, where that is known.
-        whole: whether with all of its request, which may be a MiB.
+        search: the search.
+        reasons: why searches wait, if already known.
+        whole: whether to include the whole request, which may be up to a MiB.
     """
     if search.state.ended:
         waits = ""
     elif search.held:
-        waits = "it is held until somebody releases it"
+        waits = "it is held until a user releases it"
     else:
         waits = (why_waiting(parts, [search]) if reasons is None else reasons).get(search.id, "")
     return SearchAnswer(
@@ -60,7 +60,7 @@ def shown(
 
 
 def why_waiting(parts: Parts, searches: Sequence[Search]) -> dict[str, str]:
-    """Why those of these searches that wait do, by id: for a slot among those that run, or for devices."""
+    """Returns the reasons why those of these searches that wait do, by id: for a slot or for devices."""
     if all(each.state.ended for each in searches):
         return {}
     queued = [each.id for each in searches if each.state is SearchState.QUEUED]
@@ -68,20 +68,24 @@ def why_waiting(parts: Parts, searches: Sequence[Search]) -> dict[str, str]:
 
 
 def may_change(user: User, search: Search) -> None:
-    """Whether a user may cancel a search.
+    """Checks that a user may change a search.
 
     Raises:
-        Problem: it is another's, and they are no admin.
+        Problem: it belongs to another user, and they are not an admin.
     """
     if search.user != user.id and user.role != Role.ADMIN:
-        raise Problem(403, "not_yours", f"search {search.id} is {search.owner}'s; an admin may change it, too")
+        raise Problem(
+            403,
+            "not_yours",
+            f"the search {search.id} belongs to {search.owner}; only they and admins may change it",
+        )
 
 
 def seen(parts: Parts, user: User, search: str) -> Search:
-    """The search of that id, where a user sees it.
+    """Returns the search of that id if it is visible to a user.
 
     Raises:
-        NotFound: there is none, or it is not shown to them.
+        NotFound: there is none, or it is not visible.
     """
     found = parts.store.search(search)
     if not parts.store.sees(user, search):
@@ -97,11 +101,11 @@ def submit(
     response: Response,
     idempotency_key: Annotated[str | None, Header(pattern="^[!-~]{1,200}$")] = None,
 ) -> SearchAnswer:
-    """Submits a search. The same `Idempotency-Key` again is the same search, and answered with 200."""
+    """Submits a search. A repeated `Idempotency-Key` returns the same search, with status 200."""
     request = form.request.request()
     if is_code(request) and not (parts.allow_code and user.allow_code):
         raise Refused(
-            f"this server does not run code of {user.name}: a workload or a command is code; submit a model's name or "
+            f"{user.name} may not submit code on this server, such as a workload or a command; submit a model's name or "
             "config.json, or ask an admin to allow it"
         )
     _check_priority(user, form.priority)
@@ -109,8 +113,7 @@ def submit(
         raise Refused(NO_WORKLOADS)
     if form.reuse and "command" in request:
         raise UsageError(
-            "reuse: what a command measured is not answered from the store, as nobody knows whether its program is still "
-            "the same; leave it out"
+            "reuse: measurements of a command are not reused, since its program may have changed; leave reuse out"
         )
     name = form.name or named(request)
     search, new = parts.store.submit(
@@ -133,20 +136,20 @@ def submit(
 
 
 def _check_priority(user: User, priority: int) -> None:
-    """Whether a user may give a search that priority.
+    """Checks that a user may give a search that priority.
 
     Raises:
         Refused: they may not.
     """
     if user.role != Role.ADMIN and priority > user.priority:
         raise Refused(
-            f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin raises that "
+            f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin can raise the limit "
             f"(redline user change {user.name} --priority N)"
         )
 
 
 def named(request: dict[str, Any]) -> str:
-    """What a search is called whose owner gives no name."""
+    """Returns the default name of a search."""
     if "target" in request:
         return str(request["target"]).rpartition("/")[2][:100]
     if "workload" in request:
@@ -164,10 +167,10 @@ def listed(
     parts: PartsOf,
     state: SearchState | None = None,
     mine: bool = False,
-    after: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$", description="Go on below this search.")] = None,
+    after: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$", description="List searches after this one.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SearchesAnswer:
-    """Searches of everybody, the latest first."""
+    """Returns the searches of all users, the newest first."""
     whose = user.id if mine else None
     found = parts.store.searches(user=whose, state=state, after=after, limit=limit, seen_by=user)
     last = found[-1].id if len(found) == limit else None
@@ -177,7 +180,7 @@ def listed(
 
 @router.get("/{search}")
 def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
-    """A search; while it runs, `best` is the best so far."""
+    """Returns a search. While it runs, `best` is the best so far."""
     found = seen(parts, user, search)
     answer = shown(parts, found)
     if found.best is None and answer.trials:
@@ -187,7 +190,7 @@ def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
 
 @router.post("/{search}/cancel")
 def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Ends a search; what was found so far is kept. One that has ended stays as it is."""
+    """Ends a search and keeps its results. A search that has ended is not changed."""
     found = seen(parts, user, search)
     may_change(user, found)
     if not found.state.ended:
@@ -199,7 +202,7 @@ def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
 def _changed(
     parts: Parts, user: User, search: str, action: str, change: Callable[[], Search], detail: Any
 ) -> SearchAnswer:
-    """A search that its owner or an admin changes, and that is written to the audit."""
+    """Changes a search for its owner or an admin, records that in the audit log, and returns the search."""
     may_change(user, seen(parts, user, search))
     found = change()
     parts.store.audit(user.name, action, search, detail)
@@ -209,25 +212,25 @@ def _changed(
 
 @router.post("/{search}/hold")
 def hold(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Has nothing of a search start until it is released; what workers run ends first."""
+    """Pauses a search until it is released. Running dry runs finish, nothing else starts."""
     return _changed(parts, user, search, "hold", lambda: parts.store.hold(search), None)
 
 
 @router.post("/{search}/release")
 def release(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Has a search that is held continue."""
+    """Resumes a held search."""
     return _changed(parts, user, search, "release", lambda: parts.store.hold(search, False), None)
 
 
 @router.post("/{search}/retry")
 def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Has a search that failed or was cancelled continue; what it measured is not measured again."""
+    """Resumes a search that failed or was cancelled. Finished dry runs are not repeated."""
     return _changed(parts, user, search, "retry", lambda: parts.store.retry(search), None)
 
 
 @router.patch("/{search}")
 def change(search: SearchId, form: ChangeForm, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Changes a search's priority, up to the highest that the caller may give, or who sees it."""
+    """Changes a search's priority, up to the caller's highest priority, or its visibility."""
     values = form.model_dump(exclude_none=True)
 
     def changed() -> Search:
@@ -248,14 +251,14 @@ def delete(search: SearchId, user: Submitter, parts: PartsOf) -> None:
 
 @router.get("/{search}/trials")
 def trials(search: SearchId, user: Reader, parts: PartsOf) -> list[dict[str, Any]]:
-    """The trials that have ended, by the columns of trials.csv."""
+    """Returns the trials that have ended, by the columns of trials.csv."""
     seen(parts, user, search)
     return parts.runs.rows(search)
 
 
 @router.get("/{search}/trials.csv", response_class=PlainTextResponse)
 def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
-    """trials.csv, as it is in the folder of a run."""
+    """Returns trials.csv."""
     seen(parts, user, search)
     headers = {"content-disposition": f'attachment; filename="{search}.csv"'}
     return Response(parts.runs.table(search), media_type="text/csv; charset=utf-8", headers=headers)
@@ -263,7 +266,7 @@ def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
 
 @router.get("/{search}/best")
 def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
-    """The winner, or the best so far, beside the default configuration; `why` where there is none."""
+    """Returns the winner, or the best trial so far, with the default configuration; `why` states why there is none."""
     found = seen(parts, user, search)
     return {"state": found.state.value, **parts.runs.summary(search)}
 
@@ -277,7 +280,7 @@ async def events(
     after: EventId = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """What happens to a search, from its beginning or behind an event, until it ends."""
+    """Streams the events of a search, from its beginning or after an event, until it ends."""
     from anyio.to_thread import run_sync
 
     await run_sync(seen, parts, user, search)
@@ -285,10 +288,10 @@ async def events(
 
 
 def resumed(after: int | None, header: str | None) -> int | None:
-    """Behind which event a stream goes on: a browser that reconnects says it in a header.
+    """Returns the event that a stream starts after. A browser that reconnects sends it in a header.
 
     Raises:
-        UsageError: the header is no number.
+        UsageError: the header is not a number.
     """
     if not header:
         return after
@@ -298,7 +301,7 @@ def resumed(after: int | None, header: str | None) -> int | None:
 
 
 def stream(request: Request, parts: Parts, after: int | None, search: str | None) -> Response:
-    """Server-sent events, for as long as the token is good that asked for them."""
+    """Returns server-sent events, which end when the token that requested them is no longer valid."""
 
     def allowed() -> bool:
         return request.state.still() is not None
@@ -322,7 +325,9 @@ def log(
     begin: Annotated[int, Query(ge=0, lt=1 << 40, description="From this byte on.")] = 0,
     given_range: Annotated[str, Header(alias="range", max_length=100)] = "",
 ) -> Response:
-    """What a trial printed, a MiB at most: from a byte on, or with `Range: bytes=...`; `x-redline-size` is the whole."""
+    """Returns up to a MiB of a trial's output, from a byte on or for `Range: bytes=...`; `x-redline-size` is its
+    whole size.
+    """
     seen(parts, user, search)
     name = f"{trial}.log"
     _, size = read_log(parts.runs.data, search, name, count=0)
@@ -336,13 +341,13 @@ def log(
     return Response(data, status_code=status, media_type="text/plain; charset=utf-8", headers=headers)
 
 
-def _span(asked: str, size: int) -> tuple[int, int, int]:
-    """From which byte to which, and the status (RFC 9110, 14); what is no range of bytes is the whole.
+def _span(header: str, size: int) -> tuple[int, int, int]:
+    """Returns the first byte, the end, and the status (RFC 9110, 14). An invalid range means the whole log.
 
     Raises:
-        Problem: there is nothing there.
+        Problem: the range is empty.
     """
-    found = RANGE.fullmatch(asked.strip())
+    found = RANGE.fullmatch(header.strip())
     if found is None or not (found[1] or found[2]):
         return 0, size, 200
     if not found[1]:
@@ -351,7 +356,7 @@ def _span(asked: str, size: int) -> tuple[int, int, int]:
         begin, end = int(found[1]), min(size, int(found[2]) + 1) if found[2] else size
     if begin >= end:
         raise Problem(
-            416, "no_such_range", f"the log has {size} bytes", field="range", given=asked[:80],
+            416, "no_such_range", f"the log has {size} bytes", field="range", given=header[:80],
             headers={"content-range": f"bytes */{size}"},
         )  # fmt: skip
     return begin, end, 206
@@ -366,9 +371,9 @@ def export(
     trial: Annotated[int | None, Query(ge=0, lt=1 << 40)] = None,
     form: Annotated[str | None, Query(max_length=20)] = None,
 ) -> Response:
-    """The winner's configuration, or a trial's, for the framework one trains with."""
+    """Returns the winner's or a trial's configuration for a framework."""
     seen(parts, user, search)
-    made = parts.runs.export(search, target, trial, form)
-    name = f"{search}-{export_targets()[target].file(made.form)}"
-    headers = {"content-disposition": f'attachment; filename="{name}"', "x-redline-form": made.form}
-    return Response(made.text, media_type="text/plain; charset=utf-8", headers=headers)
+    exported = parts.runs.export(search, target, trial, form)
+    name = f"{search}-{export_targets()[target].file(exported.form)}"
+    headers = {"content-disposition": f'attachment; filename="{name}"', "x-redline-form": exported.form}
+    return Response(exported.text, media_type="text/plain; charset=utf-8", headers=headers)

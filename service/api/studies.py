@@ -1,4 +1,4 @@
-"""Ask and tell over HTTP: redline's samplers for loops that run elsewhere."""
+"""Routes of studies: redline's samplers by ask and tell, for trials that clients run."""
 
 import secrets
 from collections.abc import Callable
@@ -19,12 +19,14 @@ from .searches import PartsOf
 
 router = APIRouter(prefix="/v1/studies", tags=["studies"], route_class=Guarded)
 AT_ONCE = 64
-"""Questions that are asked of the process with the studies at once, one after the other."""
-StudyId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a study.")]
+"""Number of requests that wait for the process of the studies, which handles one at a time."""
+StudyId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a study.")]
 
 
 async def _called(parts: Parts, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of `studies` returns, in threads of their own: who waits for their turn keeps nobody else waiting."""
+    """Calls a function of `studies` in a thread of a separate limiter, so that waiting requests do not block other
+    routes.
+    """
     return await run_sync(parts.studies.call, function, *args, limiter=_threads())
 
 
@@ -33,44 +35,44 @@ def _threads() -> CapacityLimiter:
     return CapacityLimiter(AT_ONCE)
 
 
-async def _mine(parts: Parts, user: User, study: str) -> None:
+async def _check_owner(parts: Parts, user: User, study: str) -> None:
     owner = await _called(parts, studies.owner, parts.url, study)
     if owner != user.id and user.role != Role.ADMIN:
-        raise Problem(403, "not_yours", f"the study {study} is somebody else's")
+        raise Problem(403, "not_yours", f"the study {study} belongs to another user")
 
 
 @router.post("", status_code=201)
 async def begin(form: StudyForm, user: Submitter, parts: PartsOf) -> StudyAnswer:
-    """Makes a study over a space."""
+    """Creates a study over a space."""
     study = secrets.token_hex(6)
-    asked = {**form.model_dump(), "user": user.id}
-    found = await _called(parts, studies.begin, parts.url, study, asked)
+    study_form = {**form.model_dump(), "user": user.id}
+    found = await _called(parts, studies.begin, parts.url, study, study_form)
     await run_sync(parts.store.audit, user.name, "study", study)
     return StudyAnswer(**found)
 
 
 @router.get("/{study}")
 async def look(study: StudyId, user: Reader, parts: PartsOf) -> StudyAnswer:
-    """A study, its trials, and the best of them."""
+    """Returns a study, its trials, and the best of them."""
     return StudyAnswer(**await _called(parts, studies.look, parts.url, study))
 
 
 @router.post("/{study}/ask")
 async def ask(study: StudyId, user: Submitter, parts: PartsOf) -> AskAnswer:
-    """The next trial; it is pending until it is told of."""
-    await _mine(parts, user, study)
+    """Returns the next trial, which is pending until its result is reported."""
+    await _check_owner(parts, user, study)
     return AskAnswer(**await _called(parts, studies.ask, parts.url, study))
 
 
 @router.post("/{study}/tell")
 async def tell(study: StudyId, form: TellForm, user: Submitter, parts: PartsOf) -> dict[str, Any]:
-    """How a trial ended; told again it stays what it was."""
-    await _mine(parts, user, study)
+    """Stores the result of a trial. Repeating the same result changes nothing."""
+    await _check_owner(parts, user, study)
     if (form.status == "ok") != (form.throughput is not None) and form.status is not None:
         raise Problem(
-            422, "invalid", f"status: '{form.status}' {'needs a' if form.status == 'ok' else 'has no'} throughput",
-            field="status", given=form.status, rule="a throughput belongs to what ran",
+            422, "invalid", f"status: '{form.status}' must have {'a' if form.status == 'ok' else 'no'} throughput",
+            field="status", given=form.status, rule="a throughput belongs to the status ok",
         )  # fmt: skip
     outcome = form.model_dump(exclude={"trial"})
-    told: dict[str, Any] = await _called(parts, studies.tell, parts.url, study, form.trial, outcome)
-    return told
+    answer: dict[str, Any] = await _called(parts, studies.tell, parts.url, study, form.trial, outcome)
+    return answer

@@ -34,7 +34,7 @@ from .problems import Problem
 from .searches import PartsOf
 
 LEAST_MEMORY_MIB, MOST_MEMORY_MIB = 64, 1 << 27
-"""Of a device: with less nothing runs, and there is none with more."""
+"""Smallest and largest accepted memory of a device."""
 
 
 def _hardware_of_a_worker(value: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ def _hardware_of_a_worker(value: dict[str, Any]) -> None:
 
 
 class DeviceForm(Body):
-    """A kind of device, as `Device.to_dict` has it, and what its worker knows of it."""
+    """A kind of device in the form of `Device.to_dict`, with its hardware."""
 
     type: Literal["cuda", "cpu"]
     name: Word
@@ -56,12 +56,12 @@ class DeviceForm(Body):
     """The fields of `redline.Hardware`, of one device."""
 
     def described(self) -> dict[str, Any]:
-        """As a worker's record has it."""
+        """Returns the device as stored in a worker's record."""
         return self.model_dump(exclude_unset=True)
 
 
 class JoinForm(Body):
-    """A host that joins the pool."""
+    """A worker that joins the pool."""
 
     name: Annotated[str, Field(max_length=200)] = ""
     host: Word
@@ -72,20 +72,20 @@ class JoinForm(Body):
 
 
 LONGEST_WAIT_S = 25.0
-"""A question for a dry run is answered after so long, with one or without: proxies cut off what is silent."""
+"""Longest wait for a dry run, s. Proxies close connections that are silent for longer."""
 LARGEST_LOG = 256 << 20
-"""Bytes of a log."""
+"""Largest log, bytes."""
 _LOOK_S = 0.5
 LONGEST_REASON = 20_000
-"""Characters of why something was refused."""
+"""Longest reason of a refusal, characters."""
 router = APIRouter(tags=["workers"], route_class=Guarded)
-WorkerId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a worker.")]
-DryRunId = Annotated[int, Path(ge=0, le=LARGEST_ID, description="Of a dry run.")]
-_ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "Nothing waits for this worker."}}
+WorkerId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a worker.")]
+DryRunId = Annotated[int, Path(ge=0, le=LARGEST_ID, description="Number of a dry run.")]
+_ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "No dry run is available for this worker."}}
 
 
 def shown(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
-    """A worker as it is answered."""
+    """Returns the answer for a worker."""
     return WorkerAnswer(
         **{
             name: getattr(worker, name)
@@ -97,28 +97,28 @@ def shown(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
     )
 
 
-def _own(user: User, worker: Worker) -> Worker:
+def _check_owner(user: User, worker: Worker) -> Worker:
     if worker.user != user.id and user.role != Role.ADMIN:
-        raise Problem(403, "not_yours", f"the worker {worker.id} was joined by somebody else")
+        raise Problem(403, "not_yours", f"the worker {worker.id} was joined by another user")
     return worker
 
 
 def _leased(parts: Parts, user: User, dry_run: int, lease: int) -> DryRun:
-    """A dry run that a worker of this user has, or had.
+    """Returns a dry run that a worker of this user has or had.
 
     Raises:
-        LeaseOver: another worker's it is.
+        LeaseOver: there is no such lease.
     """
     found = parts.store.dry_run(dry_run)
     if found.worker is None or found.lease < lease:
         raise LeaseOver(f"the dry run {dry_run} has no lease {lease}")
-    _own(user, parts.store.worker(found.worker))
+    _check_owner(user, parts.store.worker(found.worker))
     return found
 
 
 @router.get("/v1/workers")
 def listed(user: Reader, parts: PartsOf) -> WorkersAnswer:
-    """The pool: workers that are there, and what they do."""
+    """Returns the workers of the pool with their busy devices."""
     busy: dict[str, int] = {}
     for each in parts.store.running():
         busy[each.worker] = busy.get(each.worker, 0) + each.devices
@@ -128,7 +128,7 @@ def listed(user: Reader, parts: PartsOf) -> WorkersAnswer:
 
 @router.post("/v1/workers", status_code=201)
 def join(form: JoinForm, user: Joiner, parts: PartsOf) -> JoinAnswer:
-    """Adds a host's devices to the pool."""
+    """Adds a worker's devices to the pool."""
     joined = parts.store.join(
         user, form.name, form.host, form.device.described(), form.devices, int(form.memory_mib), form.software
     )
@@ -138,8 +138,8 @@ def join(form: JoinForm, user: Joiner, parts: PartsOf) -> JoinAnswer:
 
 @router.post("/v1/workers/{worker}/leave", status_code=204)
 def leave(worker: WorkerId, user: Joiner, parts: PartsOf) -> None:
-    """Takes a worker out of the pool; what it has waits again."""
-    _own(user, parts.store.worker(worker))
+    """Removes a worker from the pool. Its dry runs return to the queue."""
+    _check_owner(user, parts.store.worker(worker))
     parts.store.leave(worker)
     parts.store.audit(user.name, "leave", worker)
 
@@ -152,19 +152,19 @@ async def lease(
     request: Request,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S)] = LONGEST_WAIT_S,
 ) -> Response:
-    """A dry run for this worker, leased to it, as soon as there is one."""
-    _own(user, await run_sync(parts.store.worker, worker))
+    """Leases a dry run to this worker as soon as one is available."""
+    _check_owner(user, await run_sync(parts.store.worker, worker))
     await run_sync(parts.store.seen, worker)
     question = parts.dispatcher.ask(worker)
     try:
         found = await _answer(question, wait, request, parts)
-    except asyncio.CancelledError:  # this server is about to end
+    except asyncio.CancelledError:  # the server is stopping
         if not question.cancel():
-            question.add_done_callback(lambda asked: _unheard(parts, asked))
+            question.add_done_callback(lambda future: _return_unsent(parts, future))
         raise
     if found is None:
         return Response(status_code=204)
-    if await request.is_disconnected():  # nobody would run it until the lease ends
+    if await request.is_disconnected():  # otherwise it would wait for the lease to expire
         await run_sync(parts.store.give_back, found.dry_run, found.lease)
     return JSONResponse(asdict(found))
 
@@ -172,8 +172,9 @@ async def lease(
 async def _answer(
     question: "Future[Assignment | None]", wait: float, request: Request, parts: Parts
 ) -> Assignment | None:
-    """The answer to a question, unless the worker hangs up or it takes too long; a question that is answered in that
-    moment is answered."""
+    """Waits for a dry run, until the worker disconnects or the time is over. Returns one that is assigned at that
+    moment.
+    """
     loop = asyncio.get_running_loop()
     until, waiting = loop.time() + wait, asyncio.wrap_future(question)
     while not waiting.done():
@@ -185,22 +186,26 @@ async def _answer(
     return waiting.result()
 
 
-def _unheard(parts: Parts, asked: "Future[Assignment | None]") -> None:
-    """Has an answer that nobody hears wait again."""
-    if not asked.cancelled() and (found := asked.result()) is not None:
+def _return_unsent(parts: Parts, future: "Future[Assignment | None]") -> None:
+    """Returns a dry run to the queue that was assigned after its worker's request had ended."""
+    if not future.cancelled() and (found := future.result()) is not None:
         parts.store.give_back(found.dry_run, found.lease)
 
 
 @router.post("/v1/leases/{dry_run}/renew")
 def renew(dry_run: DryRunId, form: LeaseForm, user: Joiner, parts: PartsOf) -> RenewAnswer:
-    """A heartbeat: it is still run. 409 says to stop: nobody waits for it any more, or another worker has it."""
+    """Renews the lease of a dry run that still runs. Status 409 means that the worker must stop: the outcome is not
+    needed any more, or another worker has the dry run.
+    """
     _leased(parts, user, dry_run, form.lease)
     return RenewAnswer(until=parts.store.renew(dry_run, form.lease, parts.dispatcher.lease_s))
 
 
 @router.post("/v1/leases/{dry_run}/answer", status_code=204)
 def answer(dry_run: DryRunId, form: OutcomeForm, user: Joiner, parts: PartsOf) -> None:
-    """What came of it. Told again it stays what it was; 409 where another worker has it, whose answer counts."""
+    """Stores the outcome of a dry run. A repeated answer changes nothing. Status 409 means that another worker has
+    the dry run, whose answer counts.
+    """
     check_outcome(_leased(parts, user, dry_run, form.lease).kind, form.outcome)
     try:
         parts.store.answer(dry_run, form.lease, form.outcome)
@@ -212,7 +217,7 @@ def answer(dry_run: DryRunId, form: OutcomeForm, user: Joiner, parts: PartsOf) -
 
 
 def check_outcome(kind: str, outcome: dict[str, Any]) -> None:
-    """Refuses what the searcher that waits for an outcome could not read.
+    """Checks that a searcher can read an outcome.
 
     Raises:
         UsageError: it is not an outcome of a dry run of that kind.
@@ -228,12 +233,12 @@ def check_outcome(kind: str, outcome: dict[str, Any]) -> None:
                 Measurement.from_dict(measured)
     except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
         words = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"the outcome is not that of a dry run: {words[:500]}") from None
+        raise UsageError(f"the outcome of the dry run is invalid: {words[:500]}") from None
 
 
 @router.post("/v1/leases/{dry_run}/return", status_code=204)
 def give_back(dry_run: DryRunId, form: LeaseForm, user: Joiner, parts: PartsOf) -> None:
-    """Has another worker run it; it does not count as lost."""
+    """Returns a dry run to the queue. It does not count as lost."""
     _leased(parts, user, dry_run, form.lease)
     parts.store.give_back(dry_run, form.lease)
     parts.dispatcher.wake()
@@ -249,13 +254,13 @@ def log(
     user: Joiner,
     parts: PartsOf,
 ) -> LogAnswer:
-    """A piece of what it prints, from a byte on."""
+    """Stores a part of a dry run's output, from a byte offset on."""
     found = _leased(parts, user, dry_run, lease)
     if found.lease != lease:
-        raise LeaseOver(f"the dry run {dry_run} is leased anew")
+        raise LeaseOver(f"the dry run {dry_run} has a newer lease")
     requests = found.payload.get("requests", [])
     if name not in [each.get("log") for each in requests]:
         raise NotFound(f"the dry run {dry_run} has no log '{name}'")
     if offset + len(text) > LARGEST_LOG:
-        raise UsageError(f"a log of more than {LARGEST_LOG >> 20} MiB is not kept on")
+        raise UsageError(f"a log must have at most {LARGEST_LOG >> 20} MiB; the rest is not stored")
     return LogAnswer(size=write_log(parts.runs.data, found.search, name, offset, text))

@@ -1,1 +1,1 @@
-"""How the tables came to be what they are, a step a file, as Alembic runs them."""
+"""The history of the tables, as Alembic migrations, one step per file."""

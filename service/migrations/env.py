@@ -1,4 +1,4 @@
-"""What Alembic runs to migrate: on the connection that it was given, within its transaction."""
+"""Run by Alembic to migrate, on the given connection and within its transaction."""
 
 from alembic import context
 

@@ -1,12 +1,13 @@
 """The service's database, SQLite or Postgres: one server's lock on it, migrations, and transactions with retries.
 
-The lock is released by the kernel or by Postgres when its process is gone. On SQLite it is a lock on a file beside the database
-(flock), on Postgres a lock of a session (`pg_try_advisory_lock`). A session can be lost while the server lives, for example when
-Postgres restarts: the server then takes the lock again, or ends if another server was faster.
+The kernel or Postgres releases the lock when its process is gone. On SQLite it is a lock on a file beside the database
+(flock), on Postgres a lock of a session (`pg_try_advisory_lock`). A session can be lost while the server lives, for
+example when Postgres restarts: the server then takes the lock again, or ends if another server was faster.
 
-SQLite writes ahead (WAL) and begins writing transactions with BEGIN IMMEDIATE: a transaction that reads first and writes later
-would fail if another one had written in between. Writers of one process queue at a lock, because SQLite waits by sleeping and in
-no order. On Postgres rows are locked by those who change them (`with_for_update`).
+SQLite uses a write-ahead log (WAL) and begins writing transactions with BEGIN IMMEDIATE: a transaction that reads
+first and writes later would fail if another one had written in between. Writers of one process queue at a lock,
+because SQLite waits by sleeping and in no order. On Postgres, transactions lock the rows they change
+(`with_for_update`).
 """
 
 import contextlib
@@ -30,20 +31,20 @@ from ...base.lock import FolderLock
 from ...results.storage import without_password
 from ..tables import VERSIONS
 
-# All of it at once: Optuna imports the ORM later, and what another thread does meanwhile would meet half of it.
+# The ORM is imported here: Optuna would import it later, while another thread could use it half-initialized.
 
 
 BUSY_S = 5.0
-"""How long a transaction waits for another one's lock, s."""
+"""How long a transaction waits for another's lock, s."""
 PATIENCE_S = 10.0
-"""How long a database that is away, or restarts, is tried again, s."""
+"""How long an unreachable or restarting database is retried, s."""
 CONFLICTS = 5
-"""How often a transaction is tried again that another one came before."""
+"""How often a transaction is repeated after a conflict with another one."""
 KINDS = ("sqlite", "postgresql")
 
 T = TypeVar("T")
 
-OTHER_TABLES = "has other tables than this redline knows; perhaps a later one has written it"
+OTHER_TABLES = "has other tables than this version of redline expects; a later version may have written it"
 
 _SQLITE = {
     "SQLITE_BUSY": "is locked by another process",
@@ -52,29 +53,31 @@ _SQLITE = {
     "SQLITE_FULL": "is full: its disk has no space left",
     "SQLITE_IOERR": "cannot be read or written",
     "SQLITE_CORRUPT": "is damaged",
-    "SQLITE_NOTADB": "is no database",
+    "SQLITE_NOTADB": "is not a database",
     "SQLITE_CANTOPEN": "cannot be opened",
-    "SQLITE_PERM": "may not be opened",
+    "SQLITE_PERM": "may not be opened by this user",
     "SQLITE_SCHEMA": OTHER_TABLES,
 }
-"""What a SQLite error means, by how its name begins (https://www.sqlite.org/rescode.html)."""
+"""The meaning of SQLite errors, by prefix of their name (https://www.sqlite.org/rescode.html)."""
 _POSTGRES = {
     "53100": "is full: its disk has no space left",
-    "53": "is short of something",
+    "53": "is short of a resource",
     "55P03": "is locked by another process",
     "25006": "is read-only",
-    "28": "does not let this user in",
-    "3D": "is not there",
+    "28": "rejects this user or password",
+    "3D": "does not exist",
     "42501": "may not be written by this user",
-    "57P": "shuts down or starts",
+    "57P": "is shutting down or starting",
     "42P01": OTHER_TABLES,
     "42703": OTHER_TABLES,
     "08": "cannot be reached",
     "XX": "is damaged",
 }
-"""What a Postgres error means, by how its code begins (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
+"""The meaning of Postgres errors, by prefix of their code
+(https://www.postgresql.org/docs/current/errcodes-appendix.html).
+"""
 _CONFLICTS = ("40001", "40P01")
-"""Postgres: a transaction that must be tried again."""
+"""Postgres codes of transactions that must be repeated."""
 
 
 class Database:
@@ -82,72 +85,74 @@ class Database:
 
     Args:
         url: `sqlite:///FILE` or `postgresql://...`.
-        patience_s: how long it is tried again where it cannot be reached.
+        patience_s: how long it is retried while it cannot be reached, s.
 
     Raises:
         UsageError: the URL is of another kind, or in memory.
-        MissingDependency: Postgres's driver is not installed.
+        MissingDependency: the driver of Postgres is not installed.
     """
 
     def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
-        made = _checked(url)
+        parsed = _checked(url)
         self.words = f"the database '{without_password(url)}'"
-        """The database as messages name it."""
-        self.sqlite = made.get_backend_name() == "sqlite"
+        """The database's name in messages."""
+        self.sqlite = parsed.get_backend_name() == "sqlite"
         self._patience_s = patience_s
         self._turn = threading.Lock()
         try:
-            self._reader = _engine(made)
+            self._reader = _engine(parsed)
         except ImportError as error:
             raise MissingDependency(f"{self.words} needs a driver: pip install 'redline[service]' ({error})") from error
         self._writer = self._reader.execution_options(redline_begin="BEGIN IMMEDIATE")
         self._beating = self._writer.execution_options(redline_durable=False)
 
     def read(self, body: Callable[[Connection], T]) -> T:
-        """What `body` reads, in one transaction.
+        """Returns the result of `body`, which reads in one transaction.
 
         Raises:
-            StorageUnavailable: the database cannot be used; says why.
+            StorageUnavailable: the database cannot be used. The message states why.
         """
         return self._run(self._reader, body)
 
     def write(self, body: Callable[[Connection], T], *, durable: bool = True) -> T:
-        """What `body` returns, whose changes are all made or none.
+        """Returns the result of `body`, whose changes are made in one transaction.
 
-        It may run again, as long as nobody knows that it was done: what it does twice must come to the same.
+        `body` may run again if it is unknown whether it was committed: it must be idempotent.
 
         Args:
             body: reads and writes.
-            durable: whether what it wrote outlives a power cut as well as any end of a process. Costs an fsync, which
-                no heartbeat is worth.
+            durable: whether the changes must survive a power failure, not only the end of a process. Costs an fsync,
+                which heartbeats do without.
 
         Raises:
-            StorageUnavailable: the database cannot be used; says why.
+            StorageUnavailable: the database cannot be used. The message states why.
         """
         writer = self._writer if durable else self._beating
         if not self.sqlite:
             return self._run(writer, body)
         begun = time.monotonic()
         if not self._turn.acquire(timeout=self._patience_s):
-            raise StorageUnavailable(f"{self.words} is locked: those before this wait for it, too")
+            raise StorageUnavailable(f"{self.words} is locked, and other writers wait for it")
         try:
             return self._run(writer, body, time.monotonic() - begun)
         finally:
             self._turn.release()
 
     def apart(self) -> Connection:
-        """A connection that whoever asks for it has until they close it, each statement a transaction of its own."""
+        """Returns a connection of the caller's own, which must close it. Each statement is a transaction."""
         return self._reader.connect().execution_options(isolation_level="AUTOCOMMIT")
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         self._reader.dispose()
 
     def begin_file(self) -> None:
-        """Makes SQLite's file where it is not there: for this user's eyes only, as the files are that SQLite makes beside it."""
+        """Creates the SQLite file if it does not exist, readable by this user only, as are the files that SQLite
+        makes beside it.
+        """
         name = str(self._reader.url.database)
         if not name.startswith("file:"):
-            with contextlib.suppress(OSError):  # SQLite says in a moment what is wrong
+            with contextlib.suppress(OSError):  # SQLite reports the error when it opens the file
                 Path(name).touch(mode=0o600)
 
     def _run(self, engine: Engine, body: Callable[[Connection], T], waited_s: float = 0.0) -> T:
@@ -156,7 +161,7 @@ class Database:
             try:
                 with engine.begin() as connection:
                     return body(connection)
-            except IntegrityError as error:  # another transaction has just made the same
+            except IntegrityError as error:  # another transaction has just inserted the same row
                 conflicts += 1
                 if conflicts > CONFLICTS:
                     raise StorageUnavailable(f"{self.words} refuses a record: {_first_line(error)}") from error
@@ -167,37 +172,37 @@ class Database:
                 if not _passes(error, code) or conflicts > CONFLICTS or time.monotonic() > give_up:
                     raise self._unavailable(error, means) from error
             except NoConnection as error:
-                raise StorageUnavailable(f"{self.words} is busy: every connection to it waits for something") from error
+                raise StorageUnavailable(f"{self.words} is busy: all connections to it are in use") from error
             except (StatementError, OverflowError) as error:  # a value that no column can hold
-                raise UsageError(_not_kept(error)) from error
+                raise UsageError(_not_stored(error)) from error
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _unavailable(self, error: DBAPIError, means: str) -> Exception:
         if not means:
-            # DataError and the like: what was given, not what it was given to.
-            return UsageError(_not_kept(error))
+            # DataError and the like are caused by the values, not by the database.
+            return UsageError(_not_stored(error))
         return StorageUnavailable(f"{self.words} {means}: {_first_line(error)}")
 
 
 def _checked(url: str) -> URL:
     try:
-        made = make_url(url)
+        parsed = make_url(url)
     except ArgumentError as error:
         raise UsageError(
-            f"the storage '{url}' is no URL; give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+            f"the storage '{url}' is not a URL; give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
         ) from error
-    kind = made.get_backend_name()
+    kind = parsed.get_backend_name()
     if kind not in KINDS:
-        raise UsageError(f"the service keeps nothing in '{without_password(url)}': {unknown('database', kind, KINDS)}")
+        raise UsageError(f"the service cannot use '{without_password(url)}': {unknown('database', kind, KINDS)}")
     if kind == "sqlite":
-        if not made.database or made.database == ":memory:":
-            raise UsageError("a service's database must outlive its process; give sqlite:///FILE")
-        if not made.database.startswith("file:"):
-            made = made.set(database=str(Path(made.database).absolute()))
-    elif made.drivername == kind:
-        made = made.set(drivername="postgresql+psycopg")
-    return made
+        if not parsed.database or parsed.database == ":memory:":
+            raise UsageError("a service's database must not be in memory; give sqlite:///FILE")
+        if not parsed.database.startswith("file:"):
+            parsed = parsed.set(database=str(Path(parsed.database).absolute()))
+    elif parsed.drivername == kind:
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    return parsed
 
 
 def _engine(url: URL) -> Engine:
@@ -224,7 +229,7 @@ def _engine(url: URL) -> Engine:
 
 
 def _prepare(connection: Any, record: object) -> None:
-    # Transactions begin where we say; see https://docs.sqlalchemy.org/en/21/dialects/sqlite.html, transactions.
+    # Disables implicit transactions; see https://docs.sqlalchemy.org/en/21/dialects/sqlite.html, transactions.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA foreign_keys = ON")
@@ -243,7 +248,9 @@ def _begin_postgres(connection: Connection) -> None:
 
 
 def write_ahead(database: Database) -> None:
-    """Has a SQLite file be written ahead (WAL), which it stays: readers and a writer then do not wait for each other."""
+    """Switches a SQLite file to a write-ahead log (WAL), permanently, so that readers and a writer do not block each
+    other.
+    """
     if not database.sqlite:
         return
     database.begin_file()
@@ -257,7 +264,7 @@ def write_ahead(database: Database) -> None:
 
 
 def _trouble(error: DBAPIError) -> tuple[str, str]:
-    """The code of a database's error, and what it means; empty where it is about what was given."""
+    """Returns the code of a database error and its meaning; an empty meaning if the values caused it."""
     original: Any = error.orig
     name = getattr(original, "sqlite_errorname", None)
     if name:
@@ -272,7 +279,7 @@ def _trouble(error: DBAPIError) -> tuple[str, str]:
 
 
 def _passes(error: DBAPIError, code: str) -> bool:
-    """Whether it may be otherwise in a moment."""
+    """True if the error may be temporary."""
     return bool(error.connection_invalidated) or code in _CONFLICTS or code.startswith(("08", "57P", "SQLITE_BUSY"))
 
 
@@ -280,12 +287,12 @@ def _as_json(value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(_not_kept(error)) from error
+        raise UsageError(_not_stored(error)) from error
 
 
-def _not_kept(error: Exception) -> str:
+def _not_stored(error: Exception) -> str:
     line = _first_line(error)
-    return line if line.startswith("this cannot be kept") else f"this cannot be kept: {line}"
+    return line if line.startswith("this cannot be stored") else f"this cannot be stored: {line}"
 
 
 def _first_line(error: Exception) -> str:
@@ -294,7 +301,7 @@ def _first_line(error: Exception) -> str:
 
 
 LOOK_S = 2.0
-"""How often it is looked whether the session still lives, s."""
+"""Interval between checks of the session, s."""
 _SERVER_LOCK = 0x7265646C696E67
 _HOLDER = text(
     "SELECT a.application_name, a.client_addr::text FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
@@ -304,14 +311,14 @@ _log = logging.getLogger("redline.server")
 
 
 class Alone(contextlib.AbstractContextManager["Alone"]):
-    """Holds a database for one server, until it is closed or its process is gone.
+    """Locks a database for one server, until it is closed or its process is gone.
 
     Args:
         url: of the database.
-        lost: called, in a thread, when another server has it.
+        lost: called, in a thread, when another server has taken the lock.
 
     Raises:
-        StudyError: another server has it (which one).
+        StudyError: another server has it. The message names the server.
         StorageUnavailable: the database cannot be used.
     """
 
@@ -335,14 +342,14 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
             raise
 
     def close(self) -> None:
-        """Lets another server have the database."""
+        """Releases the database."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
         if self._file is not None:
             self._file.release()
         if self._session is not None:
-            with contextlib.suppress(DBAPIError):  # a session that is gone holds nothing
+            with contextlib.suppress(DBAPIError):  # a lost session has no lock to release
                 self._session.invalidate()
                 self._session.close()
         self._database.close()
@@ -354,10 +361,10 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
         self.close()
 
     def _taken(self) -> Connection:
-        """A session that has the lock.
+        """Returns a session that has the lock.
 
         Raises:
-            StudyError: another has.
+            StudyError: another server has it.
         """
         session = self._database.apart()
         try:
@@ -369,9 +376,9 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
                 return session
             parts = {"high": _SERVER_LOCK >> 32, "low": _SERVER_LOCK & 0xFFFFFFFF}
             holder = session.execute(_HOLDER, parts).first()
-            who = holder.application_name or holder.client_addr if holder is not None else "another server"
+            owner = holder.application_name or holder.client_addr if holder is not None else "another server"
             raise StudyError(
-                f"{self._database.words} is in use by {who}; end it, or give --standby to take over after it"
+                f"{self._database.words} is in use by {owner}; stop it, or pass --standby to take over when it ends"
             )
         except BaseException:
             session.invalidate()
@@ -385,8 +392,8 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
                     self._session.execute(text("SELECT 1"))
                     continue
                 self._session = self._taken()
-                _log.warning("%s was away; this server has it again", self._database.words)
-            except DBAPIError:  # it is away: nobody can work on it, and it is tried again
+                _log.warning("%s was unreachable; this server has locked it again", self._database.words)
+            except DBAPIError:  # unreachable for every server: retried
                 if self._session is not None:
                     self._session.invalidate()
                     self._session.close()
@@ -398,26 +405,26 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
 
 
 def _path_of(url: str) -> Path:
-    """SQLite's file."""
+    """Returns the path of SQLite's file."""
     name = str(make_url(url).database)
     return Path(name.removeprefix("file:").partition("?")[0]).absolute()
 
 
 SCRIPTS = Path(__file__).parents[1] / "migrations"
 _MIGRATION_LOCK = 0x7265646C696E66
-"""Postgres: whoever migrates holds this lock; SQLite has one writer anyhow."""
+"""Lock of the process that migrates, on Postgres. SQLite has a single writer."""
 
 
 def migrate(database: Database, *, change: bool) -> None:
-    """Has the tables be as this code knows them.
+    """Brings the tables to the state that this version expects.
 
     Args:
-        database: where they are.
-        change: whether they may be made and changed.
+        database: contains the tables.
+        change: whether they may be created and changed.
 
     Raises:
         StorageAhead: a later version has written them.
-        StorageUnavailable: they are not there, or of an earlier version, and may not be changed.
+        StorageUnavailable: they do not exist, or are of an earlier version, and may not be changed.
     """
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -430,16 +437,14 @@ def migrate(database: Database, *, change: bool) -> None:
     found = database.read(_version)
     if found is not None and found not in known:
         raise StorageAhead(
-            f"{database.words} is of version {found}, written by a later redline: this one knows versions up to {head}; "
+            f"{database.words} has version {found}, written by a later redline: this one supports versions up to {head}; "
             "install the later one, or give another --storage"
         )
     if found == head:
         return
     if not change:
-        what = (
-            "has no tables of redline's" if found is None else f"is of version {found}, and this redline needs {head}"
-        )
-        raise StorageUnavailable(f"{database.words} {what}; start `redline serve` on it first")
+        problem = "has no tables of redline" if found is None else f"has version {found}, but this redline needs {head}"
+        raise StorageUnavailable(f"{database.words} {problem}; start `redline serve` on it first")
 
     def upgrade(connection: Connection) -> None:
         from alembic import command
@@ -453,7 +458,7 @@ def migrate(database: Database, *, change: bool) -> None:
 
 
 def _version(connection: Connection) -> str | None:
-    """The version of a database's tables; None where it has none."""
+    """Returns the version of a database's tables; None if it has none."""
     from alembic.migration import MigrationContext
 
     return MigrationContext.configure(connection, opts={"version_table": VERSIONS}).get_current_revision()

@@ -1,4 +1,4 @@
-"""What waits, what runs, and what every user has had of the devices: what scheduling looks at, a query each."""
+"""The inputs of scheduling, one query each: waiting and running dry runs, and each user's use of the devices."""
 
 from collections import defaultdict
 from typing import Any
@@ -10,19 +10,19 @@ from ..tables import dry_runs, searches, usage, users
 from .part import DAY_S, Part, reads
 
 RECENT_S = 3600.0
-"""How far back fair shares look, s."""
+"""Window of `Share.recent`, s."""
 WEEK_S = 7 * DAY_S
-"""How far back shares of places among searches look, s."""
+"""Window of `Share.week`, s."""
 QUOTA_S = 30 * DAY_S
-"""How far back quotas of device-hours look, s."""
+"""Window of quotas of device-hours, s."""
 
 
 class Demand(Part):
-    """What is wanted of the pool."""
+    """Queries on demand for the pool."""
 
     @reads
     def waiting(self, connection: Connection) -> list[Waiting]:
-        """The dry runs that wait for devices, in no order that means anything."""
+        """Returns the dry runs that wait for devices, in no particular order."""
         rows = connection.execute(
             select(
                 dry_runs.c.id,
@@ -48,7 +48,7 @@ class Demand(Part):
 
     @reads
     def running(self, connection: Connection) -> list[Running]:
-        """The dry runs that workers have."""
+        """Returns the leased dry runs."""
         rows = connection.execute(
             select(
                 dry_runs.c.id,
@@ -68,7 +68,7 @@ class Demand(Part):
 
     @reads
     def contenders(self, connection: Connection) -> list[Contender]:
-        """The searches that run or want to, in no order that means anything."""
+        """Returns the running and queued searches, in no particular order."""
         leased = (
             select(dry_runs.c.search, func.count().label("leased"))
             .where(dry_runs.c.state == DryRunState.LEASED)
@@ -91,14 +91,14 @@ class Demand(Part):
 
     @reads
     def usage(self, connection: Connection) -> dict[int, float]:
-        """Device-seconds of every user who had any within `QUOTA_S`."""
+        """Returns the device-seconds within `QUOTA_S` of each user who used any."""
         return self._totals(connection)[0]
 
     @reads
     def shares(self, connection: Connection) -> list[Share]:
-        """What every user has had of the devices, and may have.
+        """Returns each user's use of the devices and limits.
 
-        Lately is within `RECENT_S`, and a second counts the less the longer it is ago, in proportion.
+        `recent` is over `RECENT_S`, with each second weighted less in proportion to its age.
         """
         recent, (used, week) = self._lately(connection), self._totals(connection)
         return [
@@ -115,9 +115,10 @@ class Demand(Part):
         ]
 
     def _totals(self, connection: Connection) -> tuple[dict[int, float], dict[int, float]]:
-        """Device-seconds within `QUOTA_S`, and those within `WEEK_S`, fading: from a total a day, and what runs.
+        """Returns each user's device-seconds within `QUOTA_S`, and those within `WEEK_S` discounted by age. Sums
+        daily totals and the running dry runs.
 
-        Of the first day the share that is within counts.
+        The total of the first day counts by the fraction of it that is in the window.
         """
         now = self.clock()
         since = (now - QUOTA_S) / DAY_S
@@ -137,7 +138,9 @@ class Demand(Part):
         return dict(used), dict(week)
 
     def _lately(self, connection: Connection) -> dict[int, float]:
-        """Device-seconds within `RECENT_S`, fading: only dry runs that ended in that time are looked at, and those that run."""
+        """Returns each user's device-seconds within `RECENT_S` discounted by age, of dry runs that ended in that time
+        or run now.
+        """
         now = self.clock()
         since = now - RECENT_S
         out: dict[int, float] = {}
@@ -146,7 +149,7 @@ class Demand(Part):
             (literal(now), dry_runs.c.state == DryRunState.LEASED),
         ):
             began = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
-            # The integral of what a second counts: 0 at the window's beginning, 1 now.
+            # The integral of the weight of a second, which grows from 0 at the window's beginning to 1 now.
             had = dry_runs.c.devices * (end - began) * ((began + end) / 2 - since) / RECENT_S
             counts = and_(which, dry_runs.c.started.is_not(None), end > began)
             query = select(searches.c.user, func.sum(had)).join(searches, searches.c.id == dry_runs.c.search)

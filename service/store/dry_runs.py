@@ -1,18 +1,19 @@
-"""Dry runs and their leases, the leases that count against a dry run, and what was measured.
+"""Dry runs and their leases, the leases that count against a dry run, and stored measurements.
 
-Leases of a dry run have rising numbers (fencing tokens): an answer names its number and is refused unless it is the latest. A
-lease that ended before another one began is still the latest, so no finished work is thrown away. An outcome is written once.
+Leases of a dry run have increasing numbers (fencing tokens): an answer contains its number and is refused unless it is
+the latest. A lease that expired before another one began is still the latest, so no finished work is thrown away. An
+outcome is written once.
 
 | how a lease ended | it counts | because |
 |---|---|---|
 | its worker gave it back, or left the pool | no | nothing was lost |
-| its worker asked for the dry run again | in place of the next one | the worker was slow, not lost |
+| its worker requested the dry run again | in place of the next one | the worker was slow, not lost |
 | while no server ran that could renew it | no | the server was lost |
 | in the same moment as others of its worker | no | it is not known which one caused it |
 | otherwise | yes | its worker was lost while it ran this |
 
-`MOST_ATTEMPTS` leases that count make the outcome a crash. From lease `FORGIVEN` + 1 on all leases count except those that were
-given back: each of these reasons may be caused by this dry run, and it must end at some point.
+`MOST_ATTEMPTS` leases that count make the outcome a crash. From lease `FORGIVEN` + 1 on all leases count except those
+that were given back: each of these reasons may be caused by this dry run, and it must end at some point.
 """
 
 from collections import Counter
@@ -28,36 +29,36 @@ from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell,
 from .searches import check_attempt, counting_for
 
 MOST_ATTEMPTS = 3
-"""Leases that count, after which a dry run is a crash."""
+"""Number of counted leases after which the outcome is a crash."""
 FORGIVEN = 10
-"""The last lease that is forgiven."""
+"""Number of the last lease that may be forgiven."""
 
 
 def attempts_when_leased(attempts: int, latest: int, *, same_worker: bool) -> int:
-    """Leases that count, with a new one.
+    """Returns the number of counted leases after a new lease.
 
     Args:
-        attempts: that counted before.
+        attempts: number counted before.
         latest: number of the latest lease.
-        same_worker: whether the worker that gets it is the one that let that lease end.
+        same_worker: whether the new lease goes to the worker that let the latest one expire.
     """
     return max(1, attempts) if same_worker and latest <= FORGIVEN else attempts + 1
 
 
 def attempts_when_lost(attempts: int, latest: int, *, with_server: bool, with_others: bool) -> int:
-    """Leases that count, after the latest one was lost.
+    """Returns the number of counted leases after the latest one was lost.
 
     Args:
-        attempts: that counted while it ran.
+        attempts: number counted while it ran.
         latest: its number.
         with_server: whether no server ran that could renew it.
-        with_others: whether others of its worker were lost in the same moment.
+        with_others: whether others of its worker were lost at the same time.
     """
     return attempts - 1 if (with_server or with_others) and latest <= FORGIVEN else attempts
 
 
 def attempts_when_given_back(attempts: int) -> int:
-    """Leases that count, after the latest one was given back."""
+    """Returns the number of counted leases after the latest one was given back."""
     return attempts - 1
 
 
@@ -65,7 +66,7 @@ _OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
 
 
 class DryRuns(Part):
-    """What the pool runs."""
+    """Operations on dry runs."""
 
     @writes
     def ask_dry_run(
@@ -78,7 +79,8 @@ class DryRuns(Part):
         payload: dict[str, Any],
         devices: int,
     ) -> DryRun:
-        """Asks for a dry run. What was asked for under this key before is the same one, with its outcome where there is one.
+        """Requests a dry run. An earlier request under the same key returns the same dry run, with its outcome if
+        known.
 
         Raises:
             NotFound: there is no such search.
@@ -102,16 +104,16 @@ class DryRuns(Part):
         else:
             values |= {"search": search, "key": as_text("key", key, empty=False), "lease": 0}
             number = add(connection, dry_runs, values)
-        self._told(connection, number, search, key, DryRunState.WAITING)
+        self._tell(connection, number, search, key, DryRunState.WAITING)
         return _get(connection, number)
 
     @reads
     def outcome(self, connection: Connection, dry_run: int) -> dict[str, Any] | None:
-        """What came of a dry run; None where nothing has yet.
+        """Returns the outcome of a dry run; None if it has none yet.
 
         Raises:
             NotFound: there is no such dry run.
-            LeaseOver: it was withdrawn, and nothing will come.
+            LeaseOver: it was withdrawn, so it will get none.
         """
         row = one(connection, select(dry_runs.c.state, dry_runs.c.outcome).where(dry_runs.c.id == dry_run))
         if row is None:
@@ -122,7 +124,7 @@ class DryRuns(Part):
 
     @reads
     def dry_run(self, connection: Connection, dry_run: int) -> DryRun:
-        """The dry run of that number.
+        """Returns the dry run of that number.
 
         Raises:
             NotFound: there is none.
@@ -131,13 +133,13 @@ class DryRuns(Part):
 
     @reads
     def dry_runs(self, connection: Connection, search: str, *, after: int = 0, limit: int = 1000) -> list[DryRun]:
-        """The dry runs of a search after number `after`, in order."""
+        """Returns the dry runs of a search after number `after`, in order."""
         query = select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.id > after)
         return [_dry_run(each) for each in connection.execute(query.order_by(dry_runs.c.id).limit(limit))]
 
     @writes
     def withdraw(self, connection: Connection, dry_run: int) -> None:
-        """Has nobody run a dry run any more: whoever does hears of it when renewing. One that has ended stays as it is."""
+        """Withdraws a dry run. A worker that runs it learns so at its next renewal. Does nothing if it has ended."""
         row = _locked(connection, dry_run)
         if row.state not in _OPEN:
             return
@@ -146,19 +148,19 @@ class DryRuns(Part):
         if row.state == DryRunState.LEASED:
             self._used(connection, row, now)
         connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**over))
-        self._told(connection, dry_run, row.search, row.key, DryRunState.WITHDRAWN)
+        self._tell(connection, dry_run, row.search, row.key, DryRunState.WITHDRAWN)
 
     @writes
     def lease(self, connection: Connection, dry_run: int, worker: str, seconds: float) -> Assignment:
-        """Gives a dry run to a worker for so long.
+        """Leases a dry run to a worker for `seconds`.
 
-        A search runs on the kind of device that it was placed on; where it was not, its first worker decides: what different
-        devices reach does not compare.
+        The worker's devices must be of the kind that the search was placed on. If it was not placed, this lease
+        determines the kind: throughput on different devices is not comparable.
 
         Raises:
             NotFound: there is no such dry run or worker.
-            LeaseOver: it waits no more.
-            Refused: the worker has not that many devices free, or another kind of them than the search.
+            LeaseOver: the dry run does not wait any more.
+            Refused: the worker has not enough free devices, or another kind than the search.
         """
         row = _locked(connection, dry_run)
         search = one(connection, select(searches).where(searches.c.id == row.search))
@@ -167,18 +169,18 @@ class DryRuns(Part):
             raise NotFound(f"there is no worker '{worker}'")
         assert search is not None
         if row.state != DryRunState.WAITING or search.state != SearchState.RUNNING or search.held:
-            raise LeaseOver(f"the dry run {dry_run} waits no more: it is {row.state}, its search {search.state}")
+            raise LeaseOver(f"the dry run {dry_run} does not wait: it is {row.state}, its search {search.state}")
         if host.left is not None:
             raise Refused(f"the worker {worker} has left")
-        taken = _taken(connection, worker)
-        if host.devices - taken < row.devices:
+        busy = _taken(connection, worker)
+        if host.devices - busy < row.devices:
             raise Refused(
-                f"the worker {worker} has {host.devices - taken} of {host.devices} devices free, not {row.devices}"
+                f"the worker {worker} has {host.devices - busy} of {host.devices} devices free, not {row.devices}"
             )
         kind = str(host.device.get("name", ""))
         if search.kind != kind if search.kind else not matches(search.device, host.device):
             wanted = search.kind or search.device
-            raise Refused(f"the search {search.id} is for '{wanted}', and the worker {worker} has '{kind}'")
+            raise Refused(f"the search {search.id} needs '{wanted}', but the worker {worker} has '{kind}'")
         now = self.clock()
         if not search.kind:
             connection.execute(update(searches).where(searches.c.id == search.id).values(kind=kind))
@@ -186,7 +188,7 @@ class DryRuns(Part):
         same_worker = row.worker == worker and row.until is not None
         more = {"started": now, "attempts": attempts_when_leased(row.attempts, row.lease, same_worker=same_worker)}
         connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**begun, **more))
-        self._told(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
+        self._tell(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
         return Assignment(
             dry_run=dry_run,
             lease=row.lease + 1,
@@ -203,11 +205,13 @@ class DryRuns(Part):
 
     @beats
     def renew(self, connection: Connection, dry_run: int, lease: int, seconds: float) -> float:
-        """Has a lease last for so long from now; until when. One that ended, and that nobody else has, goes on.
+        """Extends a lease to `seconds` from now and returns its new end. An expired lease is revived unless another
+        worker has the dry run.
 
         Raises:
             NotFound: there is no such dry run.
-            LeaseOver: the number is not that of the latest lease, or the dry run has ended, was withdrawn or given back.
+            LeaseOver: the number is not that of the latest lease, or the dry run has ended, was withdrawn or given
+                back.
         """
         row = _held(connection, dry_run, lease)
         if row.state == DryRunState.WAITING and row.until is None:
@@ -221,7 +225,7 @@ class DryRuns(Part):
 
     @writes
     def answer(self, connection: Connection, dry_run: int, lease: int, outcome: dict[str, Any]) -> DryRun:
-        """Records what came of a dry run; told again, it stays what it was.
+        """Stores the outcome of a dry run. A repeated answer changes nothing.
 
         Raises:
             NotFound: there is no such dry run.
@@ -234,7 +238,7 @@ class DryRuns(Part):
 
     @writes
     def give_back(self, connection: Connection, dry_run: int, lease: int) -> None:
-        """Has a dry run wait again that its worker will not run; it does not count as lost.
+        """Returns a dry run to the queue without counting it as lost.
 
         Raises:
             NotFound: there is no such dry run.
@@ -247,22 +251,24 @@ class DryRuns(Part):
             self._wait_again(connection, row, attempts=attempts_when_given_back(row.attempts), until=None)
 
     def expire(self, *, renewed_after: float = float("-inf"), overdue_s: float = 0.0) -> list[DryRun]:
-        """Has every dry run whose lease ended wait again, or be a crash after `MOST_ATTEMPTS` that count; those dry runs.
+        """Returns expired dry runs to the queue, or ends them as crashes after `MOST_ATTEMPTS` counted leases.
+        Returns these dry runs.
 
-        Which count: see `forgiveness`.
+        The table above lists which leases count.
 
         Args:
-            renewed_after: a lease that would have ended by then was lost with a server: the present one never heard of it.
-            overdue_s: where one lease of a worker ended, those of its others that would end within so long have, too: no
-                worker that lives lets a lease come so near its end.
+            renewed_after: a lease that expires before this time was lost with a server, since the present one could
+                not renew it.
+            overdue_s: if one lease of a worker has expired, its other leases that expire within this time count as
+                expired as well: a live worker renews earlier.
         """
-        # Asked all the time, and hardly ever is there one: looking keeps nobody from writing.
+        # Called often and rarely successful: a read first, which does not block writers.
         over = self._over(overdue_s)
         return self._expire(over, renewed_after) if over else []
 
     @reads
     def _over(self, connection: Connection, overdue_s: float) -> dict[int, float]:
-        """The dry runs whose worker let a lease end, and until when they were leased."""
+        """Returns the dry runs whose worker let a lease expire, with the end of their leases."""
         now = self.clock()
         leased = dry_runs.c.state == DryRunState.LEASED
         silent = select(dry_runs.c.worker).where(leased, dry_runs.c.until < now)
@@ -273,14 +279,14 @@ class DryRuns(Part):
     @writes
     def _expire(self, connection: Connection, over: dict[int, float], renewed_after: float) -> list[DryRun]:
         rows = [_locked(connection, number) for number in over]
-        # Else it was renewed or answered in this moment.
+        # The others were renewed or answered just now.
         rows = [row for row in rows if row.state == DryRunState.LEASED and row.until == over[row.id]]
         of_worker = Counter(row.worker for row in rows)
         for row in rows:
             with_server, with_others = row.until < renewed_after, of_worker[row.worker] > 1
             attempts = attempts_when_lost(row.attempts, row.lease, with_server=with_server, with_others=with_others)
             if attempts >= MOST_ATTEMPTS:
-                reason = f"{attempts} workers were lost while they ran it: what it runs may be what ends them"
+                reason = f"{attempts} workers were lost while they ran it: the dry run itself may be the cause"
                 self._ended(connection, row, lost(reason), row.lease + 1)
             else:
                 self._wait_again(connection, row, attempts=attempts, until=row.until)
@@ -293,7 +299,7 @@ class DryRuns(Part):
         took = {"finished": searches.c.finished + 1, "seconds": searches.c.seconds + (now - row.started)}
         connection.execute(update(searches).where(searches.c.id == row.search).values(**took))
         self._used(connection, row, now)
-        self._told(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
+        self._tell(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
 
     def _used(self, connection: Connection, row: Row[Any], now: float) -> None:
         owner = one(connection, select(searches.c.user).where(searches.c.id == row.search))
@@ -301,19 +307,19 @@ class DryRuns(Part):
         used(connection, owner.user, now, row.devices * (now - row.started))
 
     def _wait_again(self, connection: Connection, row: Row[Any], *, attempts: int, until: float | None) -> None:
-        """Without an `until` its worker has given it back, and cannot go on with it."""
+        """Returns a dry run to the queue. `until` is None if its worker gave it back and so cannot renew the lease."""
         values = {"state": DryRunState.WAITING, "attempts": attempts, "until": until}
         connection.execute(update(dry_runs).where(dry_runs.c.id == row.id).values(**values))
-        self._told(connection, row.id, row.search, row.key, DryRunState.WAITING, worker=row.worker)
+        self._tell(connection, row.id, row.search, row.key, DryRunState.WAITING, worker=row.worker)
 
-    def _told(
+    def _tell(
         self, connection: Connection, number: int, search: str, key: str, state: DryRunState, **more: Any
     ) -> None:
         tell(connection, self.clock(), search, "dry_run", {"dry_run": number, "key": key, "state": state, **more})
 
 
 def lost(reason: str) -> dict[str, Any]:
-    """The outcome of a dry run during which what runs it is lost again and again: a measurement's status and reason."""
+    """Returns the outcome of a dry run whose runner was lost repeatedly: a measurement's status and reason."""
     return {"status": "crash", "reason": reason}
 
 
@@ -339,9 +345,9 @@ def _get(connection: Connection, dry_run: int) -> DryRun:
 
 
 def _locked(connection: Connection, dry_run: int) -> Row[Any]:
-    """A dry run that nobody else changes, nor its search.
+    """Returns a dry run locked against changes, together with its search.
 
-    Rows are locked in one order everywhere, search before dry run before worker, so that no two wait in a circle.
+    Rows are locked in the same order everywhere, search before dry run before worker, to avoid deadlocks.
     """
     locked(connection, searches, _get_row(connection, dry_run).search)
     row = locked(connection, dry_runs, dry_run)
@@ -350,7 +356,7 @@ def _locked(connection: Connection, dry_run: int) -> Row[Any]:
 
 
 def _held(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
-    """A dry run, where that is its latest lease, as `_locked`.
+    """Returns a dry run as `_locked` does, after checking that `lease` is its latest lease.
 
     Raises:
         NotFound: there is no such dry run.
@@ -358,12 +364,12 @@ def _held(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
     """
     row = _locked(connection, dry_run)
     if row.lease != lease:
-        raise LeaseOver(f"lease {lease} of the dry run {dry_run} is over: it is {row.state}, its lease {row.lease}")
+        raise LeaseOver(f"lease {lease} of the dry run {dry_run} is over: it is {row.state} with the lease {row.lease}")
     return row
 
 
 class Knowledge(Part):
-    """Measured configurations."""
+    """Operations on stored measurements."""
 
     @writes
     def note_measured(
@@ -375,14 +381,14 @@ class Knowledge(Part):
         measurement: dict[str, Any],
         search: str | None = None,
     ) -> None:
-        """Keeps what a configuration measured. A search's later word on a configuration is not kept beside its first.
+        """Stores a measurement. Only the first one of a search and configuration is kept.
 
         Args:
-            fingerprint: digest of all else that decides what is measured.
+            fingerprint: digest of everything else that affects the measurement.
             config_id: the configuration's id.
             config: the configuration.
-            measurement: what came of it.
-            search: who measured it.
+            measurement: its measurement.
+            search: id of the search that measured it.
         """
         same = (measured.c.fingerprint == fingerprint, measured.c.config_id == config_id, measured.c.search == search)
         if one(connection, select(measured.c.id).where(*same)):
@@ -394,11 +400,11 @@ class Knowledge(Part):
 
     @reads
     def measured(self, connection: Connection, fingerprint: str, *, counts_for: int | None = None) -> list[Measured]:
-        """The configurations measured under a fingerprint, as they came; of one, the last is the latest.
+        """Returns the measurements under a fingerprint, in order of arrival.
 
         Args:
             fingerprint: as for `note_measured`.
-            counts_for: only what the searches of this user may be answered by; None for all.
+            counts_for: only those that the searches of this user may use; None for all.
         """
         query = select(measured).where(measured.c.fingerprint == fingerprint).order_by(measured.c.id)
         if counts_for is not None:

@@ -1,4 +1,4 @@
-"""Who uses the service: users, their tokens, and what they did."""
+"""Users of the service, their tokens, and the audit log."""
 
 import contextlib
 import hashlib
@@ -16,13 +16,13 @@ from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, beats, one, reads, writes
 
 USED_S = 60.0
-"""When a token was last taken is written no more often than this, s."""
+"""Resolution of the time when a token was last used, s."""
 PREFIX = "redline_"
-"""What a token begins with, so that scanners for leaked secrets can know it."""
+"""Prefix of a token, so that scanners for leaked secrets recognise it."""
 
 
 class People(Part):
-    """Users and tokens."""
+    """Operations on users and tokens."""
 
     @writes
     def add_user(
@@ -42,7 +42,7 @@ class People(Part):
 
         Raises:
             KeyTaken: there is one of that name.
-            UsageError: name, role or quotas are none.
+            UsageError: name, role or quotas are invalid.
         """
         values = {
             "name": as_text("a user's name", name, empty=False),
@@ -57,21 +57,21 @@ class People(Part):
         }
         if one(connection, select(users.c.id).where(users.c.name == name)):
             raise KeyTaken(f"there is a user '{name}' already")
-        made = add(connection, users, values)
-        return _user(one(connection, select(users).where(users.c.id == made)))
+        number = add(connection, users, values)
+        return _user(one(connection, select(users).where(users.c.id == number)))
 
     @writes
     def change_user(self, connection: Connection, name: str, **changes: Any) -> User:
-        """Changes what a user is and may do; who is disabled has none of their tokens taken.
+        """Changes a user's role, limits or state. The tokens of a disabled user are rejected.
 
         Args:
-            name: whose.
-            changes: `role`, `device_hours` and `running` (None for no quota), `weight`, `allow_code`, `team`, `priority`,
-                `disabled` (whether they are).
+            name: of the user.
+            changes: `role`, `device_hours` and `running` (None for no quota), `weight`, `allow_code`, `team`,
+                `priority`, `disabled` (a boolean).
 
         Raises:
             NotFound: there is no such user.
-            UsageError: a value is none that can be kept, or nobody would be an admin any more.
+            UsageError: a value is invalid, or there would be no admin left.
         """
         found = one(connection, select(users).where(users.c.name == name).with_for_update())
         if found is None:
@@ -83,19 +83,19 @@ class People(Part):
         was_one = found.role == Role.ADMIN and found.disabled is None
         stays_one = values.get("role", found.role) == Role.ADMIN and values.get("disabled", found.disabled) is None
         if was_one and not stays_one and one(connection, select(users.c.id).where(*admins)) is None:
-            raise UsageError(f"{name} is the only admin; make another user one first")
+            raise UsageError(f"{name} is the only admin; make another user an admin first")
         if values:
             connection.execute(update(users).where(users.c.id == found.id).values(**values))
         return _user(one(connection, select(users).where(users.c.id == found.id)))
 
     @reads
     def users(self, connection: Connection) -> list[User]:
-        """All users, by name."""
+        """Returns all users, by name."""
         return [_user(each) for each in connection.execute(select(users).order_by(users.c.name))]
 
     @reads
     def user(self, connection: Connection, name: str) -> User:
-        """The user of that name.
+        """Returns the user of that name.
 
         Raises:
             NotFound: there is none.
@@ -106,43 +106,43 @@ class People(Part):
         return _user(found)
 
     def new_token(self, user: int | User, name: str = "", expires: float | None = None) -> str:
-        """A new token's text: it is shown this once, and only a digest of it is kept.
+        """Makes a token and returns its text, of which only a digest is stored.
 
         Args:
-            user: whose it is.
-            name: what it is for.
-            expires: from when it is not taken any more, s since 1970; None for never.
+            user: the owner.
+            name: its purpose.
+            expires: when it stops being accepted, s since 1970; None for never.
 
         Raises:
             NotFound: there is no such user.
         """
-        made, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
-        text = f"{PREFIX}{made}_{secret}"
-        self._keep_token(made, _digest(text), user.id if isinstance(user, User) else user, name, expires)
+        number, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
+        text = f"{PREFIX}{number}_{secret}"
+        self._keep_token(number, _digest(text), user.id if isinstance(user, User) else user, name, expires)
         return text
 
     @writes
     def _keep_token(
-        self, connection: Connection, made: str, digest: str, user: int, name: str, expires: float | None
+        self, connection: Connection, number: str, digest: str, user: int, name: str, expires: float | None
     ) -> None:
         if one(connection, select(users.c.id).where(users.c.id == user)) is None:
             raise NotFound(f"there is no user {user}")
-        if one(connection, select(tokens.c.id).where(tokens.c.id == made, tokens.c.digest == digest)):
+        if one(connection, select(tokens.c.id).where(tokens.c.id == number, tokens.c.digest == digest)):
             return
-        values = {"id": made, "digest": digest, "user": user, "name": as_text("a token's name", name)}
+        values = {"id": number, "digest": digest, "user": user, "name": as_text("a token's name", name)}
         connection.execute(insert(tokens).values(**values, created=self.clock(), expires=expires))
 
     def user_of(self, text: str) -> User | None:
-        """Whose token that is; None where it is nobody's, has expired or was revoked, or its user is disabled.
+        """Returns the owner of a token; None if it is unknown, has expired or was revoked, or its user is disabled.
 
-        When a token was last taken is kept to a minute.
+        Also records the time of use, to a minute.
         """
         found = self._user_of(text)
         if found is None:
             return None
         user, used = found
         if used is None or self.clock() - used > USED_S:
-            with contextlib.suppress(StorageUnavailable):  # a token is taken where nothing can be written, too
+            with contextlib.suppress(StorageUnavailable):  # a token also works while the database is read-only
                 self._used_token(_id_of(text))
         return user
 
@@ -152,26 +152,26 @@ class People(Part):
 
     @reads
     def _user_of(self, connection: Connection, text: str) -> tuple[User, float | None] | None:
-        """Whose token that is, and when it was last used."""
+        """Returns the owner of a token and when it was last used; None as for `user_of`."""
         found = self._token(connection, text)
         user = None if found is None else self._good(connection, found)
         return None if found is None or user is None else (user, found.used)
 
     def _owner(self, connection: Connection, text: str) -> User | None:
-        """Whose token that is; None where it is not taken."""
+        """Returns the owner of a token; None as for `user_of`."""
         found = self._token(connection, text)
         return None if found is None else self._good(connection, found)
 
     def _token(self, connection: Connection, text: str) -> Row[Any] | None:
-        """The token of that text; None where it is not known."""
-        made = _id_of(text)
-        found = one(connection, select(tokens).where(tokens.c.id == made)) if made else None
-        # Compared in constant time, and also where there is none: how long it takes tells nothing.
+        """Returns the token of that text; None if it is unknown."""
+        number = _id_of(text)
+        found = one(connection, select(tokens).where(tokens.c.id == number)) if number else None
+        # Compared in constant time, and also if there is none, so that the duration reveals nothing.
         same = hmac.compare_digest(_digest(text), found.digest if found else _digest(""))
         return found if same else None
 
     def _good(self, connection: Connection, found: Row[Any]) -> User | None:
-        """Whose a token is that is known; None where it is not taken any more, or its user is disabled."""
+        """Returns the owner of a known token; None if it has expired or was revoked, or its user is disabled."""
         if found.revoked is not None:
             return None
         if found.expires is not None and found.expires <= self.clock():
@@ -180,10 +180,10 @@ class People(Part):
         return None if user.disabled is not None else user
 
     def new_session(self, token: str, seconds: float) -> str:
-        """A session of whoever has a token, for so long: its text, of which only a digest is kept.
+        """Begins a session of a page for the owner of a token and returns its text, of which only a digest is stored.
 
         Raises:
-            NotFound: it is nobody's token.
+            NotFound: the token is unknown, has expired or was revoked.
         """
         text = secrets.token_urlsafe(32)
         self._keep_session(_digest(text), token, seconds)
@@ -202,7 +202,7 @@ class People(Part):
 
     @reads
     def user_of_session(self, connection: Connection, text: str) -> User | None:
-        """Whose session that is; None where it is nobody's, has ended or expired, or its token is not taken any more."""
+        """Returns the owner of a session; None if it is unknown or over, or its token is not valid any more."""
         found = one(
             connection,
             select(tokens)
@@ -213,12 +213,12 @@ class People(Part):
 
     @writes
     def end_session(self, connection: Connection, text: str) -> None:
-        """Ends a session: its text is nobody's from now on."""
+        """Ends a session."""
         connection.execute(delete(sessions).where(sessions.c.digest == _digest(text)))
 
     @reads
     def tokens(self, connection: Connection, user: int | None = None) -> list[Token]:
-        """What is known of all tokens, or of a user's, the oldest first."""
+        """Returns the tokens of all users or of one, the oldest first."""
         query = select(tokens).order_by(tokens.c.created, tokens.c.id)
         if user is not None:
             query = query.where(tokens.c.user == user)
@@ -237,7 +237,7 @@ class People(Part):
 
     @writes
     def revoke(self, connection: Connection, token: str) -> Token:
-        """Has a token be taken no more; it stays known.
+        """Revokes a token. Its record is kept.
 
         Args:
             token: its id, the beginning of its id, or its text.
@@ -261,19 +261,19 @@ class People(Part):
 
     @writes
     def audit(self, connection: Connection, user: str, action: str, subject: str = "", detail: Any = None) -> None:
-        """Records what somebody did."""
+        """Records an action of a user."""
         values = {"user": user[:200], "action": action[:80], "subject": subject[:200], "detail": detail or {}}
         connection.execute(insert(audit).values(time=self.clock(), **values))
 
     @reads
     def audited(self, connection: Connection, *, after: int = 0, limit: int = 1000) -> list[Audited]:
-        """What was done after entry `after`, in order."""
+        """Returns the entries of the audit log after entry `after`, in order."""
         query = select(audit).where(audit.c.id > after).order_by(audit.c.id).limit(limit)
         return [Audited(**each._mapping) for each in connection.execute(query)]
 
     @reads
     def audited_last(self, connection: Connection, limit: int, *, user: str | None = None) -> list[Audited]:
-        """What was done last, in order; by everybody, or by the user of that name."""
+        """Returns the latest entries of the audit log, in order, of all users or of the user of that name."""
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(audit.c.user == user)
@@ -290,7 +290,7 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "priority": lambda value: as_count("priority", value, most=MOST_PRIORITY),
     "disabled": bool,
 }
-"""What of a user can be changed, and how a value is checked."""
+"""The fields of a user that can be changed, with the function that checks a value."""
 
 
 def _user(row: Row[Any] | None) -> User:
@@ -318,7 +318,7 @@ def _digest(text: str) -> str:
 
 
 def _id_of(text: str) -> str:
-    """The id in a token's text; empty where it is none."""
-    made, _, secret = text.removeprefix(PREFIX).partition("_")
-    plain = text.startswith(PREFIX) and secret and len(made) == 8
-    return made if plain and set(made) <= set("0123456789abcdef") else ""
+    """Returns the id in a token's text; empty if the text is not a token."""
+    number, _, secret = text.removeprefix(PREFIX).partition("_")
+    plain = text.startswith(PREFIX) and secret and len(number) == 8
+    return number if plain and set(number) <= set("0123456789abcdef") else ""

@@ -10,19 +10,18 @@ from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, Use
 from ..tables import dry_runs, events, measured, searches, users
 from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, used, writes
 
-"""Priorities are from minus this to this."""
 SAME = ("request", "devices", "device")
-"""What a key stands for: another of these under it is another search."""
+"""Fields that must agree between two submissions with the same key."""
 VISIBILITIES = ("own", "team", "all")
-"""Who sees a search beside its owner and admins."""
+"""Users who can view a search besides its owner and admins."""
 SIMULATE = "simulate"
 """The runner of a search that needs no devices."""
 _INTERNAL = ("finished", "seconds")
-"""Columns that no record has."""
+"""Columns that are not part of a record."""
 
 
 class Searches(Part):
-    """What is searched."""
+    """Operations on searches."""
 
     def submit(
         self,
@@ -38,34 +37,34 @@ class Searches(Part):
         visibility: str = "all",
         most_queued: int | None = None,
     ) -> tuple[Search, bool]:
-        """Records a search, to be taken up by a searcher.
+        """Stores a search, to be taken up by a searcher.
 
         Args:
-            user: whose it is.
-            request: what is searched.
+            user: the owner.
+            request: the search's request.
             devices: devices of one dry run.
             device: kind of device; empty for any.
             priority: the higher goes first.
-            name: what its owner calls it.
-            key: the same key of the same user is the same search.
-            reuse: whether measured configurations may be answered from the store.
-            visibility: who sees it, one of `VISIBILITIES`.
-            most_queued: of this user; None for any number.
+            name: given by the owner.
+            key: idempotency key, unique per user.
+            reuse: whether stored measurements may answer its dry runs.
+            visibility: one of `VISIBILITIES`.
+            most_queued: limit of queued searches of this user; None for no limit.
 
         Returns:
             The search, and whether it is new.
 
         Raises:
-            KeyTaken: the key stands for another request.
-            UsageError: a value is none that can be kept.
+            KeyTaken: the key belongs to another request.
+            UsageError: a value is invalid.
             NotFound: there is no such user.
-            Refused: they have as many searches queued as they may.
+            Refused: the user has reached `most_queued`.
         """
-        made = new_id()
+        number = new_id()
         values = {
-            "id": made,
+            "id": number,
             "user": user.id if isinstance(user, User) else user,
-            "key": made if key is None else as_text("key", key, empty=False),
+            "key": number if key is None else as_text("key", key, empty=False),
             "name": as_text("name", name),
             "request": request,
             "priority": as_count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY),
@@ -83,7 +82,7 @@ class Searches(Part):
         if known is not None:
             if any(getattr(known, each) != values[each] for each in SAME):
                 raise KeyTaken(
-                    f"the key '{values['key']}' stands for the search {known.id}, which asks for something else; "
+                    f"the key '{values['key']}' belongs to the search {known.id}, whose request is different; "
                     "give another key"
                 )
             return _search(known), known.id == values["id"]
@@ -91,7 +90,7 @@ class Searches(Part):
             raise NotFound(f"there is no user {values['user']}")
         if most_queued is not None and _queued_by(connection, values["user"]) >= most_queued:
             raise Refused(
-                f"you have {most_queued} searches queued, as many as a user of this server may; wait, or cancel some"
+                f"you have {most_queued} searches queued, which is this server's limit for a user; wait, or cancel some"
             )
         now = self.clock()
         begun = {"state": SearchState.QUEUED, "reason": "", "created": now, "attempt": 0, "finished": 0, "seconds": 0.0}
@@ -102,7 +101,7 @@ class Searches(Part):
 
     @reads
     def search(self, connection: Connection, search: str) -> Search:
-        """The search of that id.
+        """Returns the search of that id.
 
         Raises:
             NotFound: there is none.
@@ -121,15 +120,15 @@ class Searches(Part):
         seen_by: User | None = None,
         counts_for: int | None = None,
     ) -> list[Search]:
-        """Searches, the latest first.
+        """Returns searches, the newest first.
 
         Args:
-            user: whose; None for everybody's.
-            seen_by: only those that this user sees; None for all.
+            user: only those of this user; None for all users.
+            seen_by: only those visible to this user; None for all.
             counts_for: only those that the searches of this user may learn from and name; None for all.
-            state: in which state; None for any.
-            after: go on below this search.
-            limit: how many at most.
+            state: only those in this state; None for any.
+            after: only those listed after this search.
+            limit: maximum number.
 
         Raises:
             NotFound: there is no search `after`.
@@ -146,13 +145,13 @@ class Searches(Part):
         if after is not None:
             last = _get(connection, after)
             earlier = and_(searches.c.created == last.created, searches.c.id < last.id)
-            # The first condition is one that an index serves.
+            # The first condition is redundant, but an index serves it.
             query = query.where(searches.c.created <= last.created, or_(searches.c.created < last.created, earlier))
         return [_search(each) for each in connection.execute(query)]
 
     @reads
     def sees(self, connection: Connection, user: User, search: str) -> bool:
-        """Whether a user sees a search."""
+        """True if a search is visible to a user."""
         if user.role == Role.ADMIN:
             return True
         query = select(searches.c.id).join(users, users.c.id == searches.c.user)
@@ -160,7 +159,7 @@ class Searches(Part):
 
     @reads
     def hidden_from(self, connection: Connection, user: User, found: Iterable[str]) -> set[str]:
-        """Those of these searches that a user does not see."""
+        """Returns those of these searches that are not visible to a user."""
         if user.role == Role.ADMIN:
             return set()
         query = select(searches.c.id).join(users, users.c.id == searches.c.user)
@@ -169,7 +168,7 @@ class Searches(Part):
 
     @writes
     def cancel(self, connection: Connection, search: str) -> Search:
-        """Ends a search: nothing of it starts any more, and what runs is withdrawn. One that has ended stays as it is.
+        """Ends a search: its waiting and running dry runs are withdrawn. Does nothing if it has ended.
 
         Raises:
             NotFound: there is no such search.
@@ -181,7 +180,8 @@ class Searches(Part):
 
     @writes
     def take_search(self, connection: Connection, search: str) -> int:
-        """The number of a new attempt at a search, which is running from now on; every earlier attempt is over.
+        """Begins an attempt at a search and returns its number. The search is running, and all earlier attempts are
+        over.
 
         Raises:
             NotFound: there is no such search.
@@ -203,8 +203,8 @@ class Searches(Part):
 
     @writes
     def place_search(self, connection: Connection, search: str, attempt: int, kind: str, placed: dict[str, Any]) -> str:
-        """Fixes on what kind of device a search runs, and tells `placed`; the kind, which is an earlier one's where there was
-        one: what different devices reach does not compare.
+        """Fixes the kind of device that a search runs on, and records the event `placed`. Returns the kind, which is
+        the earlier one if it was fixed before: throughput on different devices is not comparable.
 
         Raises:
             NotFound: there is no such search.
@@ -222,10 +222,10 @@ class Searches(Part):
 
     @writes
     def put_back(self, connection: Connection, search: str, reason: str) -> bool:
-        """Has a running search that cannot run wait in the queue again, so that another gets its place; what it found stays.
+        """Returns a running search that cannot run to the queue, which frees its slot. Its results are kept.
 
         Returns:
-            False where it does not run any more, or a worker has a dry run of it, which nothing interrupts.
+            False if it does not run any more, or a worker has a dry run of it, which is never interrupted.
 
         Raises:
             NotFound: there is no such search.
@@ -240,7 +240,8 @@ class Searches(Part):
 
     @writes
     def hold(self, connection: Connection, search: str, held: bool = True) -> Search:
-        """Has nothing of a search start until it is released; what workers have ends first. One that has ended stays as it is.
+        """Holds or releases a search. While it is held, leased dry runs finish and nothing else starts. Does nothing
+        if it has ended.
 
         Raises:
             NotFound: there is no such search.
@@ -255,11 +256,11 @@ class Searches(Part):
     def change_search(
         self, connection: Connection, search: str, *, priority: int | None = None, visibility: str | None = None
     ) -> Search:
-        """Changes how a search stands in the queue, or who sees it.
+        """Changes a search's priority or visibility.
 
         Raises:
             NotFound: there is no such search.
-            UsageError: a value is none that can be kept.
+            UsageError: a value is invalid.
         """
         _locked(connection, search)
         values: dict[str, Any] = {}
@@ -274,8 +275,8 @@ class Searches(Part):
 
     @writes
     def retry(self, connection: Connection, search: str) -> Search:
-        """Has a search that failed or was cancelled wait in the queue again; what it measured is not measured again. One that
-        waits or runs stays as it is.
+        """Returns a failed or cancelled search to the queue. Its finished dry runs are not repeated. Does nothing if
+        it is queued or running.
 
         Raises:
             NotFound: there is no such search.
@@ -283,7 +284,7 @@ class Searches(Part):
         """
         row = _locked(connection, search)
         if row.state == SearchState.DONE:
-            raise UsageError(f"the search {search} is done: submit it again where another result is wanted")
+            raise UsageError(f"the search {search} is done and cannot be retried: submit it again for another result")
         if SearchState(row.state).ended:
             values = {"state": SearchState.QUEUED, "reason": "", "ended": None, "best": None}
             connection.execute(update(searches).where(searches.c.id == search).values(**values))
@@ -292,7 +293,8 @@ class Searches(Part):
 
     @writes
     def delete_search(self, connection: Connection, search: str) -> None:
-        """Deletes a search that has ended, with its dry runs and events. What it measured stays for others where they saw it.
+        """Deletes a search that has ended, with its dry runs and events. Its measurements are kept for other searches
+        if it was visible to all.
 
         Raises:
             NotFound: there is no such search.
@@ -301,7 +303,7 @@ class Searches(Part):
         row = _locked(connection, search)
         if not SearchState(row.state).ended:
             raise UsageError(f"the search {search} is {row.state}: cancel it before it is deleted")
-        # Numbers of events go on from the latest, which `tell` below makes a newer one.
+        # `tell` below adds a newer event, so that event numbers keep increasing although the latest may be deleted here.
         connection.execute(delete(events).where(events.c.search == search))
         if row.visibility == "all":
             connection.execute(update(measured).where(measured.c.search == search).values(search=None))
@@ -313,19 +315,19 @@ class Searches(Part):
 
     @reads
     def ended_before(self, connection: Connection, before: float, limit: int = 100) -> list[str]:
-        """The ids of searches that ended before a time, the earliest first."""
+        """Returns the ids of searches that ended before a time, the earliest first."""
         query = select(searches.c.id).where(searches.c.ended < before).order_by(searches.c.ended).limit(limit)
         return list(connection.execute(query).scalars())
 
     @writes
     def tell_trial(self, connection: Connection, search: str, trials: int, data: dict[str, Any]) -> None:
-        """Tells that a trial was finished (`finished`), and keeps how many are."""
+        """Records the event `finished` of a trial, and the number of finished trials."""
         connection.execute(update(searches).where(searches.c.id == search).values(trials=trials))
         tell(connection, self.clock(), search, "finished", data)
 
     @beats
     def beat_search(self, connection: Connection, search: str, attempt: int) -> Search:
-        """Records that an attempt's searcher lives; the search, whose state says whether it was cancelled.
+        """Records a heartbeat of an attempt and returns the search, whose state shows if it was cancelled.
 
         Raises:
             NotFound: there is no such search.
@@ -347,22 +349,22 @@ class Searches(Part):
         reason: str = "",
         best: dict[str, Any] | None = None,
     ) -> Search:
-        """Records how a search ended. One that was cancelled stays cancelled, and keeps the best that it had.
+        """Records how a search ended. A cancelled search stays cancelled and gets the best so far.
 
         Raises:
             NotFound: there is no such search.
             AttemptOver: a later attempt has it.
-            UsageError: `state` is none in which a search has ended.
+            UsageError: `state` is not a final state.
         """
         if not SearchState(state).ended:
-            raise UsageError(f"a search does not end as {state}; give done, failed or cancelled")
+            raise UsageError(f"{state} is not a final state; give done, failed or cancelled")
         row = _locked(connection, search)
         check_attempt(row, attempt)
         if row.state == SearchState.CANCELLED:
             if best is not None:
                 connection.execute(update(searches).where(searches.c.id == search).values(best=best))
             return _get(connection, search)
-        if row.state == str(state):  # told again, as its answer was lost
+        if row.state == str(state):  # repeated, because its answer was lost
             return _get(connection, search)
         return self._end(connection, search, SearchState(state), reason, best)
 
@@ -392,7 +394,7 @@ def _queued_by(connection: Connection, user: int) -> int:
 
 
 def check_attempt(row: Row[Any], attempt: int) -> None:
-    """Whether a search's attempt is the latest.
+    """Checks that `attempt` is the latest one.
 
     Raises:
         AttemptOver: it is not.
@@ -402,12 +404,14 @@ def check_attempt(row: Row[Any], attempt: int) -> None:
 
 
 def counting_for(user: int) -> Any:
-    """The condition that the searches of a user may learn from a search and name it: it is theirs, or shown to all."""
+    """Returns the condition that the searches of a user may learn from a search and name it: it is theirs, or visible
+    to all.
+    """
     return or_(searches.c.user == user, searches.c.visibility == "all")
 
 
 def _shown_to(user: User) -> Any:
-    """The condition that a user sees a search; the query joins the search's owner."""
+    """Returns the condition that a search is visible to a user. The query must join the search's owner."""
     shown = [searches.c.visibility == "all", searches.c.user == user.id]
     if user.team:
         shown.append(and_(searches.c.visibility == "team", users.c.team == user.team))

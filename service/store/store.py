@@ -1,4 +1,4 @@
-"""The store: its parts, the log of events, and how it is opened."""
+"""The store, made of its parts, and the log of events."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from .searches import Searches
 from .workers import Workers
 
 MOST_FORGOTTEN = 1000
-"""Events that one transaction deletes: others write in between."""
+"""Number of events that one transaction deletes, so that others can write in between."""
 
 
 class Events(Part):
-    """What happened."""
+    """Operations on events."""
 
     @writes
     def tell(self, connection: Connection, search: str | None, kind: str, data: dict[str, Any]) -> Event:
@@ -32,7 +32,7 @@ class Events(Part):
     def events(
         self, connection: Connection, after: int = 0, search: str | None = None, limit: int = 1000
     ) -> list[Event]:
-        """What happened after event `after`, of everything or of one search, in order."""
+        """Returns the events after event `after`, of everything or of one search, in order."""
         query = select(events).where(events.c.id > after).order_by(events.c.id).limit(limit)
         if search is not None:
             query = query.where(events.c.search == search)
@@ -40,14 +40,15 @@ class Events(Part):
 
     @reads
     def latest(self, connection: Connection) -> int:
-        """The number of the latest event; 0 before the first. Cheap: by it others see that something changed."""
+        """Returns the number of the latest event; 0 before the first. A cheap way to detect changes."""
         return connection.execute(select(func.max(events.c.id))).scalar() or 0
 
     def forget_events(self, before: float) -> int:
-        """Deletes what happened in searches that ended before a time, and to the pool before it; how many events.
+        """Deletes the events of searches that ended before a time, and those of the pool before it. Returns their
+        number.
 
-        When a search began and how it ended stays, so that a stream of it ends too; and so does the latest event of
-        all, from which numbers go on.
+        The `search` events, which record when a search began and how it ended, are kept, so that a stream of its
+        events also ends. The latest event is kept too, since numbers continue from it.
         """
         total = 0
         while found := self._some_forgotten(before):
@@ -68,7 +69,7 @@ class Events(Part):
 
 
 class Store(People, Searches, DryRuns, Demand, Workers, Events, Knowledge):
-    """Everything the service knows. Threads may share one; every process opens its own."""
+    """The service's state. Threads may share a store; every process opens its own."""
 
     @classmethod
     def open(
@@ -79,19 +80,19 @@ class Store(People, Searches, DryRuns, Demand, Workers, Events, Knowledge):
         clock: Callable[[], float] = time.time,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """The store in a database.
+        """Opens the store in a database.
 
         Args:
             url: `sqlite:///FILE` or `postgresql://USER@HOST/DATABASE`.
-            create: whether to make its tables, or bring those of an earlier version up to date. Without, they must be
-                there as they are.
-            clock: tells the time.
-            patience_s: how long a database that is away is tried again before `StorageUnavailable`, s.
+            create: whether to create its tables, or upgrade those of an earlier version. Otherwise they must be up to
+                date.
+            clock: returns the time, s since 1970.
+            patience_s: how long an unreachable database is retried before `StorageUnavailable`, s.
 
         Raises:
             UsageError: the URL is of another kind of database.
             StorageAhead: a later version of redline has written it.
-            StorageUnavailable: it cannot be used, or has no tables and `create` is false.
+            StorageUnavailable: it cannot be used, or needs `create`.
             MissingDependency: its driver is not installed.
         """
         database = Database(url, patience_s=patience_s)
@@ -105,7 +106,7 @@ class Store(People, Searches, DryRuns, Demand, Workers, Events, Knowledge):
         return cls(database, clock)
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         self.database.close()
 
     def __enter__(self) -> Self:

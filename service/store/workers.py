@@ -1,4 +1,4 @@
-"""Workers: they join the pool, are heard of, and leave."""
+"""Workers: they join the pool, report, and leave."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from ..tables import dry_runs, users, workers
 from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes
 
 UNSEEN_S = 60.0
-"""A worker that was not heard of for so long has left."""
+"""A worker that has not reported for this long has left, s."""
 
 
 class Workers(Part):
-    """Who runs dry runs."""
+    """Operations on workers."""
 
     def join(
         self,
@@ -30,15 +30,15 @@ class Workers(Part):
 
         Args:
             user: who joins it.
-            name: what it calls itself.
-            host: where it runs.
-            device: its kind of device, as `Device.to_dict` has it.
-            devices: how many of them it has.
+            name: shown in lists.
+            host: name of its host.
+            device: its kind of device, in the form of `Device.to_dict`.
+            devices: number of devices.
             memory_mib: memory of one, MiB.
             software: versions.
 
         Raises:
-            UsageError: a value is none that can be kept.
+            UsageError: a value is invalid.
             NotFound: there is no such user.
         """
         values = {
@@ -62,13 +62,13 @@ class Workers(Part):
             raise NotFound(f"there is no user {values['user']}")
         now = self.clock()
         connection.execute(insert(workers).values(**values, seen=now))
-        told = {"worker": values["id"], "state": "joined", "name": values["name"], "devices": values["devices"]}
-        tell(connection, now, None, "worker", told)
+        data = {"worker": values["id"], "state": "joined", "name": values["name"], "devices": values["devices"]}
+        tell(connection, now, None, "worker", data)
         return _get(connection, values["id"])
 
     @beats
     def seen(self, connection: Connection, worker: str) -> Worker:
-        """Records that a worker was heard of; one that was taken for gone is back.
+        """Records that a worker reported. One that was considered gone is back in the pool.
 
         Raises:
             NotFound: there is no such worker.
@@ -82,7 +82,7 @@ class Workers(Part):
 
     @writes
     def leave(self, connection: Connection, worker: str) -> None:
-        """Takes a worker out of the pool; what it has waits again, and does not count as lost.
+        """Removes a worker from the pool. Its dry runs return to the queue and do not count as lost.
 
         Raises:
             NotFound: there is no such worker.
@@ -97,7 +97,9 @@ class Workers(Part):
             self._gone(connection, row, "left")
 
     def forget_unseen(self, seconds: float = UNSEEN_S) -> list[Worker]:
-        """Takes out of the pool who was not heard of for so long; what they have waits again when their leases end."""
+        """Removes workers that have not reported for `seconds` from the pool, and returns them. Their dry runs return
+        to the queue when their leases expire.
+        """
         since = self.clock() - seconds
         unseen = [each.id for each in self.workers() if each.seen < since]
         return self._forget(unseen, since) if unseen else []
@@ -107,14 +109,14 @@ class Workers(Part):
         gone = []
         for worker in unseen:
             row = _locked(connection, worker)
-            if row.left is None and row.seen < since:  # not heard of in this moment
+            if row.left is None and row.seen < since:  # it may have reported just now
                 self._gone(connection, row, "unseen")
                 gone.append(_get(connection, worker))
         return gone
 
     @reads
     def worker(self, connection: Connection, worker: str) -> Worker:
-        """The worker of that id.
+        """Returns the worker of that id.
 
         Raises:
             NotFound: there is none.
@@ -123,9 +125,9 @@ class Workers(Part):
 
     @reads
     def workers(self, connection: Connection, *, since: float | None = None) -> list[Worker]:
-        """The workers that are there, and those that left after `since`, by id."""
-        there = workers.c.left.is_(None)
-        wanted = there if since is None else or_(there, workers.c.left > since)
+        """Returns the workers in the pool, and those that left after `since`, by id."""
+        present = workers.c.left.is_(None)
+        wanted = present if since is None else or_(present, workers.c.left > since)
         return [_worker(each) for each in connection.execute(select(workers).where(wanted).order_by(workers.c.id))]
 
     def _gone(self, connection: Connection, row: Row[Any], how: str) -> None:

@@ -46,7 +46,7 @@ def test_the_list_shows_every_run_with_sparkline_state_and_what_is_damaged(tab, 
     assert {each.get_attribute("data-run") for each in lines.all()} == {"first", "second", "deep/torn"}
     assert tab.locator(".run-line svg.spark path.best").count() == 3
     assert tab.locator("[data-run=first] .state").inner_text() == "table only"
-    assert "not all could be read" in tab.locator("[data-run='deep/torn']").inner_text()
+    assert "unreadable files" in tab.locator("[data-run='deep/torn']").inner_text()
     assert "could be read" not in tab.locator("[data-run=first]").inner_text()
     tab.locator("input[type=search]").fill("torn table")
     assert lines.count() == 1
@@ -170,7 +170,7 @@ def test_a_trial_opened_as_its_run_is_deleted_says_why_there_is_no_log(tab, tmp_
     tab.locator("tr[data-trial='0']").wait_for()
     shutil.rmtree(tmp_path / "runs" / "gone")
     tab.locator("tr[data-trial='0']").click()
-    expect(tab.locator("dialog")).to_contain_text(re.compile("no longer there|unknown run"))
+    expect(tab.locator("dialog")).to_contain_text(re.compile("no longer exists|unknown run"))
     tab.goto("about:blank")  # which asks for nothing any more
     assert [each for each in tab.errors if "404" not in each] == []
     tab.errors.clear()

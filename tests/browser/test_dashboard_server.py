@@ -102,7 +102,7 @@ def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone
     assert len(library.lines()) == 2
     shutil.rmtree(tmp_path / "gone")
     assert [line["run"] for line in library.lines()] == ["kept"]
-    with pytest.raises(NoSuchRun, match="'gone' is no longer there"):
+    with pytest.raises(NoSuchRun, match="'gone' no longer exists"):
         library.changes("gone")
 
 
@@ -385,7 +385,7 @@ def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, ca
     (tmp_path / "empty").mkdir()
     disk.write_run(tmp_path / "runs" / "a", 1)
     for arguments, words in (
-        ([tmp_path / "empty"], "holds no run"),
+        ([tmp_path / "empty"], "contain no run"),
         ([tmp_path / "nowhere"], "there is no folder"),
         ([tmp_path / "runs" / "a" / "trials.csv"], "there is no folder"),
         ([tmp_path / "runs", "--token", "short"], "at least 12 characters"),
@@ -437,5 +437,5 @@ def test_it_ends_when_interrupted(tmp_path, disk):
 def test_a_folder_is_needed(tmp_path):
     with pytest.raises(StudyError, match="there is no folder"):
         Library(tmp_path / "x")
-    with pytest.raises(StudyError, match="holds no run"):
+    with pytest.raises(StudyError, match="contain no run"):
         serve(tmp_path)

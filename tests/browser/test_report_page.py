@@ -85,7 +85,7 @@ def test_the_table_sorts_and_filters(tab, made):
     wanted = [t for t in trials if t.ok and t.config["micro_batch"] == 4 and t.measurement.throughput >= 2000]
     assert f"{len(wanted)} of 80 trials" in tab.locator("#trials [role=status]").inner_text()
     tab.locator("#trials input[type=search]").fill("micro_bach=4")
-    assert "No column is called micro_bach" in tab.locator("#trials [role=status]").inner_text()
+    assert "There is no column micro_bach" in tab.locator("#trials [role=status]").inner_text()
     tab.locator("#trials input[type=search]").fill("")
     tab.locator("#trials [data-status=ok]").click()
     assert f"{sum(not t.ok for t in trials)} of 80" in tab.locator("#trials [role=status]").inner_text()
@@ -195,7 +195,7 @@ def test_a_run_can_be_told_from_others_by_folder_devices_and_when(tab, simulated
     tab.goto(simulated.as_uri())
     identity = tab.locator(".identity").inner_text()
     assert "Folder run-7" in identity and "Devices 64 × h100-80gb" in identity
-    assert re.search(r"Begun \d{4}-\d\d-\d\d \d\d:\d\d", identity)
+    assert re.search(r"Started \d{4}-\d\d-\d\d \d\d:\d\d", identity)
 
 
 BROKEN = """(words) => {
@@ -390,7 +390,7 @@ def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
         write_report(disk.write_search(tmp_path / "run", outcomes, {0: [990.0, 1010.0], 1: [1000.0, 1020.0]})).as_uri()
     )
     assert (
-        "Trial 1 is faster than the winner by no more than the error: of equals the one with more free memory wins"
+        "Trial 1 is faster than the winner by no more than the error: between equal trials the one with more free memory wins"
         in tab.locator("#progress .lead").inner_text()
     )
 
@@ -469,7 +469,7 @@ def test_few_trials_no_success_and_none_at_all_are_pages_too(tab, tmp_path, over
         "empty": [],
     }
     words = {
-        "one": "the default configuration: nothing else was tried",
+        "one": "the default configuration: no other configuration was tried",
         "none": "None of 3 trials succeeded",
         "empty": "No trials yet",
     }

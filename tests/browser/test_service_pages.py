@@ -29,7 +29,7 @@ def test_a_wrong_token_does_not_open_the_pages(tab, service, expect):
     tab.goto(service.address)
     tab.get_by_label("Token").fill("redline_00000000_forged")
     tab.get_by_role("button", name="Log in").click()
-    expect(tab.get_by_role("alert")).to_contain_text("not known")
+    expect(tab.get_by_role("alert")).to_contain_text("is unknown")
     tab.errors[:] = [each for each in tab.errors if "401" not in each]  # the browser notes the status
     tab.goto(service.address)
     expect(tab).to_have_url(f"{service.address}/login")
@@ -45,7 +45,7 @@ def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
     expect(tab.get_by_role("alert")).to_contain_text("did you mean 'gpt2-tiny'")
     tab.errors[:] = [each for each in tab.errors if "422" not in each]
     tab.get_by_label("Model").fill("gpt2-tiny")
-    tab.get_by_label("Name, if").fill("<b>bold</b>")
+    tab.get_by_label("Name (optional)").fill("<b>bold</b>")
     tab.get_by_role("button", name="Submit").click()
     tab.wait_for_url(re.compile("#/search/[0-9a-f]{12}$"))
     search = tab.url.rpartition("/")[2]
@@ -77,7 +77,7 @@ def test_a_search_is_held_released_cancelled_retried_and_deleted_on_its_page(tab
     assert actions(tab) == ["Cancel", "Hold"]
     buttons.get_by_role("button", name="Hold").click()
     expect(buttons.get_by_role("button", name="Release")).to_be_visible()
-    expect(tab.get_by_text("it is held until somebody releases it")).to_be_visible()
+    expect(tab.get_by_text("it is held until a user releases it")).to_be_visible()
     assert store.search(search).held and actions(tab) == ["Cancel", "Release"]
     buttons.get_by_role("button", name="Release").click()
     expect(buttons.get_by_role("button", name="Hold")).to_be_visible()

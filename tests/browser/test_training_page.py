@@ -106,7 +106,7 @@ def test_the_list_shows_each_training_and_what_is_damaged(tab, address):
     assert "step 300 of 400" in llama.inner_text() and "stopped" in llama.inner_text()
     assert "loss 2.475" in llama.inner_text() and "held out 2.675" in llama.inner_text()
     assert tab.locator("[data-training=plain] .state").inner_text() == "finished"
-    assert "not all could be read" in tab.locator("[data-training=damaged]").inner_text()
+    assert "unreadable files" in tab.locator("[data-training=damaged]").inner_text()
     tab.locator("input[type=search]").fill("llama stopped")
     assert lines.count() == 1
     lines.locator("a").click()

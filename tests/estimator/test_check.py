@@ -58,6 +58,69 @@ def test_a_training_that_does_not_fit_ends_with_3_and_names_what_would():
     assert all(change["where"] == "the command" for each in found["faster"] for change in each["changes"])
 
 
+def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
+    asked = [f"{RUN} --per_device_train_batch_size 64", "--hardware", "a100-80gb", "--memory-limit", "8GiB"]
+    for more, said in (
+        ([], "assumed  of trainer: gradients are whole while they accumulate"),
+        (
+            ["--framework", "nanotron"],
+            "assumed  of nanotron: weights are kept in bf16; master weights in fp32; gradients in fp32",
+        ),
+    ):
+        done = CliRunner().invoke(command, [*asked, *more], standalone_mode=False)
+        assert done.return_value == 3 and said in done.output
+        found = json.loads(CliRunner().invoke(command, [*asked, *more, "--json"], standalone_mode=False).output)
+        assert found["assumed_of"] == (more or ["", "trainer"])[1] and "; ".join(found["assumed"]) in done.output
+    with pytest.raises(UsageError, match="unknown framework 'megatorn'"):
+        check(read(CHECKPOINTED), "a100-80gb", framework="megatorn")
+
+
+def test_megatrons_facts_hold_for_its_files_and_another_trainers_where_they_are_asked_for():
+    given = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 "
+        "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 64 "
+        "--bf16 --use-distributed-optimizer"
+    )
+    own, other = (check(read(given), "h100-80gb", framework=name) for name in (None, "deepspeed"))
+    assert own.framework == "megatron" and own.trainer.conventions["fusion"]  # its norms are fused
+    assert other.framework == "deepspeed" and other.assumed != own.assumed
+    assert other.estimate.step_ms != own.estimate.step_ms
+
+
+def test_gradients_stay_whole_under_fsdp_while_the_trainer_accumulates_and_not_under_deepspeed(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    fsdp, once, deepspeed = (
+        check(read(f"{RUN} --per_device_train_batch_size 4 {more}"), "a100-80gb").estimate.breakdown["memory.gradients"]
+        for more in (
+            "--gradient_accumulation_steps 2 --fsdp full_shard",
+            "--gradient_accumulation_steps 1 --fsdp full_shard",
+            f"--gradient_accumulation_steps 2 --deepspeed {tmp_path / 'ds.json'}",
+        )
+    )
+    whole = 124_439_808 * 4 / 2**20
+    assert fsdp == pytest.approx(whole, rel=0.01)
+    assert once < whole / 2 and deepspeed < whole / 4
+
+
+def test_fsdp_of_accelerate_widens_weights_of_16_bits_where_mixed_precision_is_on(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    wide, narrow, whole, deepspeed = (
+        check(
+            read(f"{run} --per_device_train_batch_size 4 --torch_dtype bfloat16 {more}"), "a100-80gb"
+        ).estimate.breakdown["memory.parameters"]
+        for run, more in (
+            (RUN, "--fsdp full_shard"),
+            (RUN.replace(" --bf16", ""), "--fsdp full_shard"),
+            (RUN, ""),
+            (RUN, f"--deepspeed {tmp_path / 'ds.json'}"),
+        )
+    )
+    one = 124_439_808 / 2**20
+    assert wide == pytest.approx(4 * one / 8, rel=0.01)
+    assert narrow == deepspeed == pytest.approx(2 * one / 8, rel=0.01)
+    assert whole == pytest.approx(2 * one, rel=0.01)
+
+
 def test_tensor_parallelism_across_hosts_is_named():
     command = (
         "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --tensor-model-parallel-size 16 --sequence-parallel "
@@ -71,7 +134,7 @@ def test_tensor_parallelism_across_hosts_is_named():
 @pytest.mark.parametrize(
     ("given", "more", "says"),
     [
-        ("python run_clm.py --per_device_train_batch_size 4", {}, "does not state how many devices"),
+        ("python run_clm.py --per_device_train_batch_size 4", {}, "does not give the number of devices"),
         (f"{RUN} --config_name gtp2", {}, "unknown model 'gtp2'|gtp2"),
         ("torchrun --nproc-per-node 2 run_clm.py --bf16", {}, "does not name a model that is known: give --model"),
         (

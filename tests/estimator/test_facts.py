@@ -225,6 +225,33 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
 
 
+def test_tf32_is_not_traced_beside_fp32(monkeypatch):
+    seen = []
+
+    class Pool:
+        def __init__(self, *_, **__): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def imap_unordered(self, _, groups):
+            seen.extend(groups)
+            return []
+
+    class Source:
+        def is_known(self, variant):
+            return False
+
+    monkeypatch.setattr(concurrent.multiprocessing.get_context("fork").__class__, "Pool", lambda *_, **__: Pool())
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
+    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    names = ("tf32", "fp32", "bf16")
+    concurrent.trace_concurrently(
+        Source(), [(each, "sdpa", True, kernels) for each in names for kernels in (False, True)]
+    )
+    assert seen == [[("fp32", "sdpa", True, False)], [("bf16", "sdpa", True, False)]]
+
+
 class Signals:
     """In the place of what is traced: what its process does when it is asked to end."""
 

@@ -6,7 +6,7 @@ import pytest
 import redline as rl
 import torch
 from live import Live
-from redline.estimator import Estimator, TrainingSetup
+from redline.estimator import Constants, Estimator, TrainingSetup
 from redline.estimator.facts.traced import TracedFacts, trace_facts
 from redline.schedule.fused_logits import most_chunk
 from torch.nn import functional as F
@@ -78,7 +78,8 @@ def memory(estimator, **knobs):
 
 
 def test_memory_and_time_of_the_loss(folder):
-    estimator = Estimator(rl.workload("gpt2-tiny"), "h100", TrainingSetup(devices=1, global_batch=32))
+    setup, unlimited = TrainingSetup(devices=1, global_batch=32), Constants(limited_rate=1.0)
+    estimator = Estimator(rl.workload("gpt2-tiny"), "h100", setup, constants=unlimited)
     term, logits = "logits and loss", 16384 * 4 * 64 / 2**20  # of a sample, MiB
     small, large = ({k: memory(estimator, micro_batch=m, kernels=k) for k in (False, True)} for m in (8, 32))
     # Without: kept, and twice in passing. With: a chunk of 128 tokens, whatever the micro-batch.

@@ -7,6 +7,7 @@ import yaml
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Hardware, find_hardware
 from redline.estimator.hardware import DEVICES, MOST_COMMON
+from redline.estimator.kernels import products_of
 
 FULL = {
     "memory_gib": 40,
@@ -32,8 +33,20 @@ def test_the_issues_devices_are_known():
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_every_number_of_a_device_has_a_source(name):
     device = DEVICES[name]
-    for each in ("memory_gib", "tflops", "memory_gb_per_s", "intra_node", "inter_node", "host_gb_per_s"):
+    for each in ("memory_gib", "tflops", "memory_gb_per_s", "intra_node", "inter_node", "host_gb_per_s", "watts"):
         assert device.sources.get(each), f"{name}: {each}"
+
+
+def test_a_device_with_less_power_sustains_less_and_one_with_power_to_spare_all():
+    h100, h20, b200, gb300 = (find_hardware(each) for each in ("h100-80gb", "h20-96gb", "b200", "gb300"))
+    usual = products_of(h100).sustained
+    # A quarter of 700 W is memory's and leakage's; voltage rises with the clocks.
+    assert products_of(h100.replace(watts=500)).sustained == pytest.approx(usual * (325 / 525) ** (1 / 3))
+    assert products_of(h100.replace(watts=None)).sustained == usual
+    assert products_of(h20).sustained == 1.0  # a seventh of the rate, and more than half of the power
+    assert products_of(b200).sustained < products_of(gb300).sustained < 1.0
+    a100 = find_hardware("a100-80gb")
+    assert products_of(a100.replace(watts=300)).sustained < products_of(a100).sustained
 
 
 def test_h100_is_what_its_datasheet_says():

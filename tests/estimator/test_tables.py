@@ -102,7 +102,7 @@ def test_rows_of_fsdp_are_read_and_what_is_wrong_with_the_others_is_said(tables,
     assert "99b" in said["some.csv:5"]
     assert "z9000" in said["some.csv:6"]
     assert "does not divide the global batch 100" in said["some.csv:7"]
-    assert "another row says the same" in said["some.csv:8"]
+    assert "it repeats another row" in said["some.csv:8"]
     assert "some.csv:9" in said
 
 
@@ -148,7 +148,7 @@ def test_a_folder_of_sources_is_read_and_a_name_that_is_not_there_is_refused(tab
     (tmp_path / "kernels").mkdir()
     found = {each.name: each for each in tables.read_tables(tmp_path)}
     assert set(found) == {"one", "other"}
-    assert found["other"].runs == [] and found["other"].left == ["what.csv: its form is not known"]
+    assert found["other"].runs == [] and found["other"].left == ["what.csv: its form is unknown"]
     with pytest.raises(UsageError, match="no source 'two': there are one, other"):
         tables.read_tables(tmp_path, ["two"])
     assert [each.name for each in tables.read_tables(tmp_path / "one")] == ["one"]
@@ -162,6 +162,60 @@ def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tabl
     before, after = judged.errors(), judged.calibrated(5, seeds=2)
     assert before["rows"] == 12 and before["unfit"] == 0 and "auc" not in before
     assert after["rows"] == 7 and after["time_median"] < max(0.5 * before["time_median"], 0.01)
+
+
+def test_recipes_are_asked_about_as_a_file_would_state_them_and_those_called_unfit_are_counted(tables, tmp_path):
+    from tables import checking
+
+    rows = [f"125m,2048,8,a100_40gb,45,{micro},1,{8 * micro},120000,amp_bf16,PURE,FULL_SHARD,False,False,red"
+            for micro in (4, 256)]  # fmt: skip
+    found = source(tables, tmp_path / "two", some_csv="\n".join([MOSAIC_COLUMNS, *rows]))
+    fitting, large = checking.verdicts(found, most=10)
+    assert fitting.found.fits and not large.found.fits
+    assert fitting.found.trainer.global_batch == 32 and fitting.found.framework == fitting.run.framework
+    assert fitting.found.parameters == pytest.approx(125e6, rel=0.02)
+    said = checking.summary([fitting, large])
+    assert (said["ran"], said["failed"], said["unfit"]) == (2, 0, 0.5) and "called fit" not in said
+    assert said["time_bias"] == pytest.approx(
+        (fitting.found.estimate.step_ms / fitting.run.step_ms + large.found.estimate.step_ms / large.run.step_ms) / 2
+        - 1
+    )
+    with pytest.raises(tables.Left, match="neither Llama-like nor GPT-2-like"):
+        checking.architecture(tables.models.model_of("bert-base"))
+
+
+def _as_if(tables, scales, name, device):
+    """A source whose rows took what constants with these factors predict."""
+    from dataclasses import replace
+
+    from tables import refitting
+
+    rows = [f"{size},2048,8,{device},45,{micro},{accum},{8 * micro * accum},120000,amp_bf16,PURE,FULL_SHARD,True,False,red"
+            for size in ("1b", "3b", "7b") for micro, accum in ((2, 1), (4, 2), (8, 1))]  # fmt: skip
+    cells = [dict(zip(MOSAIC_COLUMNS.split(","), row.split(","), strict=True)) for row in rows]
+    made = tables.Source(name)
+    form = tables.reading.mosaic_fsdp
+    made.runs = [form._run(cell, name, f"{name}:{at}") for at, cell in enumerate(cells)]
+    judged = tables.judging.judge(made, refitting.constants_of(scales))
+    steps = dict(zip((run.where for run in judged.runs), judged.predicted["step"], strict=True))
+    made.runs = [replace(run, step_ms=float(steps[run.where])) for run in made.runs]
+    return made
+
+
+def test_a_source_that_is_left_out_is_predicted_by_what_the_others_say(tables):
+    from tables import refitting
+
+    power = refitting.LIMITED[refitting.HOPPER]
+    alike = [_as_if(tables, {power: 0.9}, name, "h100_80gb") for name in ("one", "two")]
+    other = _as_if(tables, {}, "other", "a100_80gb")
+    found, whole = refitting.leave_out([*alike, other])
+    assert whole[power] == pytest.approx(0.9, abs=0.02)
+    one, _, last = found
+    assert one.plain > 0.05 and one.out < 0.02 and one.together < 0.02
+    assert one.scales[power] == pytest.approx(0.9, abs=0.02)
+    # The others say nothing of an A100's power, and little of what it shares with them.
+    assert last.scales[refitting.LIMITED[refitting.OLDER]] == pytest.approx(1.0, abs=1e-6)
+    assert last.plain < 1e-9 and last.out < 0.02
 
 
 def test_the_command_prints_a_line_for_each_source(tmp_path):

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from redline.base.errors import UsageError
-from redline.estimator import Estimator, TrainingSetup, find_hardware
+from redline.estimator import Constants, Estimator, Shape, TrainingSetup, find_hardware
 from redline.estimator.facts.model_facts import ModelFacts
 from redline.estimator.kernels import attention_share, product_seconds, products_of
-from redline.estimator.trainers import TRAINERS, find_trainer, trainer_of
+from redline.estimator.request import estimate_request
+from redline.estimator.trainers import TRAINERS, built, find_trainer, trainer_of
 
 SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate": 5632, "vocabulary": 32000}
 CONFIG = {"dp": 8, "zero": 3, "micro_batch": 4, "grad_accum": 4}
@@ -63,9 +64,12 @@ def test_frozen_weights_have_neither_gradients_nor_states():
 
 def test_attention_and_head_stay_in_16_bits_where_products_are_in_8():
     half, eight = (
-        Estimator(SHAPE, "h100-80gb", find_trainer("megatron").training(seq_len=2048, products=each))(
-            {"micro_batch": 4}
-        )
+        Estimator(
+            SHAPE,
+            "h100-80gb",
+            find_trainer("megatron").training(seq_len=2048, products=each),
+            constants=Constants(limited_rate=1.0),
+        )({"micro_batch": 4})
         for each in (None, "fp8")
     )
     assert eight.breakdown["time.attention"] == half.breakdown["time.attention"]
@@ -93,3 +97,65 @@ def test_attention_reaches_less_at_short_sequences_and_by_older_kernels():
     shares = [attention_share(h100, "flash2", keys, 128) for keys in (512, 4096, 65536)]
     assert shares == sorted(shares)
     assert attention_share(h100, "flash1", 4096, 128) < shares[1] < attention_share(h100, "flash3", 4096, 128)
+
+
+def test_gradients_that_stay_are_there_beside_the_activations_of_a_single_micro_batch():
+    once = {**CONFIG, "zero": 0, "grad_accum": 1, "micro_batch": 16}
+    come, stay = (memory(once, "redline", precision="bf16", gradients_stay=each) for each in (False, True))
+    whole = 4 * ModelFacts.from_shape(**SHAPE).parameters / 2**20
+    assert stay.breakdown["memory.gradients"] == pytest.approx(whole)
+    assert come.breakdown["memory.gradients"] < whole / 5
+    twice = {**once, "grad_accum": 2}
+    assert memory(twice, "redline", precision="bf16", gradients_stay=True).peak_memory_mib == pytest.approx(
+        memory(twice, "redline", precision="bf16").peak_memory_mib
+    )
+
+
+def test_what_fsdp_offloads_are_pieces_of_weights_and_gradients_too():
+    away = {**CONFIG, "offload": "optimizer"}
+    states, pieces = (memory(away, offload_weights=each) for each in (False, True))
+    assert states.breakdown["memory.optimizer"] == pieces.breakdown["memory.optimizer"] == 0
+    assert states.breakdown["memory.parameters"] > 0
+    assert pieces.breakdown["memory.parameters"] == pieces.breakdown["memory.gradients"] == 0
+    assert pieces.breakdown["time.offload"] > states.breakdown["time.offload"] > 0
+    # Weights that are whole stay on the device.
+    whole = {**away, "zero": 1}
+    assert memory(whole, offload_weights=True).breakdown["memory.parameters"] > 0
+
+
+def test_plans_by_a_trainer_have_its_facts_whatever_the_knobs_say():
+    shape = Shape(name="small", vocabulary=32000, layers=16, hidden=2048, heads=16)
+    asked = {"devices": 8, "seq_len": 2048, "global_batch": 64}
+    request = estimate_request(shape, "a100-80gb", framework="megatron", **asked)
+    knob = request.space["precision"]
+    assert knob.values == ("bf16",) and request.framework.facts
+    config = {"tp": 2, "micro_batch": 2, "zero": 1}
+    wanted = Estimator(shape, "a100-80gb", find_trainer("megatron").training(**asked), framework="megatron")(config)
+    for precision in ("bf16", "fp32"):
+        found = request.estimator({**config, "precision": precision})
+        assert found.step_ms == wanted.step_ms and found.peak_memory_mib == wanted.peak_memory_mib
+    own = estimate_request(shape, "a100-80gb", **asked)
+    assert len(own.space["precision"].values) > 1
+    assert (
+        own.estimator({**config, "precision": "fp32"}).step_ms != own.estimator({**config, "precision": "bf16"}).step_ms
+    )
+    assert estimate_request(shape, "v100-32gb", framework="megatron", **asked).estimator.training.products == "fp16"
+    with pytest.raises(UsageError, match="unknown framework 'megatorn'"):
+        estimate_request(shape, "a100-80gb", framework="megatorn", **asked)
+
+
+def test_commands_name_the_trainers_there_are():
+    from redline.cli.options import TRAINERS as NAMES
+
+    assert set(NAMES) == set(TRAINERS)
+
+
+def test_a_trainer_that_builds_models_by_itself_has_no_modules_of_transformers():
+    llama = {"family": "llama", "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 32, "intermediate": 512,
+             "vocabulary": 1000, "positions": 2048, "tied": False}  # fmt: skip
+    made = built(llama, find_trainer("megatron"))
+    assert (made.kv_heads, made.gated, made.positions, made.biases) == (2, True, 0, False)
+    gpt = built({**llama, "family": "gpt2", "dropout": 0.1, "tied": True}, find_trainer("nanotron"))
+    assert (gpt.gated, gpt.positions, gpt.biases, gpt.dropout, gpt.tied) == (False, 2048, True, True, True)
+    assert built(llama, find_trainer("fsdp")) is None and built(None, find_trainer("megatron")) is None
+    assert built({**llama, "family": "mixtral", "experts": 8}, find_trainer("megatron")) is None

@@ -49,7 +49,7 @@ def test_no_database_that_a_run_names_is_opened_or_made(whole, tmp_path, there):
     before = database.read_bytes() if there else None
     read_all_ways(run)
     assert (database.read_bytes() if database.exists() else None) == before
-    assert any("only where you name it, by --storage" in each for each in View(run).problems)
+    assert any("only if you name it with --storage" in each for each in View(run).problems)
 
 
 def test_no_server_that_a_run_names_hears_of_it(whole, tmp_path):
@@ -92,7 +92,7 @@ def test_a_storage_that_the_user_names_is_read_and_not_written(tmp_path):
     url = f"sqlite:///{tmp_path / 'studies.db'}"
     run = make_run(tmp_path / "run", storage=url)
     (run / "trials.csv").unlink()
-    with pytest.raises(StudyError, match="only where you name it, by --storage"):
+    with pytest.raises(StudyError, match="only if you name it with --storage"):
         View(run)
     before = (tmp_path / "studies.db").read_bytes()
     os.chmod(tmp_path / "studies.db", 0o444)

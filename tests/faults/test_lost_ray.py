@@ -144,7 +144,7 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
                 each.kill()
         place.cleanup()
     assert out.startswith("RunnerError"), errors
-    assert f"What was found before is in '{tmp_path / 'run'}'" in out
+    assert f"The trials so far are in '{tmp_path / 'run'}'" in out
     assert left_of(family) == []
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["best"]["configuration"] in ({"x": 1}, {"x": 2}, {"x": 3})

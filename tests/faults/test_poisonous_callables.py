@@ -52,7 +52,7 @@ def test_a_value_that_ends_the_process_is_a_crash_after_the_second_time(tmp_path
     assert study(tmp_path, poison).returncode == code
     last = study(tmp_path, poison)
     assert last.returncode == 0, last.stderr
-    reason = "the process that called it ended with it, 2 times"
+    reason = "the process that called it died, 2 times"
     assert last.stdout.strip() == str([(1, "ok", ""), (2, "crash", reason), (3, "ok", "")])
     assert (tmp_path / "calls").read_text().count("2") == 2
 

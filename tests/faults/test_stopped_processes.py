@@ -57,7 +57,7 @@ def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(a
     outcome = run(agent, program, timeout_s=1)
     assert time.monotonic() - begin >= 1 + SOON_S
     assert outcome.status is Status.TIMEOUT
-    assert outcome.reason == "no result within 1 s; its supervisor said nothing for 2 s more and was ended"
+    assert outcome.reason == "no result within 1 s; its supervisor did not answer for another 2 s and was killed"
     assert left_of(told.read_text().split()) == []
     assert run(agent, lambda context: 7).ranks[0].report == 7
 

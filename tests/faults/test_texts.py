@@ -36,13 +36,13 @@ def test_live_output_shows_control_characters_escaped():
     for narrow in (False, True):
         assert is_plain(trial_line(failed(WILD), narrow=narrow).plain)
     out = io.StringIO()
-    LineListener(out).said(WILD)
-    LineListener(out).finished(failed(WILD))
+    LineListener(out).on_message(WILD)
+    LineListener(out).on_trial_end(failed(WILD))
     assert is_plain(out.getvalue()) and "\\x1b" in out.getvalue()
     out = io.StringIO()
     listener = TerminalListener(out)
-    listener.said(WILD)
-    listener.finished(failed(WILD))
+    listener.on_message(WILD)
+    listener.on_trial_end(failed(WILD))
     assert is_plain(out.getvalue()) and "\\x1b" in out.getvalue()
 
 

@@ -207,7 +207,7 @@ def test_paddles_missing_degrees_are_one_and_recomputing_is_a_ratio():
     assert found.space["checkpoint_ratio"].values == (0.0, 1.0)
     with pytest.raises(UsageError, match="pp_degree must have min and max"):
         read({"pp_degree": {"min": 2}})
-    with pytest.raises(UsageError, match="mp_degree must be whole numbers of at least 1 or 'auto', but holds 'two'"):
+    with pytest.raises(UsageError, match="mp_degree must be whole numbers of at least 1 or 'auto', but contains 'two'"):
         read({"mp_degree": ["two"]})
 
 
@@ -298,7 +298,7 @@ def test_a_file_that_no_tool_wrote_is_refused_and_those_known_are_named(tmp_path
         UsageError, match="not a known format. FlagScale's auto-tuner has .*Write other spaces for --space"
     ):
         find_source(written(tmp_path, "odd.yaml", {"a": 1}))
-    with pytest.raises(UsageError, match="a space of redline's own: give it with --space"):
+    with pytest.raises(UsageError, match="a space of redline: give it with --space"):
         find_source(written(tmp_path, "own.yaml", {"knobs": []}))
     with pytest.raises(UsageError, match="none.yaml cannot be read: No such file"):
         find_source(tmp_path / "none.yaml")
@@ -306,7 +306,7 @@ def test_a_file_that_no_tool_wrote_is_refused_and_those_known_are_named(tmp_path
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "deep.yaml").write_text("[" * 1000)
     (tmp_path / "code.yaml").write_text("autotuning: !!python/object/apply:os.system ['true']")
-    for name, says in (("bad.yaml", "no YAML"), ("bad.json", "no JSON"), ("deep.yaml", "nest"), ("code.yaml", "tag")):
+    for name, says in (("bad.yaml", "not YAML"), ("bad.json", "not JSON"), ("deep.yaml", "nest"), ("code.yaml", "tag")):
         with pytest.raises(UsageError, match=says):
             find_source(tmp_path / name)
 

@@ -146,7 +146,7 @@ def test_an_estimate_refuses_experts_by_the_same_rules():
     setup = TrainingSetup(seq_len=16, devices=12, global_batch=12)
     dense, mixture = (Estimator(each, "a100-80gb", setup) for each in (dense, replace(dense, parts=parts)))
     for estimator, ep, said in (
-        (dense, 2, "ep=2: the model has no experts, so that ep must be 1"),
+        (dense, 2, "ep=2: the model has no experts, so ep must be 1"),
         (mixture, 3, "ep=3: ep must divide the 4 experts of a layer: 1, 2 or 4"),
         (mixture, 8, "ep must divide the dp * sp * cp replicas, but is 12"),
     ):

@@ -79,8 +79,7 @@ def test_a_lossy_value_that_does_not_pay_is_not_added_and_that_is_said(cpu, cuda
         space = default_space(workload("gpt2-tiny"), device, allow=("lossy",))
         assert "bf16_pure" not in values(space)["precision"]
         assert nothing_allowed(space, ("lossy",)) == (
-            "no lossy value pays on these devices, whose bf16 is emulated; "
-            "--set precision=bf16_pure tries it all the same",
+            "no lossy value pays on these devices, whose bf16 is emulated; --set precision=bf16_pure tries it anyway",
         )
         space.override("precision", ["bf16_pure"])
     assert nothing_allowed(default_space(workload("gpt2-tiny"), cuda(), allow=("lossy",)), ("lossy",)) == ()
@@ -289,7 +288,7 @@ def test_where_replicas_are_not_on_several_hosts_there_is_a_reason(cpu, cuda, co
     task = workload("gpt2-tiny", global_batch=96)
     for device, count, why in (
         (cuda(count=8), 8, "the 8 devices are on one host"),
-        (cuda(count=1), 4, "each of the 4 devices is on a host of its own"),
+        (cuda(count=1), 4, "each of the 4 devices is on its own host"),
         (cpu, 4, "which ranks share a host is not known of CPUs"),
     ):
         assert "hsdp" not in default_space(task, device, count).by_name
@@ -400,7 +399,7 @@ def test_zero_beside_a_pipeline_is_left_out_where_a_stage_holds_tied_weights(cud
     space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
     assert space.config(pp=2, tp=1, zero=1, micro_batch=8)
     assert space.config(pp=1, tp=1, zero=3, micro_batch=8)
-    with pytest.raises(SpaceError, match="one stage holds tied weights"):
+    with pytest.raises(SpaceError, match="one stage has tied weights"):
         space.config(pp=2, tp=1, zero=3, micro_batch=8)
 
 

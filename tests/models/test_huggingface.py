@@ -102,7 +102,7 @@ def test_binary_and_missing_files_are_refused(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(WorkloadError, match="not UTF-8 text"):
         workload(tmp_path / "weights.bin")
-    with pytest.raises(WorkloadError, match=r"holds no config\.json"):
+    with pytest.raises(WorkloadError, match=r"contains no config\.json"):
         workload(tmp_path)
     with pytest.raises(WorkloadError, match="there is no file or folder"):
         workload(str(tmp_path / "nowhere" / "config.json"))

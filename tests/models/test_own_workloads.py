@@ -239,7 +239,7 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
             r"building the model failed: .*test_own_workloads\.py:\d+: ZeroDivisionError",
         ),
         ({"model": lambda: 3}, "model must return a torch.nn.Module, but returned int 3"),
-        ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch holds z"),
+        ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch has z"),
     ],
 )
 def test_what_does_not_return_what_it_must_is_refused_before_anything_is_tuned(changed, said):

@@ -15,9 +15,23 @@ PUBLISHED_MILLIONS = {
     "roberta-large": 355.4,
     "opt-350m": 331.2,
     "gpt-neo-1.3b": 1315.6,
+    "qwen3-32b": 32762.1,
+    "qwen3-30b-a3b": 30532.1,
+    "gemma3-4b": 3880.3,
+    "gemma3-12b": 11766.0,
+    "gemma3-27b": 27009.3,
+    "mistral-small-24b": 23572.4,
+    "phi-4": 14659.5,
+    "gpt-oss-20b": 20914.8,
+    "gpt-oss-120b": 116829.2,
+    "modernbert-base": 149.7,
+    "modernbert-large": 395.9,
+    "llama3-405b": 405853.4,
     "qwen2-7b": 7615.6,
     "mistral-7b": 7241.7,
     "mixtral-8x7b": 46702.8,
+    "qwen3-235b-a22b": 235093.6,
+    "deepseek-v3": 671026.4,
     "gpt-neox-20b": 20554.6,
     "llama3.2-1b": 1235.8,
     "llama2-7b": 6738.4,
@@ -33,7 +47,17 @@ PUBLISHED_MILLIONS = {
     "vit-large": 304.3,
     "wide-resnet-28-10": 36.5,
 }
-TINY = {"gpt2-tiny", "bert-tiny", "llama-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "wide-resnet-tiny"}
+TINY = {
+    "deepseek-v3-tiny",
+    "qwen3-moe-tiny",
+    "gpt2-tiny",
+    "bert-tiny",
+    "llama-tiny",
+    "t5-tiny",
+    "mixtral-tiny",
+    "vit-tiny",
+    "wide-resnet-tiny",
+}
 IMAGES = [name for name, preset in PRESETS.items() if preset.task == "image"]
 
 
@@ -75,9 +99,9 @@ def test_every_preset_is_listed_with_what_the_command_shows():
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_have_no_sequence_length_and_no_text(name, tmp_path):
     (tmp_path / "text").write_text("text")
-    with pytest.raises(WorkloadError, match="takes images, so that seq_len must not be given, but is 64"):
+    with pytest.raises(WorkloadError, match="takes images, so seq_len must not be given, but is 64"):
         workload(name, seq_len=64)
-    with pytest.raises(WorkloadError, match="takes images, so that data must not be given"):
+    with pytest.raises(WorkloadError, match="takes images, so data must not be given"):
         workload(name, data=tmp_path / "text")
 
 
@@ -123,3 +147,37 @@ def test_ids_differ_with_what_a_workload_is_and_with_nothing_else():
         workload("gpt2-tiny", global_batch=16),
     ]
     assert len({made.id, *(each.id for each in others)}) == 4
+
+
+WIDTHS = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 97,
+}
+SMALL = {
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
+    "phi3": {"num_key_value_heads": 2},
+    "modernbert": {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_families_that_only_large_presets_have_train_alike_recomputed_and_without_logits(family):
+    from redline.models import hugging_face
+    from redline.testing.numerics import departure
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = CONFIG_MAPPING[family](**WIDTHS, **SMALL[family], **tokens)
+    made = hugging_face(config, seq_len=16, global_batch=8)
+    for knobs in ({"checkpoint_ratio": 1.0}, {"kernels": True}):
+        assert departure(made, knobs).holds, knobs

@@ -96,7 +96,7 @@ def test_what_else_differs_is_noted(make, asked):
 def test_another_model_is_noted_in_words(make, asked):
     other = make("b", asked={**asked, "model": "bert-tiny", "workload": {"id": "77", "spec": "bert-tiny"}})
     (note,) = [each for each in compare([make("a"), other]).notes if "trained" in each]
-    assert "b trained bert-tiny, " in note and "a gpt2-tiny" in note and "says nothing" in note
+    assert "b trained bert-tiny, " in note and "a gpt2-tiny" in note and "not due to the configuration" in note
 
 
 def test_a_conditional_knob_that_no_trial_of_one_run_had_does_not_make_it_another_space(make):

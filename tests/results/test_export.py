@@ -152,7 +152,7 @@ def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
     assert on_a_gpu["use_liger_kernel"] is True and "Liger" in noted
     on_a_cpu, noted = parsed("trainer", document=on["cpu"], kernels=True)
     assert "use_liger_kernel" not in on_a_cpu
-    assert "kernels=true has no counterpart here: the loss holds all logits" in noted and "Liger" not in noted
+    assert "kernels=true has no counterpart here: the loss keeps all logits in memory" in noted and "Liger" not in noted
     for target in ("accelerate", "deepspeed", "lightning"):
         for kind, document in on.items():
             noted = parsed(target, document=document, kernels=True)[1]
@@ -162,7 +162,7 @@ def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
 @pytest.mark.parametrize(
     ("target", "tensorwise", "rowwise"),
     [
-        ("megatron", "--fp8-format hybrid\n  --fp8-recipe tensorwise", "Megatron has no scale a row"),
+        ("megatron", "--fp8-format hybrid\n  --fp8-recipe tensorwise", "Megatron has no scales of rows"),
         ("torchtitan", "with a scale a row, as it has no other", "model_compile_enabled=False)]) gives it"),
         ("trainer", "precision=fp8 is accelerate's", "precision=fp8_rowwise is accelerate's"),
         ("lightning", "from_recipe_name('tensorwise')", "from_recipe_name('rowwise')"),
@@ -483,7 +483,7 @@ def test_a_trial_that_has_not_ended_is_exported_by_force_only():
 
 
 SIMULATED = {"asked": {**DOCUMENT["asked"], "simulated": True}}
-ANOTHER = "is another training than fp32 or bf16"
+ANOTHER = "trains differently from fp32 or bf16"
 CASES = {
     "simulated": (SIMULATED, {}, "predicted, simulated: nothing was run"),
     "bf16_pure": (DOCUMENT, {"precision": "bf16_pure"}, f"{ANOTHER}: there are no fp32 master weights"),
@@ -552,7 +552,7 @@ def test_groups_of_replicas_are_written_where_there_are_such_and_stated_where_no
     given, _ = flags("megatron", **GROUPS)
     assert given[given.index("--num-distributed-optimizer-instances") + 1] == "2"
     assert "ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)" in parsed("trainer", **GROUPS)[1]
-    for target, instead in (("lightning", "a mesh of your own"), ("deepspeed", "hpZ keeps weights alone")):
+    for target, instead in (("lightning", "a mesh of your own"), ("deepspeed", "hpZ keeps a copy of the weights")):
         notes = parsed(target, **GROUPS)[1]
         assert "hsdp=2 has no counterpart here: pieces are cut over all 8 replicas" in notes and instead in notes
     assert yaml.safe_load(render("yaml", trial(**GROUPS), DOCUMENT).text)["configuration"]["hsdp"] == 2

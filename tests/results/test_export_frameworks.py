@@ -716,7 +716,7 @@ def test_what_megatron_cannot_be_told_of_a_model_is_stated():
 
     assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes("llama3-8b")
     assert "of the family opt only the sizes are known" in notes("opt-350m")
-    assert "pp=3: 32 layers are no multiple of the stages" in notes("llama3-8b", pp=3)
+    assert "pp=3: 32 layers are not a multiple of the stages" in notes("llama3-8b", pp=3)
     assert "no multiple" not in notes("llama3-8b", pp=4)
     assert "by a factor of 32: Megatron parses --rope-scaling-factor, but" in notes("llama3.2-1b")
     assert "tp=2 with experts" in notes("mixtral-8x7b", tp=2)

@@ -115,7 +115,7 @@ def test_a_launch_says_what_it_is_of(target, launch):
     text = made(target, launch, precision="bf16_pure", file="jobs/mine").text
     head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("# "))
     assert f"for {target}: llama3-8b, trial 3: 10 tokens/s" in head
-    assert "precision=bf16_pure is another training" in head
+    assert "precision=bf16_pure trains differently" in head
     assert "jobs/mine" in head
     beside = export_targets()[target].file(next(iter(export_targets()[target].forms)))
     if launch == "kubernetes":

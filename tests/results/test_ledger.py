@@ -258,7 +258,7 @@ def test_another_run_may_not_share_a_study(source, open_ledger):
     open_ledger(source)
     with pytest.raises(StudyError, match="run: was 1, now 2"):
         open_ledger(source, metadata={"run": "2"})
-    with pytest.raises(StudyError, match="already holds a study 'a'"):
+    with pytest.raises(StudyError, match="already contains a study 'a'"):
         open_ledger(source, exist_ok=False)
     open_ledger(source, name="b", metadata={"run": "2"}, exist_ok=False)
 
@@ -294,7 +294,7 @@ def test_a_ledger_can_be_read_while_it_is_written(tmp_path, open_ledger, point, 
     assert seen.trials()[0].measurement.throughput == 3.0
     assert seen.trials()[0].config == point(0).to_dict()
     assert (sorted(each.name for each in tmp_path.iterdir()), path.read_bytes()) == before
-    with pytest.raises(StudyError, match="read only"):
+    with pytest.raises(StudyError, match="for reading only"):
         seen.start(point(1), sampler="tpe")
 
 
@@ -304,7 +304,7 @@ def test_reading_what_is_not_there_says_so(tmp_path, open_ledger):
     assert list(tmp_path.iterdir()) == []
     open_ledger(tmp_path / "study.log", name="apple")
     open_ledger(tmp_path / "study.log", name="pear")
-    with pytest.raises(StudyError, match=r"2 studies, so one must be named: apple, pear"):
+    with pytest.raises(StudyError, match=r"2 studies; name one of them: apple, pear"):
         Ledger.load(tmp_path / "study.log")
     with pytest.raises(StudyError, match="did you mean 'apple'"):
         Ledger.load(tmp_path / "study.log", name="aple")

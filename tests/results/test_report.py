@@ -149,7 +149,7 @@ def test_the_space_and_the_environment_are_told_in_words(run):
 def test_failures_stand_by_reason_with_the_end_of_their_log(run):
     oom, crash = sorted(document(Source.read(run))["failures"], key=lambda each: each["trials"])
     assert (oom["status"], oom["trials"]) == ("oom", [2])
-    assert oom["log_why"] == "no log is named in the table"
+    assert oom["log_why"] == "the table names no log"
     assert (crash["status"], crash["trials"], crash["log_trial"]) == ("crash", [3], 3)
     assert crash["log"].splitlines() == ["step"] * 11 + ["ValueError: no such kernel"]
 
@@ -344,7 +344,7 @@ def test_damage_is_said_and_the_rest_is_shown(run):
 
 
 def test_no_run_is_an_error_that_says_where_one_is(tmp_path, run):
-    with pytest.raises(StudyError, match="there is no"):
+    with pytest.raises(StudyError, match="does not exist"):
         write_report(tmp_path / "nothing")
     with pytest.raises(StudyError, match="there is one in '.*run'"):
         write_report(tmp_path)
@@ -364,7 +364,7 @@ def test_a_best_of_other_trials_is_not_believed(run):
     rows = (run / "trials.csv").read_text().splitlines(keepends=True)
     (run / "trials.csv").write_text("".join(rows[:2]))
     source = Source.read(run)
-    assert source.best is None and any("other trials" in each for each in source.problems)
+    assert source.best is None and any("does not agree" in each for each in source.problems)
     assert document(source)["headline"]["winner"]["trial"] == 0
 
 

@@ -74,7 +74,9 @@ def test_trials_csv_has_its_header_before_the_first_trial(tmp_path, open_run):
 def test_a_folder_with_a_run_is_refused_with_both_ways_out(tmp_path, open_run):
     open_run(tmp_path).close()
     before = snapshot(tmp_path)
-    with pytest.raises(StudyError, match=r"already holds a run of gpt2-tiny; continue it with --resume, or .* --out"):
+    with pytest.raises(
+        StudyError, match=r"already contains a run of gpt2-tiny; continue it with --resume, or .* --out"
+    ):
         open_run(tmp_path)
     assert snapshot(tmp_path) == before
 
@@ -149,7 +151,7 @@ def test_closing_brings_the_table_up_to_date(tmp_path, open_run, point, ok):
 
 
 def test_resuming_where_nothing_is_is_refused_and_leaves_nothing(tmp_path, open_run):
-    with pytest.raises(StudyError, match="holds no run to resume"):
+    with pytest.raises(StudyError, match="contains no run to resume"):
         open_run(tmp_path / "new", resume=True)
     assert not (tmp_path / "new").exists()
 
@@ -276,7 +278,7 @@ def test_a_storage_elsewhere_is_named_again_and_its_password_is_not_written(tmp_
     assert View(tmp_path / "a", storage=url).trials()[0].ok
     with pytest.raises(StudyError, match=r"storage: was sqlite.*now sqlite:///other\.db"):
         open_run(tmp_path / "a", storage="sqlite:///other.db", resume=True)
-    with pytest.raises(StudyError, match="already holds a study 'a'"):
+    with pytest.raises(StudyError, match="already contains a study 'a'"):
         open_run(tmp_path / "elsewhere" / "a", storage=url)
     assert not (tmp_path / "elsewhere" / "a").exists()
     document = request.begin(tmp_path, {}, "postgresql://me:secret@host:5432/db")
@@ -452,7 +454,7 @@ def test_a_view_makes_do_with_what_is_left(tmp_path, open_run, point, ok):
     assert [trial.config for trial in view.trials()] == [point(0).to_dict()]
     assert len(view.problems) == 2 and "run.yaml is missing" in view.problems[0]
     (tmp_path / "trials.csv").unlink()
-    for path, words in [(tmp_path, "holds no run"), (tmp_path / "no", "no folder")]:
+    for path, words in [(tmp_path, "contains no run"), (tmp_path / "no", "no folder")]:
         with pytest.raises(StudyError, match=words):
             View(path)
 

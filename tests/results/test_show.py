@@ -66,8 +66,8 @@ def test_re_measurements_are_shown(run):
     assert "best: trial 1, 190 tokens/s ± 6 %; the default configuration (trial 0): 90 tokens/s; gain 2.11x" in text
     assert "median of 3 re-measurements; the first time 300 tokens/s" in text
     assert "measured again: 200, 180, 190; the first time 300" in text
-    assert "trials 1, 0 were measured again: they stand first, by the median" in text
-    assert "stand first" not in shown(run, selection=listing.Selection(statuses=("oom",)))
+    assert "trials 1, 0 were measured again: they are listed first, by the median" in text
+    assert "listed first" not in shown(run, selection=listing.Selection(statuses=("oom",)))
 
 
 def test_what_was_told_of_the_first_measurement_stands_beside_that(run):

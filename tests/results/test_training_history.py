@@ -188,7 +188,7 @@ def test_the_highest_step_is_found_at_the_end_of_the_log(tmp_path):
     [
         ("format: 1\nasked: [", "is damaged"),
         ("format: 1\nasked: {}\nstrategies: []\n", "strategies must be a list"),
-        ("format: 2\nasked: {}\nstrategies: [1]\n", "of format 2"),
+        ("format: 2\nasked: {}\nstrategies: [1]\n", "has format 2"),
         ("a: &a [1]\nb: [" + "*a, " * 200_000 + "]", "is damaged: it has more than 100,000 values"),
         ("x" * (LARGEST_DOCUMENT + 1), "larger than 2 MiB"),
     ],

@@ -230,7 +230,7 @@ def test_damaged_rows_are_left_out_and_named(tmp_path):
     assert list(frame["throughput"]) == [1.5, 1.5, 1.5]
     assert [int(each.split("line ")[1].split(":")[0]) for each in problems] == [3, 4, 5, 6, 7, 8, 9, 13]
     assert "status 'fine' is none of ok, oom" in problems[4]
-    assert "trial 1 again" in problems[-1]
+    assert "trial 1 is repeated" in problems[-1]
 
 
 def test_columns_may_be_missing_or_foreign_or_moved(tmp_path):

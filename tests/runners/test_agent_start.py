@@ -208,5 +208,7 @@ def test_a_module_that_initialises_cuda_is_named(agent, tmp_path):
         made[initialised] = agent(f"import ctypes\nctypes.CDLL({str(library)!r})")
         if initialised:
             made[initialised].wait_ready()  # a driver that is merely loaded
-    with pytest.raises(RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, which no process forked"):
+    with pytest.raises(
+        RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, so that no process forked"
+    ):
         made[0].wait_ready()

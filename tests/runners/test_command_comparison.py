@@ -36,7 +36,7 @@ def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(lo
     why = comparison.why_not(told(), 32.0, losses)
     assert (why == "") is compares
     if not compares:
-        assert why.startswith("its loss is ") and "at step 39, where that of the first run was 4.584" in why
+        assert why.startswith("its loss is ") and "at step 39, but that of the first run was 4.584" in why
 
 
 def test_what_scatters_from_step_to_step_may_be_as_far_off():
@@ -49,4 +49,4 @@ def test_steps_of_other_sizes_are_not_held_against_each_other():
     comparison = Comparison()
     comparison.why_not(told(), 32.0, curve())
     assert comparison.why_not(told(), 64.0, curve(start=30.0)) == ""
-    assert comparison.why_not(told("tokens/s"), 32.0, curve()).startswith("it told tokens/s, and samples/s before")
+    assert comparison.why_not(told("tokens/s"), 32.0, curve()).startswith("it reported tokens/s, but samples/s before")

@@ -198,7 +198,7 @@ def test_a_tag_of_no_known_name_counts_as_it_stands_at_the_end(run):
 def test_a_tag_that_is_not_there_is_told_with_those_that_are(run):
     measured = run('writer.add_scalar("perf/tps", 1.0, 1); writer.close()', metric=["perf/tqs"])
     assert measured.status is Status.CRASH
-    assert measured.reason == "the command ended without telling 'perf/tqs'; it told step, perf/tps"
+    assert measured.reason == "the command ended without reporting 'perf/tqs'; it reported step, perf/tps"
 
 
 def test_a_file_that_is_no_event_file_says_so(run):
@@ -213,7 +213,7 @@ def test_a_file_that_is_no_event_file_says_so(run):
         metric=["a"],
     )
     assert measured.status is Status.CRASH
-    assert "is a file and no folder of TensorBoard's; give it an ending" in measured.reason
+    assert "is a file, not a folder of TensorBoard events; add an ending" in measured.reason
 
 
 def command(file, **more):
@@ -234,5 +234,5 @@ def test_without_tensorboard_its_files_are_refused_before_the_first_trial(space,
 
 
 def test_event_files_of_which_nobody_says_what_counts_are_refused(space):
-    with pytest.raises(UsageError, match="say by --metric which tag counts"):
+    with pytest.raises(UsageError, match="choose a tag with --metric"):
         Commands(command("{trial_dir}/runs"), space, devices=1)

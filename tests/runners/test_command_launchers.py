@@ -59,18 +59,18 @@ def test_options_of_its_own_are_those_of_the_same_name_alone():
             "trainer",
             "sh t.sh --bf16 true",
             {"precision": ["fp32", "bf16"]},
-            "the command says --bf16 itself, so that precision",
+            "the command has --bf16 itself, so precision",
         ),
-        ("trainer", "sh t.sh --fp16=1", {"precision": ["fp32"]}, "the command says --fp16 itself"),
-        ("llamafactory", "sh t.sh bf16=true", {"precision": ["fp32"]}, "the command says bf16 itself"),
+        ("trainer", "sh t.sh --fp16=1", {"precision": ["fp32"]}, "the command has --fp16 itself"),
+        ("llamafactory", "sh t.sh bf16=true", {"precision": ["fp32"]}, "the command has bf16 itself"),
         (
             "trainer",
             "sh t.sh --gradient_accumulation_steps 4",
             {"grad_accum": [1, 2]},
-            "so that grad_accum cannot vary",
+            "so grad_accum cannot vary",
         ),
-        ("litgpt", "sh t.sh", {"precision": ["fp16"]}, "can be told precision as fp32, bf16, bf16_pure, but got fp16"),
-        ("lightning", "sh t.sh", {"zero": [1]}, "can be told zero as 0, 3, but got 1"),
+        ("litgpt", "sh t.sh", {"precision": ["fp16"]}, "accepts precision as fp32, bf16, bf16_pure, but got fp16"),
+        ("lightning", "sh t.sh", {"zero": [1]}, "accepts zero as 0, 3, but got 1"),
         ("axolotl", "sh train t.yml", {"checkpoint_ratio": [0.5]}, "checkpoint_ratio as 0, 1, but got 0.5"),
         ("trainer", "sh t.sh", {"precision": ["bf16_pure"]}, "as fp32, bf16, fp16, but got bf16_pure"),
     ],
@@ -95,7 +95,7 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
     assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
     assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
     for name in ("litgpt", "nemo", "megatron-bridge"):
-        with pytest.raises(UsageError, match="say how many by --global-batch"):
+        with pytest.raises(UsageError, match="set it with --global-batch"):
             samples(name, "sh t.sh")
 
 
@@ -143,7 +143,7 @@ def test_a_file_is_told_at_its_paths(tmp_path):
 
 
 def test_a_knob_that_a_launcher_does_not_know_needs_a_place():
-    with pytest.raises(UsageError, match="the knob 'unheard' is used nowhere"):
+    with pytest.raises(UsageError, match="the knob 'unheard' is not used"):
         words("trainer", "sh train.sh", unheard=[1, 2])
     assert "--deep 1" in " ".join(words("trainer", "sh train.sh --deep {unheard}", unheard=[1, 2]))
 
@@ -281,7 +281,7 @@ def test_a_global_batch_is_said_to_those_who_derive_the_accumulation_themselves(
     command = Command(command="sh train.sh", launcher="megatron")
     work = Commands(command, space, devices=4, global_batch=64)
     assert "--global-batch-size 64" in work.rendered(space.config(micro_batch=2), 0, Path())
-    with pytest.raises(UsageError, match="say it with --global-batch"):
+    with pytest.raises(UsageError, match="set it with --global-batch"):
         Commands(command, space, devices=4)
 
 

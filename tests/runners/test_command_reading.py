@@ -90,9 +90,9 @@ def test_the_first_metric_that_is_asked_for_is_the_objective():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("(?P<speed>", "is no regular expression"),
-        (r"speed: (\d+)", "names no number; write it as a group with a name"),
-        ("speed: ([0-9.]+)", "names no number; write it as a group with a name"),
+        ("(?P<speed>", "is not a valid regular expression"),
+        (r"speed: (\d+)", "has no named group; write one for the number"),
+        ("speed: ([0-9.]+)", "has no named group; write one for the number"),
     ],
 )
 def test_a_metric_that_cannot_be_read_is_refused(text, says):
@@ -115,7 +115,7 @@ def test_a_metric_that_cannot_be_read_is_refused(text, says):
 )
 def test_what_is_no_regular_expression_is_a_name_and_what_that_is_called(text, metric, name):
     lines = lines_for([text])
-    assert lines.asked == [metric]
+    assert lines.requested == [metric]
     assert lines.read(json.dumps({name: 2.5, "x": 1})) == {metric: 2.5}
 
 
@@ -173,12 +173,12 @@ def test_steps_are_timed_by_when_their_numbers_are_told(said, expected):
     steps, times = StepNumbers(), []
     moments = sorted({at for _, at in said})
     for moment in moments:
-        times += [steps.told(step, at) for step, at in said if at == moment]
+        times += [steps.add(step, at) for step, at in said if at == moment]
         times.append(steps.step_ms())
     assert [each for each in times if each] == pytest.approx(expected)
     # As where several moments are read at once, such as from a file.
     steps = StepNumbers()
-    times = [*(steps.told(step, at) for step, at in said), steps.step_ms()]
+    times = [*(steps.add(step, at) for step, at in said), steps.step_ms()]
     assert [each for each in times if each] == pytest.approx(expected)
 
 
@@ -257,7 +257,7 @@ def test_a_requirement_says_what_breaks_it():
     bound = Requirement.read("p99_ms < 200 and errors == 0")
     assert bound.broken({"p99_ms": 150.0, "errors": 0.0}) == ""
     assert "p99_ms = 250" in bound.broken({"p99_ms": 250.0, "errors": 0.0})
-    assert bound.broken({"p99_ms": 150.0}).startswith("nothing said errors")
+    assert bound.broken({"p99_ms": 150.0}).startswith("the command did not report errors")
     for text in ("p99_ms +", "p99_ms * 2", "p99_ms < 'x'"):
         with pytest.raises(UsageError, match="--require"):
             Requirement.read(text)

@@ -234,7 +234,7 @@ def test_a_candidate_that_learns_something_else_is_wrong(space, tmp_path, script
             for each in (1, 2, 4)
         ]
     assert [each.status for each in done] == [Status.OK, Status.OK, Status.WRONG], done
-    assert "where that of the first run was" in done[2].reason
+    assert "but that of the first run was" in done[2].reason
 
 
 OUT_OF_MEMORY = {
@@ -309,7 +309,7 @@ def test_on_gpus_memory_is_theirs_and_so_is_its_limit(space, tmp_path, script, m
     assert measured.status is status, measured
     assert measured.peak_memory_mib == 5000.0 == peaks[-1]
     if status is Status.OOM:
-        assert measured.reason == "5,000 MiB of a GPU are held, and 1,000 MiB is the limit"
+        assert measured.reason == "5,000 MiB of a GPU are in use, but the limit is 1,000 MiB"
 
 
 def test_a_port_that_is_taken_is_not_the_end(run, script):
@@ -325,7 +325,7 @@ def test_a_port_that_is_taken_is_not_the_end(run, script):
         print("value 1")
         """
         measured, log = run(script(text, "{master_port} {trial_dir} {micro_batch}"), metric=["value (?P<value>.)"])
-    assert measured.status is Status.OK and "is taken; started again on another" in log
+    assert measured.status is Status.OK and "is taken; restarting on another" in log
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
         )
     assert (first.status, first.unit, third.status) == (Status.OK, "tokens/s", Status.OK)
     assert second.status is Status.WRONG
-    assert second.reason == "it told samples/s, and tokens/s before: --metric says which counts"
+    assert second.reason == "it reported samples/s, but tokens/s before: choose one with --metric"
 
 
 @pytest.mark.parametrize(
@@ -390,10 +390,10 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
         (
             "print('Throughput: 12 tok/s')",
             Status.CRASH,
-            "without telling a throughput, a step's time or its number; did you mean what",
+            "without reporting a throughput, a step's time or its number; did you mean the number",
         ),
         ('print(\'{"step_ms": 5, "loss": "x"}\')', Status.OK, ""),
-        ('for i in range(50): print(\'{"step_ms": 5, "loss": NaN}\')', Status.WRONG, "the loss it told is nan"),
+        ('for i in range(50): print(\'{"step_ms": 5, "loss": NaN}\')', Status.WRONG, "the reported loss is nan"),
     ],
 )
 def test_what_a_command_ends_with_is_told(run, script, text, status, reason):
@@ -450,7 +450,7 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
     ("more", "says"),
     [
         ({"command": "no-such-program {micro_batch}"}, "there is no program 'no-such-program'"),
-        ({"command": "true"}, "the knob 'micro_batch' is used nowhere"),
+        ({"command": "true"}, "the knob 'micro_batch' is not used"),
         ({"command": "true {micro_batch} {x}"}, "unknown placeholder"),
         ({"command": "true {micro_batch}", "env": ["A"]}, "--env must be NAME=VALUE"),
         ({"command": "true {micro_batch}", "samples": "{x}"}, "--samples: unknown placeholder"),
@@ -481,5 +481,5 @@ def test_samples_of_a_step_follow_from_knobs_or_are_said(space):
         return made._work(made.values(space.config(micro_batch=2), 0, Path()))
 
     assert work() == 8.0 and work(samples="{micro_batch * 3}") == 6.0 and work(samples="5") == 5.0
-    with pytest.raises(UsageError, match="which is no number"):
+    with pytest.raises(UsageError, match="--samples must be a number"):
         work(samples="many")

@@ -74,7 +74,7 @@ def test_who_waits_for_a_supervisor_leaves_it_that_time(monkeypatch, device, pat
     begin = time.monotonic()
     outcome = host._answer(here, Job(program=b"", device_type=device, timeout_s=0.1))
     assert time.monotonic() - begin >= 0.1 + patience
-    assert outcome.status is Status.TIMEOUT and f"said nothing for {patience} s more" in outcome.reason
+    assert outcome.status is Status.TIMEOUT and f"did not answer for another {patience} s" in outcome.reason
 
 
 def test_retries_of_build_and_probe_are_not_those_of_the_steps():

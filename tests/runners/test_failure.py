@@ -145,7 +145,7 @@ def test_an_exit_without_a_report_is_judged_by_signal_and_last_words(code, words
 def test_what_may_or_may_not_come_from_memory_is_oom_only_with_evidence(code, words):
     status, reason = failure.from_exit(code, words)
     assert status is Status.CRASH
-    assert reason.endswith("and nothing says that memory was short")
+    assert reason.endswith("without evidence that memory was short")
     status, reason = failure.from_exit(code, words, "2 of 512 MiB were left")
     assert status is Status.OOM
     assert reason.endswith(": 2 of 512 MiB were left")
@@ -230,7 +230,7 @@ class _Meter(MemoryMeter):
         ("CUDA error: device-side assert triggered", "3 of 900 MiB of cuda:0 are free", Status.CRASH, None,
          "RuntimeError: CUDA error: device-side assert triggered"),
         (SHM, "", Status.OOM, None,
-         f"RuntimeError: {SHM} (1 of 64 MiB of /dev/shm are free; a container gets more by --shm-size)"),
+         f"RuntimeError: {SHM} (1 of 64 MiB of /dev/shm are free; give a container more with --shm-size)"),
     ],
 )  # fmt: skip
 def test_the_state_of_the_device_decides(monkeypatch, text, short, status, needed, reason):

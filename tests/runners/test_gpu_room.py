@@ -63,7 +63,7 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
     assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600)) == 20_600
     assert clock[0] == pytest.approx(memory.WAIT_S, abs=0.2)
     assert said == [
-        "GPU 0: after 30 s 20,600 of 80,000 MiB are still used, 20,000 more than before; other processes hold them now"
+        "GPU 0: after 30 s 20,600 of 80,000 MiB are still used, 20,000 more than before; other processes use them now"
     ]
     before = clock[0]
     assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600)) == 20_600
@@ -247,4 +247,4 @@ def test_what_may_win_is_measured_at_settled_clocks_on_a_gpu():
             assert TrialRequest.from_dict(asked.to_dict()).sustained is sustained
     assert plans == {("cuda", True): SETTLE_S, ("cuda", False): 0, ("cpu", True): 0, ("cpu", False): 0}
     report = SimpleNamespace(clock_mhz=1755.0, power_w=690.0, seconds_settle=11.6)
-    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s in which clocks settled"
+    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s for clocks to settle"

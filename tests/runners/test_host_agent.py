@@ -46,7 +46,7 @@ def test_cuda_style_oom_is_oom(bench):
 
     outcome = bench.run(program, memory_limit_mib=4096)
     assert outcome.status is Status.OOM
-    assert outcome.reason.startswith("asked for 2,048 MiB with ")
+    assert outcome.reason.startswith("requested 2,048 MiB with ")
     assert outcome.ranks[0].needed_memory_mib == 4096
     # Without a limit nobody knows whose memory it was, and so what was held of it.
     outcome = bench.run(program)
@@ -64,7 +64,7 @@ def test_cpu_allocator_failure_under_the_limit_is_oom_with_the_need(bench, tmp_p
     log = tmp_path / "trial.log"
     outcome = bench.run(program, memory_limit_mib=256, log=str(log))
     assert outcome.status is Status.OOM
-    assert re.match(r"asked for 300 MiB with 1\d\d of 256 MiB held", outcome.reason)
+    assert re.match(r"requested 300 MiB with 1\d\d of 256 MiB in use", outcome.reason)
     assert "DefaultCPUAllocator" in log.read_text()
     assert outcome.ranks[0].needed_memory_mib == pytest.approx(400, rel=0.1)
 

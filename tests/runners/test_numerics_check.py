@@ -56,7 +56,7 @@ def test_what_is_not_finite_is_wrong_even_without_a_reference(bad):
     assert verdict(PROBE, None, loss=bad) == f"loss is {bad} at the first step"
     assert verdict(PROBE, None, last_loss=bad) == f"loss is {bad} at the last step"
     assert verdict(changed(loss=bad), None) == f"loss is {bad} at the probe"
-    assert verdict(changed(blocks=(bad, 1.0)), None) == "what it computes is not finite: the gradient's norm is 2.0"
+    assert verdict(changed(blocks=(bad, 1.0)), None) == "the probe's results are not finite: the gradient's norm is 2.0"
     assert verdict(replace(PROBE, logits=(bad,)), None) != ""
     assert verdict(PROBE, None) == ""
 

@@ -89,8 +89,9 @@ def test_mfu_is_of_the_peak_at_the_precision():
         ("NVIDIA A10G", 22_731, "a10g"),
         ("AMD Instinct MI300X", 196_288, "mi300x"),
         ("NVIDIA H100 PCIe", 81_079, None),
+        ("NVIDIA RTX 6000 Ada Generation", 49_140, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864, None),
-        ("NVIDIA L40S", 45_589, None),
+        ("NVIDIA L40S", 45_589, "l40s"),
     ],
 )
 def test_a_device_is_recognised_by_what_its_driver_calls_it(name, memory_mib, expected):

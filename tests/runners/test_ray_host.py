@@ -9,10 +9,10 @@ import psutil
 
 INNER = """
 import os
-from redline.runners.ray_host import _end_behind
+from redline.runners.ray_host import _end_with_parent
 raylet = os.getppid()
 print(os.getpid(), flush=True)
-_end_behind(raylet)
+_end_with_parent(raylet)
 """
 OUTER = f"""
 import subprocess, sys

@@ -200,7 +200,7 @@ def test_outside_of_an_allocation_it_says_so(monkeypatch, tmp_path):
     (tmp_path / "srun").write_text("#!/bin/sh\necho no nodes today >&2\nexit 1\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    with pytest.raises(UsageError, match="belongs into an allocation"):
+    with pytest.raises(UsageError, match="must run in an allocation"):
         SlurmRunner(work(), terms)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     with pytest.raises(redline.RunnerError, match="Slurm started 0 of 2 tasks: no nodes today"):

@@ -93,7 +93,7 @@ def test_what_was_compiled_on_the_way_is_counted():
     compiled = [0.0, 0.0, 1.5, 1.5, 1.5, 1.5, 4.0, 4.0, 4.0, 4.0]
     found = soak(training, SoakPlan(steps=2), 0, lambda: compiled.pop(0))
     assert (found.compiled, found.seconds_compile) == (2, 4.0)
-    assert found.words.endswith(", 2 of which compiled for 4 s")
+    assert found.words.endswith(", 2 of them with 4 s of compilation")
 
 
 def test_lengths_beyond_those_that_are_compiled_anew_are_told():

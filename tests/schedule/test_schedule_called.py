@@ -70,9 +70,7 @@ def test_a_primitive_on_a_module_that_a_graph_has_taken_in_is_refused(sch, primi
 
 def test_after_an_export_the_layers_of_torch_are_in_the_graph_as_well(sch):
     sch.trace(tracer="export", examples=torch.randn(2, 8))
-    with pytest.raises(
-        ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, have it stay a call"
-    ):
+    with pytest.raises(ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, keep it a call"):
         sch["inner.fc"].hook("fwd_post", lambda module, args, output: output)
 
 
@@ -118,7 +116,7 @@ def test_a_module_that_is_to_be_recomputed_stays_a_call(sch):
 
 def test_an_exported_graph_would_lose_it(sch):
     sch["inner"].checkpoint()
-    with pytest.raises(TraceError, match="what was scheduled on 'inner' would be lost in it"):
+    with pytest.raises(TraceError, match="the schedule of 'inner' would be lost in it"):
         sch.trace(tracer="export", examples=torch.randn(2, 8))
 
 
@@ -130,7 +128,7 @@ def test_layers_whose_weights_alone_are_read_are_named(sch):
     pattern = gelu_of_linear
     sch.replace(pattern, sch.find(pattern)[0])
     with pytest.raises(
-        ScheduleError, match="float8 on 'Outer': a graph reads the weights of 'inner.fc' without a call"
+        ScheduleError, match="float8 on 'Outer': a graph reads the weights of 'inner.fc' without calling it"
     ):
         check_read(sch, "float8", linears)
 

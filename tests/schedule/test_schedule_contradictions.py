@@ -65,7 +65,7 @@ def check_refusals(make, model):
     )
     refused(sch, "cut along the output", lambda s: s["fc1"].parallel_loss())
     sch["fc1"].shard(["weight", "bias"], axis=0)
-    refused(sch, "sharded once, but it is already along dimension 0", lambda s: s["fc1"].shard("weight", 1))
+    refused(sch, "sharded already, along dimension 0", lambda s: s["fc1"].shard("weight", 1))
     refused(sch, "other features; use all_gather", lambda s: s["fc1"].sync("fwd_post", "all_reduce"))
     refused(sch, "before it is sharded", lambda s: s["fc1"].replace(nn.Linear(8, 16)))
     sch["fc2"].shard("weight", axis=1)
@@ -162,7 +162,7 @@ def check_tied_stage():
     sch = create_schedule(Tied(), mesh(pp=2, dp=1))
     sch["first"].cut_pipeline_stage()
     sch.shard_data(zero=2)
-    with pytest.raises(ScheduleError, match=r"one stage holds tied weights, second\.weight and third\.weight"):
+    with pytest.raises(ScheduleError, match=r"one stage has tied weights, second\.weight and third\.weight"):
         build(sch, loss=nn.functional.mse_loss)
 
 

@@ -94,7 +94,7 @@ def check_blocks(make):
         (lambda s: s.shard_data(zero=4), "from 0 to 3, but got 4"),
         (lambda s: s.shard_data(zero=True), "but got True"),
         (lambda s: s.shard_data(blocks="transformer.x.*"), "nearest path"),
-        (lambda s: s.shard_data().shard_data(), "once"),
+        (lambda s: s.shard_data().shard_data(), "replicated already"),
         (lambda s: s.shard_data(zero=1, hsdp=2), "needs stage 2 or 3"),
         (lambda s: s.shard_data(zero=3, hsdp=2), "divide the 2 ranks into groups of two or more, but is 2"),
         (lambda s: s.shard_data(cut=["weights"]), "the first of optimizer, gradients, weights, but is weights"),
@@ -172,6 +172,6 @@ def test_offload_refuses_what_it_cannot(mlp):
         sch.offload("activation")
     with pytest.raises(ScheduleError, match="on the root"):
         sch["fc1"].offload("optimizer")
-    with pytest.raises(ScheduleError, match="once"):
+    with pytest.raises(ScheduleError, match="offloaded already"):
         sch["fc1"].offload().offload()
     assert isinstance(sch.module, nn.Module) and len(sch.tree.steps) == 1

@@ -259,7 +259,7 @@ def check_handing(seed):
     numeric.same(weights_of(engine.module.model), weights_of(plain), allowed)
     with pytest.raises(ScheduleError, match="must be a pair of inputs and target, but got dict"):
         engine.batch_fn({"x": x})
-    with pytest.raises(ScheduleError, match="must hold tensors, numbers and words"):
+    with pytest.raises(ScheduleError, match="must contain tensors, numbers and texts"):
         engine.batch_fn(({"x": x, "scale": object()}, target))
 
 

@@ -76,7 +76,7 @@ def test_a_part_is_built_by_itself():
     part(torch.ones(2, 8)).sum().backward()
     assert model[0].weight.is_meta
     for at in (sch, sch["0"]):
-        with pytest.raises(ScheduleError, match="built once"):
+        with pytest.raises(ScheduleError, match="built already"):
             build(at)
 
 

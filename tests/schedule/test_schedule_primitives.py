@@ -82,7 +82,7 @@ def test_checkpoint_refuses_a_second_time_and_a_strange_policy(mlp):
     with pytest.raises(ScheduleError, match="policy must be None"):
         sch["fc1"].checkpoint(policy="mm")
     sch["fc1"].checkpoint()
-    with pytest.raises(ScheduleError, match="once"):
+    with pytest.raises(ScheduleError, match="checkpointed already"):
         sch["fc1"].checkpoint()
     assert [str(step) for step in sch.tree.steps] == ["checkpoint()"]
 

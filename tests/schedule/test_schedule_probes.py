@@ -287,7 +287,7 @@ def check_shard():
     for module, name in ((nn.LSTM(8, 8), "weight_ih_l0"), (nn.MultiheadAttention(8, 2), "in_proj_weight")):
         sch = create_schedule(nn.ModuleList([module]), mesh(tp=2))
         with pytest.raises(
-            ScheduleError, match=f"{type(module).__name__}.*kernel that takes them whole.*linear layers"
+            ScheduleError, match=f"{type(module).__name__}.*kernel that needs all of them.*linear layers"
         ):
             sch["0"].shard(name, axis=0)
 
@@ -426,6 +426,6 @@ def test_the_nearest_miss_is_named():
 
     sch = create_schedule(Two()).trace()
     with pytest.raises(
-        ScheduleError, match="the constant 0 was asked for, with softmax_1, relu found, but .* constant -1"
+        ScheduleError, match="the constant 0 is expected with softmax_1, relu matched, but .* constant -1"
     ):
         sch.find(lambda x: F.softmax(torch.relu(x), 0), explain=True)

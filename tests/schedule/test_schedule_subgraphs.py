@@ -113,7 +113,7 @@ def check_inside():
     sch = create_schedule(seeded(MLP), mesh(tp=2))
     cut_mlp(sch)
     sch.trace()
-    with pytest.raises(ScheduleError, match=r"sync\('fwd_post', 'all_reduce'\) of 'fc2' lies inside"):
+    with pytest.raises(ScheduleError, match=r"sync\('fwd_post', 'all_reduce'\) of 'fc2' is inside"):
         sch.replace(residual_inside, sch.find(residual_inside))
 
 
@@ -268,7 +268,7 @@ def test_one_module_stands_for_several_subgraphs():
     sch = create_schedule(model)
     with verify(sch, torch.randn(2, 8)):
         sch.trace()
-        with pytest.raises(ScheduleError, match="cannot stand for 3 subgraphs.*together=True"):
+        with pytest.raises(ScheduleError, match="cannot replace 3 subgraphs.*together=True"):
             sch.replace(Fused(model), sch.find("[qkv]"))
         sch.replace(Fused(model), sch.find("[qkv]"), name="qkv", together=True)
     assert list(model.state_dict()) == ["qkv.weight", "qkv.bias"]
@@ -282,7 +282,7 @@ def test_what_cannot_be_replaced_together_is_refused():
     sch = create_schedule(nn.Sequential(seeded(MLP), seeded(MLP)))
     for each in sch:
         each.trace()
-    with pytest.raises(ScheduleError, match="must lie in one graph, but lie in 0, 1"):
+    with pytest.raises(ScheduleError, match="must be in one graph, but are in 0, 1"):
         sch.replace(add_all, sch.find(add_all), together=True)
     with pytest.raises(ScheduleError, match="name must be an identifier, but got 'a b'"):
         sch.replace(add_all, sch["0"].find(add_all), name="a b")
@@ -355,10 +355,10 @@ def test_an_option_goes_to_the_replacement():
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (lambda x, w, b: F.relu(F.linear(x, w, b)), "relu was asked for, but there is linear .fc1."),
-        (lambda x, w, b: F.gelu(F.relu(x)), "relu was asked for, with act found, but there is linear .fc1."),
-        (lambda x: F.dropout(x, 0.5), r"constant 0.5 was asked for, with drop found, but there is the constant 0.25"),
-        (lambda x: call_module(nn.LayerNorm, x), "a call of LayerNorm was asked for, but there is"),
+        (lambda x, w, b: F.relu(F.linear(x, w, b)), "relu is expected, but there is linear .fc1."),
+        (lambda x, w, b: F.gelu(F.relu(x)), "relu is expected with act matched, but there is linear .fc1."),
+        (lambda x: F.dropout(x, 0.5), r"constant 0.5 is expected with drop matched, but there is the constant 0.25"),
+        (lambda x: call_module(nn.LayerNorm, x), "a call of LayerNorm is expected, but there is"),
         ("norm", "there are the operations fc1, act, fc2, drop, add"),
     ],
 )
@@ -388,5 +388,5 @@ def test_call_module_is_known_under_any_name():
     mine = call_module
     assert len(sch.find(lambda x: language.call_module("fc1", x))) == 1
     assert len(sch.find(lambda x: mine(nn.GELU, x))) == 1
-    with pytest.raises(TraceError, match="stands for the call of a module in a pattern for find"):
+    with pytest.raises(TraceError, match="represents the call of a module in a pattern for find"):
         call_module("fc1", torch.ones(1))

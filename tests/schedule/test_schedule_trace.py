@@ -145,7 +145,7 @@ def test_what_cannot_be_traced_names_the_line_and_leaves_the_schedule_alone():
     ):
         sch["0"].trace()
     assert str(sch) == drawn and "forward" not in model[0].__dict__ and model[0].training is True
-    with pytest.raises(ScheduleError, match="traced once"):
+    with pytest.raises(ScheduleError, match="traced already"):
         create_schedule(Block()).trace().trace()
 
 
@@ -235,7 +235,7 @@ def test_find_needs_a_trace_and_a_pattern(net):
     sch["blocks.0"].trace()
     with pytest.raises(ScheduleError, match="regular expression or a function, but got 3"):
         sch.find(3)
-    with pytest.raises(TraceError, match="is no graph"):
+    with pytest.raises(TraceError, match="is not a graph"):
         sch.find(lambda x: x if x > 0 else -x)
 
 
@@ -381,7 +381,7 @@ def test_a_module_may_stand_for_a_subgraph(net, x, seed):
         for each in sch.select("blocks.*"):
             each.trace()
         both = sch.find(lambda y, x: y + x)
-        with pytest.raises(ScheduleError, match="cannot stand for 2 subgraphs"):
+        with pytest.raises(ScheduleError, match="cannot replace 2 subgraphs"):
             sch.replace(Scaled(), both)
         sch.replace(Scaled(), both[0])
     assert "blocks.0.replaced_0.gain" in net.state_dict()

@@ -515,7 +515,7 @@ def test_a_constructor_s_own_error_is_told():
     ("made", "said"),
     [
         (lambda weight: weight * 2, "made has a gradient to pass on"),
-        (lambda weight: torch.complex(weight, weight).detach().conj(), "conjugated or negated when it is read"),
+        (lambda weight: torch.complex(weight, weight).detach().conj(), "a lazy conjugate or negative"),
     ],
     ids=["gradient", "conjugate"],
 )

@@ -39,11 +39,11 @@ def said(service, *arguments, fine=True):
 def test_a_search_is_held_released_and_gets_another_priority(service, client):
     run = client.submit("gpt2-tiny")
     assert "held" in said(service, "queue", "--hold", run.id)
-    assert run.look().held and run.look().reason == "it is held until somebody releases it"
+    assert run.look().held and run.look().reason == "it is held until a user releases it"
     assert said(service, "queue", "--priority", run.id, "20", "--release", run.id)
     assert (run.look().held, run.look().priority) == (False, 20)
     service.store.change_user("submitter", priority=20)
-    with pytest.raises(Refused, match="up to 20, but got 21; an admin raises that"):
+    with pytest.raises(Refused, match="up to 20, but got 21; an admin can raise the limit"):
         run.change(priority=21)
     assert run.look().priority == 20
     service.rl("admin").search(run.id).change(priority=21)
@@ -56,7 +56,7 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
     with pytest.raises(UsageError, match="a priority is low, normal, high, urgent, or a whole number.*'higher'"):
         run.change(priority="higher")
     for change in (other.hold, other.release, other.retry, other.delete, lambda: other.change(priority=1)):
-        with pytest.raises(Refused, match="is submitter's"):
+        with pytest.raises(Refused, match="belongs to submitter"):
             change()
     run.cancel()
 
@@ -68,7 +68,7 @@ def test_a_search_that_failed_is_retried_and_one_that_is_done_is_not(service, cl
     look = run.look()
     assert (look.state, look.ended) == ("queued", None) and "disk" not in look.reason
     service.store.finish(run.id, service.store.take_search(run.id), "done", "trials")
-    with pytest.raises(UsageError, match=f"{run.id} is done: submit it again"):
+    with pytest.raises(UsageError, match=f"{run.id} is done and cannot be retried: submit it again"):
         run.retry()
 
 

@@ -67,7 +67,7 @@ def test_a_user_that_is_not_there_is_refused():
 
 
 def test_a_user_from_whom_nothing_would_be_kept_is_refused(nobody, monkeypatch):
-    with pytest.raises(UsageError, match="may do everything on this host"):
+    with pytest.raises(UsageError, match="is an administrator of this host"):
         unix_user("root")
     monkeypatch.setattr(os, "geteuid", lambda: nobody.pw_uid)
     with pytest.raises(UsageError, match="the one that this process runs as"):
@@ -95,7 +95,7 @@ def test_a_user_who_cannot_run_this_python_is_refused(nobody):
 
 def test_with_ray_it_is_refused():
     user = UnixUser(name=NOBODY, uid=65534, gid=65534, groups=())
-    with pytest.raises(UsageError, match="--code-user is for the runner 'local'"):
+    with pytest.raises(UsageError, match="--code-user needs the runner 'local'"):
         Worker(None, name="w", host="h", devices=1, runner="ray", code_user=user)
 
 

@@ -80,13 +80,13 @@ def test_a_database_of_a_later_version_is_refused_and_left_alone(empty_url):
     with Store.open(empty_url) as store:
         store.database.write(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '99'")))
     with pytest.raises(
-        StorageAhead, match=r"is of version 99, written by a later redline: this one knows versions up to [0-9]"
+        StorageAhead, match=r"has version 99, written by a later redline: this one supports versions up to [0-9]"
     ):
         Store.open(empty_url)
 
 
 def test_without_leave_to_make_tables_none_are_made(empty_url):
-    with pytest.raises(StorageUnavailable, match="has no tables of redline's; start `redline serve` on it first"):
+    with pytest.raises(StorageUnavailable, match="has no tables of redline; start `redline serve` on it first"):
         Store.open(empty_url, create=False)
     if empty_url.startswith("postgresql"):
         return
@@ -97,11 +97,11 @@ def test_without_leave_to_make_tables_none_are_made(empty_url):
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("redline.db", "the storage 'redline.db' is no URL; give sqlite:///FILE or postgresql://"),
-        ("sqlite://", "must outlive its process; give sqlite:///FILE"),
-        ("sqlite:///:memory:", "must outlive its process"),
+        ("redline.db", "the storage 'redline.db' is not a URL; give sqlite:///FILE or postgresql://"),
+        ("sqlite://", "must not be in memory; give sqlite:///FILE"),
+        ("sqlite:///:memory:", "must not be in memory"),
         ("mysql://ann:secret@h/d", "unknown database 'mysql'.*Known: postgresql, sqlite"),
-        ("redis://h", "unknown database 'redis'|is no URL"),
+        ("redis://h", "unknown database 'redis'|is not a URL"),
     ],
 )
 def test_another_kind_of_database_is_refused(url, said):
@@ -155,7 +155,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
 
 def test_what_is_no_database_says_so(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of the kind " * 500)
-    with pytest.raises(StorageUnavailable, match="is no database"):
+    with pytest.raises(StorageUnavailable, match="is not a database"):
         Store.open(f"sqlite:///{tmp_path}/notes.txt")
     with pytest.raises(StorageUnavailable, match="cannot be opened"):
         Store.open(f"sqlite:///{tmp_path}/none/redline.db")

@@ -13,7 +13,7 @@ def test_a_dry_run_is_leased_once_and_answered_once(store, pool):
     assert (asked.state, asked.lease, asked.outcome) == (DryRunState.WAITING, 0, None)
     lease = pool.lease(asked)
     assert (lease.lease, lease.request, lease.payload) == (1, {"model": "gpt2-tiny"}, {"number": "0"})
-    with pytest.raises(LeaseOver, match=rf"the dry run {asked.id} waits no more: it is leased, its search running"):
+    with pytest.raises(LeaseOver, match=rf"the dry run {asked.id} does not wait: it is leased, its search running"):
         pool.lease(asked)
     done = store.answer(asked.id, lease.lease, OK)
     assert (done.state, done.outcome) == (DryRunState.DONE, OK)
@@ -40,7 +40,9 @@ def test_a_lease_that_ends_is_taken_up_and_the_old_one_is_refused(store, pool, c
         lambda: store.renew(asked.id, old.lease, 10),
         lambda: store.give_back(asked.id, old.lease),
     ):
-        with pytest.raises(LeaseOver, match=rf"lease 1 of the dry run {asked.id} is over: it is leased, its lease 2"):
+        with pytest.raises(
+            LeaseOver, match=rf"lease 1 of the dry run {asked.id} is over: it is leased with the lease 2"
+        ):
             late()
     assert store.answer(asked.id, new.lease, OK).outcome == OK
 
@@ -214,14 +216,14 @@ def test_the_first_worker_decides_a_search_s_kind_of_device(store, pool):
     pool.lease(pool.ask("0"))
     assert store.search(pool.search.id).kind == "NVIDIA H100"
     other = pool.join(name="NVIDIA A100")
-    with pytest.raises(Refused, match="is for 'NVIDIA H100', and the worker .* has 'NVIDIA A100'"):
+    with pytest.raises(Refused, match="needs 'NVIDIA H100', but the worker .* has 'NVIDIA A100'"):
         pool.lease(pool.ask("1"), worker=other)
 
 
 def test_a_search_stays_on_the_kind_of_device_that_it_was_placed_on(store, pool):
     """It plans for that kind; a worker whose device fits what was asked for is none of it."""
     assert store.place_search(pool.search.id, pool.attempt, "NVIDIA A100", {}) == "NVIDIA A100"
-    with pytest.raises(Refused, match="is for 'NVIDIA A100', and the worker .* has 'NVIDIA H100'"):
+    with pytest.raises(Refused, match="needs 'NVIDIA A100', but the worker .* has 'NVIDIA H100'"):
         pool.lease(pool.ask("0"))
     assert pool.lease(store.dry_runs(pool.search.id)[0], worker=pool.join(name="NVIDIA A100")).lease == 1
     assert store.place_search(pool.search.id, pool.attempt, "NVIDIA H100", {}) == "NVIDIA A100", "once and for all"
@@ -290,7 +292,7 @@ def test_unknown_ones_are_told_as_such(store, pool):
 @pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"loss": float("inf")}, {"loss": object()}])
 def test_what_is_no_json_is_refused_and_nothing_is_written(store, pool, bad):
     lease = pool.lease(pool.ask())
-    with pytest.raises(UsageError, match="this cannot be kept"):
+    with pytest.raises(UsageError, match="this cannot be stored"):
         store.answer(lease.dry_run, lease.lease, bad)
     assert store.outcome(lease.dry_run) is None
     store.answer(lease.dry_run, lease.lease, OK)

@@ -70,7 +70,7 @@ def test_files_that_a_command_names_are_not_read_by_a_searcher(evil):
     command = {"command": "echo {x}", "metric_file": "events.csv", "metric": ["speed"]}
     (evil / "events").rename(evil / "events.csv")
     assert resolved({"command": command, "override": X}, evil).command is not None
-    with pytest.raises(UsageError, match="does not travel"):
+    with pytest.raises(UsageError, match="cannot be sent"):
         arguments({"command": {"command": "echo {x}", "render": ["conf.yaml"]}}, evil)["target"].__class__(
             command="echo", render=("conf.yaml",)
         )
@@ -85,7 +85,7 @@ def test_hardware_is_of_the_table_whatever_files_are_there(evil):
 def test_a_workload_s_file_is_not_run_where_searchers_run_none(evil):
     text = (evil / "evil.py").read_text()
     request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}}
-    with pytest.raises(UsageError, match="runs no workload's file"):
+    with pytest.raises(UsageError, match="does not run workload files"):
         resolved(request, evil, code=False)
     assert not (evil / "ran").exists()
 

@@ -72,8 +72,8 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
     ("given", "said"),
     [
         ({"name": ""}, "a user's name must not be empty"),
-        ({"name": "a" * 201}, "a user's name has at most 200 characters, but got 201"),
-        ({"name": "a\0"}, "holds a NUL or half a surrogate pair"),
+        ({"name": "a" * 201}, "a user's name must have at most 200 characters, but got 201"),
+        ({"name": "a\0"}, "must not contain a NUL or half a surrogate pair"),
         ({"name": "x", "role": "boss"}, "unknown role 'boss'.*Known: admin, reader, submitter"),
         ({"name": "x", "device_hours": -1}, "device_hours must be a number above 0, but got -1"),
         ({"name": "x", "device_hours": float("nan")}, "device_hours must be a number above 0"),

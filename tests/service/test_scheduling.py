@@ -132,7 +132,7 @@ def test_why_a_search_waits_is_said():
         "s1": "a dry run takes 8 devices of one worker, and none has more than 4"
     }
     assert why([wants(1, 4)], [runs(9, "a", 1)], workers) == {
-        "s1": "waits for 4 devices of one worker: 5 of 6 are free, and others go before"
+        "s1": "waits for 4 devices of one worker: 5 of 6 are free, and others are ahead in the queue"
     }
     assert why([wants(1)], [runs(9, "a")], workers, [Share(user=1, running=1)]) == {
         "s1": "its user has 1 dry runs running, and may have 1"
@@ -221,7 +221,7 @@ def test_who_is_over_their_quota_holds_no_place_and_every_search_says_why_it_wai
         "b0": "4 searches run at once, and it waits for a slot: it is the next",
         "b1": "4 searches run at once, and it waits for a slot: 1 search before it",
         "b2": "4 searches run at once, and it waits for a slot: 2 searches before it",
-        "held": "it is held until somebody releases it",
+        "held": "it is held until a user releases it",
         "gone": "no worker has 'B200'; there are NVIDIA H100",
     }
 

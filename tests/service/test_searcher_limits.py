@@ -12,22 +12,22 @@ LAYERS = {"model_type": "gpt2", "n_layer": 20_000, "n_head": 2, "n_embd": 8, "vo
 SIMULATED = {"model": LAYERS, "runner": "simulate", "hardware": "h100-80gb", "devices": 1, "trials": 2}
 
 
-def test_limits_say_which_was_broken():
+def test_an_exceeded_limit_is_named():
     limits = SearcherLimits(cpu_s=7200.0, preparing_s=60.0)
     assert limits.broken(7199.0, 59.0) == ""
-    assert "2 hours of processor time" in limits.broken(7201.0, 0.0)
-    assert "longer than the 60 s" in limits.broken(0.0, 61.0)
+    assert "2 hours of CPU time" in limits.broken(7201.0, 0.0)
+    assert "longer than the limit of 60 s" in limits.broken(0.0, 61.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        (SearcherLimits(memory_mib=300.0), "more than the 0.29"),
-        (SearcherLimits(preparing_s=3.0), "longer than the 3 s"),
-        (SearcherLimits(cpu_s=1.0), "processor time"),
+        (SearcherLimits(memory_mib=300.0), "its limit of 0.29"),
+        (SearcherLimits(preparing_s=3.0), "longer than the limit of 3 s"),
+        (SearcherLimits(cpu_s=1.0), "CPU time"),
     ],
-    ids=["memory", "time to prepare", "processor time"],
+    ids=["memory", "time to prepare", "CPU time"],
 )
 def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, limits, said):
     store, user = a_store(tmp_path)
@@ -35,8 +35,8 @@ def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, l
         search = store.submit(user, SIMULATED, devices=1)[0].id
         ours, theirs = multiprocessing.Pipe()
         url = f"sqlite:///{tmp_path}/redline.db"
-        errand = SearchTask(url=url, data=tmp_path, search=search, log=tmp_path / "log", limits=limits)
-        process = multiprocessing.get_context("spawn").Process(target=errand.run, args=(theirs,))
+        task = SearchTask(url=url, data=tmp_path, search=search, log=tmp_path / "log", limits=limits)
+        process = multiprocessing.get_context("spawn").Process(target=task.run, args=(theirs,))
         process.start()
         process.join(300)
         ours.close()

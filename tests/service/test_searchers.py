@@ -103,7 +103,7 @@ def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch
     until(lambda: pid_of(searchers, theirs))
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert store.search(mine).state is SearchState.QUEUED
-    assert searchers.slots.why([mine])[mine] == "it is held until somebody releases it"
+    assert searchers.slots.why([mine])[mine] == "it is held until a user releases it"
     store.cancel(theirs)
     os.kill(pid_of(searchers, theirs), signal.SIGKILL)
     store.hold(mine, False)
@@ -129,7 +129,7 @@ def test_one_that_always_dies_has_failed_with_its_last_words(service):
     found = until(lambda: store.search(search).state.ended and store.search(search))
     assert found.state is SearchState.FAILED
     assert found.reason == (
-        f"its searcher died {MOST_DEATHS} times in a row; at last it ended with 7: the disk of {search} is full"
+        f"its searcher died {MOST_DEATHS} times in a row; the last one ended with 7: the disk of {search} is full"
     )
 
 

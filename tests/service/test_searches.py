@@ -24,9 +24,7 @@ def test_a_key_stands_for_one_search_of_its_user(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=2, key="k")
     assert store.submit(ann, dict(reversed(REQUEST.items())), devices=2, key="k") == (first, False)
     for other in ({"request": {**REQUEST, "trials": 17}, "devices": 2}, {"request": REQUEST, "devices": 4}):
-        with pytest.raises(
-            KeyTaken, match=f"the key 'k' stands for the search {first.id}, which asks for something else"
-        ):
+        with pytest.raises(KeyTaken, match=f"the key 'k' belongs to the search {first.id}, whose request is different"):
             store.submit(ann, key="k", **other)
     bobs, new = store.submit(store.add_user("bob"), REQUEST, devices=2, key="k")
     assert new and bobs.id != first.id
@@ -73,11 +71,11 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
         ({"devices": True}, "devices must be a whole number"),
         ({"priority": 101}, "priority must be a whole number from -100 to 100, but got 101"),
         ({"key": ""}, "key must not be empty"),
-        ({"key": "k" * 201}, "key has at most 200 characters"),
-        ({"name": "\ud800"}, "name holds a NUL or half a surrogate pair"),
+        ({"key": "k" * 201}, "key must have at most 200 characters"),
+        ({"name": "\ud800"}, "name must not contain a NUL or half a surrogate pair"),
         ({"device": 3}, "device must be a text, but got 3"),
-        ({"request": {"x": float("nan")}}, "this cannot be kept"),
-        ({"request": {"x": {1, 2}}}, "this cannot be kept: Object of type set is not JSON serializable"),
+        ({"request": {"x": float("nan")}}, "this cannot be stored"),
+        ({"request": {"x": {1, 2}}}, "this cannot be stored: Object of type set is not JSON serializable"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(store, ann, given, said):
@@ -100,7 +98,7 @@ def test_an_end_that_is_told_again_is_the_same_end(store, ann, clock):
     clock.pass_by(5)
     assert store.finish(search.id, attempt, "done", best={"throughput": 4.0}) == ended
     assert (ended.state, ended.best, ended.ended) == ("done", {"throughput": 3.0}, clock.now - 5)
-    with pytest.raises(UsageError, match="a search does not end as running"):
+    with pytest.raises(UsageError, match="running is not a final state"):
         store.finish(search.id, attempt, "running")
 
 

@@ -53,7 +53,7 @@ def test_a_server_that_stands_by_takes_over_when_the_first_is_killed(tmp_path):
     token, address = first.line("REDLINE_TOKEN=(.*)"), first.line("serve on (http://[^,]*),")
     second = Server(tmp_path, "--port", address.rpartition(":")[2], "--no-worker", "--standby")
     try:
-        second.line("(stands by: .* is in use by process)")
+        second.line("(waiting on standby: .* is in use by process)")
         assert second.process.poll() is None
         first.end(signal.SIGKILL)
         second.line("serve on (http)")

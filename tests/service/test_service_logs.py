@@ -32,12 +32,12 @@ def test_what_is_no_search_is_no_folder(tmp_path, search):
 @pytest.mark.parametrize("name", ["../3.log", "3", "3.log/", "/etc/passwd", "3.log\0", "a.log", ".log"])
 def test_what_is_no_log_is_refused(tmp_path, name):
     for call in (lambda: write_log(tmp_path, SEARCH, name, 0, b""), lambda: read_log(tmp_path, SEARCH, name)):
-        with pytest.raises(UsageError, match="a log is called like 7.log"):
+        with pytest.raises(UsageError, match="a log's name is like 7.log"):
             call()
 
 
 def test_a_gap_and_a_part_too_long_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="begins there, not at 5"):
+    with pytest.raises(UsageError, match="begin there, but got offset 5"):
         write_log(tmp_path, SEARCH, "3.log", 5, b"x")
     with pytest.raises(UsageError, match=f"at most {MOST_AT_ONCE} bytes"):
         write_log(tmp_path, SEARCH, "3.log", 0, b"x" * (MOST_AT_ONCE + 1))

@@ -76,9 +76,9 @@ def test_what_is_said_without_encryption_is_not_answered(service):
 def test_files_that_are_none_are_refused_in_words(tmp_path, files):
     ours, certificate, key = files
     (tmp_path / "notes").write_text("nothing of the kind")
-    with pytest.raises(UsageError, match="notes has no certificates to trust"):
+    with pytest.raises(UsageError, match="notes cannot be read as certificates"):
         rl.Client("https://127.0.0.1:1", token="redline_x", trust=str(tmp_path / "notes"))
-    with pytest.raises(UsageError, match="none has no certificates to trust, in PEM: No such file"):
+    with pytest.raises(UsageError, match="none cannot be read as certificates in PEM: No such file"):
         rl.Client("https://127.0.0.1:1", token="redline_x", trust=str(tmp_path / "none"))
     for given, other in ((tmp_path / "notes", key), (certificate, None), (ours, key)):
         with pytest.raises(UsageError, match="cannot be used .*: give a certificate and its key, in PEM"):

@@ -201,7 +201,7 @@ def test_a_stream_outlasts_a_database_that_cannot_be_read(postgresql_url, tmp_pa
     with served(tmp_path, url=postgresql_url, patience_s=0.5, tokens=tokens) as service, service.client() as client:
         with locked(service, "redline_events"), client.stream("GET", f"/v1/searches/{told}/events") as stream:
             lines = stream.iter_lines()
-            assert next(line for line in lines if line.startswith(":")) == ": the database is away"
+            assert next(line for line in lines if line.startswith(":")) == ": the database is unavailable"
         threading.Timer(0.5, service.store.cancel, [told]).start()
         with client.stream("GET", f"/v1/searches/{told}/events") as stream:
             heard = [line for line in stream.iter_lines() if line.startswith("data: ")]
@@ -214,9 +214,9 @@ def test_a_database_that_a_later_version_takes_over_is_not_misread(service, clie
     before = service.store.database.read(lambda c: c.execute(text(f"SELECT version_num FROM {VERSIONS}")).scalar())
     change(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '99'")))
     change(lambda c: c.execute(text("ALTER TABLE redline_searches RENAME COLUMN priority TO urgency")))
-    away(client.get("/v1/searches"), "has other tables than this redline knows")
-    away(submit(client), "has other tables than this redline knows")
-    with pytest.raises(StorageAhead, match=r"is of version 99, written by a later redline.*install the later one"):
+    away(client.get("/v1/searches"), "has other tables than this version of redline expects")
+    away(submit(client), "has other tables than this version of redline expects")
+    with pytest.raises(StorageAhead, match=r"has version 99, written by a later redline.*install the later one"):
         serve(ServeOptions(data=tmp_path / "other", storage=url, port=0, worker=False))
     change(lambda c: c.execute(text("ALTER TABLE redline_searches RENAME COLUMN urgency TO priority")))
     change(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '{before}'")))
@@ -231,6 +231,6 @@ def test_who_asks_for_what_takes_long_keeps_nobody_else_waiting():
             asked = [pool.submit(helper.call, time.sleep, 0.3) for _ in range(3 * MOST_WAITING)]
         refused = [each.exception() for each in asked if each.exception()]
         assert len(asked) - len(refused) >= 1 + MOST_WAITING and len(refused) >= MOST_WAITING
-        assert all(isinstance(each, RunnerError) and "ask again in a moment" in str(each) for each in refused)
+        assert all(isinstance(each, RunnerError) and "try again in a moment" in str(each) for each in refused)
     finally:
         helper.close()

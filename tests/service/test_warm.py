@@ -40,7 +40,7 @@ def warm(tmp_path, monkeypatch):
         kept.made.append(Holding(assignment.search, assignment.devices))
         return kept.made[-1]
 
-    monkeypatch.setattr(kept, "_made", make)
+    monkeypatch.setattr(kept, "_make", make)
     yield kept
     kept.close()
     assert all(each.closed for each in kept.made)

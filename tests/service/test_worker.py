@@ -179,7 +179,7 @@ def test_machinery_that_always_fails_ends_as_a_crash(place):
         dry_run = asked(place)
         found = until(lambda: place.outcome(dry_run))
     assert found["status"] == Status.CRASH
-    assert found["reason"] == "what ran it was lost 3 times: the agent died"
+    assert found["reason"] == "its runner was lost 3 times: the agent died"
     assert place.dry_run(dry_run).attempts == 1
 
 
@@ -211,7 +211,7 @@ def test_a_worker_that_can_start_nothing_gives_back_what_it_has_and_ends_in_word
     with working(place, Formula(), warm=Broken) as worker:
         dry_run = asked(place)
         until(lambda: worker.trouble)
-    assert str(worker.trouble) == "this worker can run nothing, and ends: no Ray listens at h:1"
+    assert str(worker.trouble) == "this worker ends, since no runner can be started: no Ray listens at h:1"
     found = place.dry_run(dry_run)
     assert (found.state, found.attempts) == (DryRunState.WAITING, 0)
     assert place.workers() == []

@@ -257,6 +257,42 @@ def test_what_cannot_be_listed_says_so_and_works_otherwise(unlisted):
     assert "an unknown number" in unlisted.describe()
 
 
+def changed(one, other):
+    """Knobs that both have, with different values; what is derived follows."""
+    return sum(one[name] != other[name] for name in one.keys() & other.keys() if name not in ("dp", "sum"))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_neighbours_are_all_that_differ_in_a_few_knobs(space, listed, monkeypatch):
+    everything = list(space)
+    choices = space.choices(10**6)
+    assert space.made(choices) == everything
+    if not listed:  # joined from the rules instead of picked from the list
+
+        def refuse(self, at):
+            raise enumeration.TooLarge("too many")
+
+        monkeypatch.setattr("redline.space.valid_set.ValidSet.table", refuse)
+        space = space.copy()
+        assert not space.enumerable
+    for row in (0, len(everything) // 2, len(everything) - 1):
+        for changes in (0, 1, 2):
+            near = space.made(space.near(choices.row(row), changes))
+            expected = {each for each in everything if changed(everything[row], each) <= changes}
+            assert len(near) == len(set(near)) and set(near) == expected
+
+
+def test_choices_of_a_large_space_are_drawn_with_a_seed(huge, unlisted):
+    for large in (huge, unlisted):
+        drawn = large.choices(200, seed=5)
+        configs = large.made(drawn)
+        assert len(set(configs)) == len(configs) == drawn.rows > 100 and all(each in large for each in configs)
+        assert configs == large.made(large.choices(200, seed=5)) != large.made(large.choices(200, seed=6))
+        again = drawn.followed_by(drawn.take(np.arange(3)))
+        assert large.made(again.unique()) == configs
+        assert large.made(again.unique(without=drawn.take(np.arange(50)))) == configs[50:]
+
+
 def test_a_space_too_tight_for_random_search_says_so(monkeypatch):
     space = Space()
     knobs = [space.integer(f"k{at}", 0, 9) for at in range(6)]

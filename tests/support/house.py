@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("tests", "bench", "docs", "examples", "build")
-"""Folders of the repository that are not of the package's house."""
+"""Folders of the repository outside of the package."""
 
 
 def sources(root):

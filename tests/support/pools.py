@@ -115,8 +115,8 @@ def a_whole_search(store, search, folder, killed_after=None, known=None):
     """A search to its end, or to the death of its searcher after so many finished trials; `known` is a `Known` of it."""
 
     class Dying(Telling):
-        def finished(self, trial):
-            super().finished(trial)
+        def on_trial_end(self, trial):
+            super().on_trial_end(trial)
             if killed_after is not None and self.done >= killed_after:
                 raise Killed
 

@@ -173,7 +173,7 @@ def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(place):
     shown.send("\x03")
     ended_well(shown, 130)
     done = len(trial_lines(shown))  # two, and what else ended meanwhile
-    assert "Interrupted; what was found so far is kept." in shown.text
+    assert "Interrupted; the results so far are kept." in shown.text
     assert "--out stopped --resume" in shown.text
     assert set(psutil.Process().children(recursive=True)) <= before
     again = tune(place, "--trials", 5, "--out", "stopped", "--resume", workload="slow")

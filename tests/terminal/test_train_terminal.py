@@ -51,7 +51,7 @@ def test_ctrl_c_in_a_terminal_ends_with_a_checkpoint(here):  # noqa: F811
     shown.send("\x03")
     assert shown.wait() == 130, shown.text
     whole(shown, 120)
-    assert "note: ending with a checkpoint; Ctrl-C again ends at once, without" in shown.text
+    assert "note: saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint" in shown.text
     assert left_of(began) == []
     last = lines_of(here / "pressed")[-1]
     assert last["kind"] == "end" and last["stopped"] and not last["failure"]

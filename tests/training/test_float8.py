@@ -90,7 +90,7 @@ def test_the_primitive_refuses_what_it_cannot_do():
         with pytest.raises(ScheduleError, match=said):
             sch[at].float8(**given)
     sch["2"].float8()
-    with pytest.raises(ScheduleError, match="converted once"):
+    with pytest.raises(ScheduleError, match="converted already"):
         sch["2"].float8()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from redline.base.errors import Diverged, UsageError
 from redline.models.layouts.dcp import dcp_tensors
-from redline.runners.train import _told_to_stop
+from redline.runners.train import _stop_requested
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.training.data import DataPlan, prepare
 from redline.training.hyperparameters import Hyperparameters
@@ -372,16 +372,16 @@ def test_a_stop_that_one_rank_hears_ends_all_at_the_same_step_with_a_checkpoint(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_signals_and_a_file_are_heard(tmp_path, number):
     before = signal.getsignal(number)
-    with _told_to_stop(tmp_path) as told:
+    with _stop_requested(tmp_path) as told:
         assert not told()
         os.kill(os.getpid(), number)
         assert told()
     assert signal.getsignal(number) == before
-    with _told_to_stop(tmp_path) as told:
+    with _stop_requested(tmp_path) as told:
         assert not told()
         (tmp_path / "stop").touch()
         assert told()
-    with _told_to_stop(None) as told:  # the other ranks leave that to the first
+    with _stop_requested(None) as told:  # the other ranks leave that to the first
         assert not told()
         os.kill(os.getpid(), number)
         assert told()

@@ -129,7 +129,7 @@ def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
 @pytest.mark.parametrize("combination", [cell for cell in numerics.COMBINATIONS if cell.startswith(("ep2·", "ep4"))])
 def test_experts_are_spread_beside_all_else(two, four, seed, family, combination):
     if (family, combination) == ("deepseek_v3", "ep2·tp2+sp"):
-        assert numerics.obstacle(family, combination).endswith("holds more than a router and experts")
+        assert numerics.obstacle(family, combination).endswith("contains more than a router and experts")
         return
     hold({2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)
 
@@ -168,7 +168,7 @@ def test_every_family_in_every_combination(two, four, seed, family, combination)
                 )
             ),
             *((family, ranks) for family in ("vit", "wide_resnet") for ranks in ("kernels", "tp2", "zero3", "pp2")),
-        } or reason.endswith("the model has no experts, so that ep must be 1"), reason
+        } or reason.endswith("the model has no experts, so ep must be 1"), reason
         assert combination != "tp2", reason
         return
     hold({1: None, 2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)

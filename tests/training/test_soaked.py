@@ -1,4 +1,4 @@
-"""The soak of a training tries what comes hours later behind the first step, and leaves all as it would be without it."""
+"""The soak of a training tries what would come hours later, after the first step, and leaves all as it would be without it."""
 
 import json
 import random
@@ -94,7 +94,7 @@ def test_a_training_is_bit_for_bit_the_one_without_it(request, small, tmp_path, 
         if soaked[0].lines:
             (note,) = soaked[0].of("note", "text")
             said = r"soaked for [\d.]+ s: the longest of the next 99 batches \(step 2\), an evaluation and a checkpoint of "
-            assert re.fullmatch(said + r"1\.\d MiB went well, and changed nothing", note), note
+            assert re.fullmatch(said + r"1\.\d MiB succeeded, without an effect on the training", note), note
             assert not plain[0].of("note")
 
 

@@ -227,7 +227,7 @@ def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_pa
     again = redline.accelerate(make_llama(), make_data(), **config)
     turns(again, 1)
     with pytest.raises(
-        StudyError, match=r"holds checkpoints of later steps \(3, 2\) than this one, 1, .*info\.load before"
+        StudyError, match=r"contains checkpoints of later steps \(3, 2\) than this one, 1, .*info\.load before"
     ):
         again.info.save(saved, keep=1)
     assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]

@@ -71,7 +71,9 @@ def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
     asked = {"runner": "simulate", "hardware": "h100", "trials": 1, "devices": 1}
     redline.tune("llama-tiny", seq_len=32, global_batch=4, fix={"precision": "fp32"}, out=tmp_path / "run", **asked)
     (tmp_path / "best-of-all.yaml").write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
-    assert read_source(tmp_path / "best-of-all.yaml") == read_source(tmp_path / "run")
+    found = read_source(tmp_path / "best-of-all.yaml")
+    assert found == read_source(tmp_path / "run") and found.config["precision"] == "fp32"
+    assert found.predicted is None, "nothing was measured"
 
 
 def test_a_best_yaml_for_other_devices_is_planned_anew(tmp_path):
@@ -92,7 +94,7 @@ class Stream(torch.utils.data.IterableDataset):
 REFUSED = {
     "an iterable": ({"dataset": Stream()}, "Stream cannot be read by number.*__len__ and __getitem__"),
     "a loader": ({"dataset": torch.utils.data.DataLoader(make_data())}, "a DataLoader decides on batches.*collate_fn"),
-    "an empty one": ({"dataset": [{}][:0]}, "list that is to be trained on is empty"),
+    "an empty one": ({"dataset": [{}][:0]}, "list to train on is empty"),
     "text": ({"dataset": [{"input_ids": "abc"}] * 8}, "part 'input_ids' of a sample is a str.*collate="),
     "lengths": (
         {"dataset": [{"input_ids": [1] * (2 + n), "labels": [1] * (2 + n)} for n in range(9)]},

@@ -72,7 +72,7 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
     gpu = resolve_task(TrainingRequest("gpt2-tiny"), simulated=H100).device
     monkeypatch.setattr("redline.tuner.task.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
-    assert "lossy, and so left out: precision=bf16_pure (see --allow lossy)" in out
+    assert "left out because they are lossy: precision=bf16_pure (see --allow lossy)" in out
     assert "hsdp" not in out
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 2)
     assert "without hsdp: the 2 devices are on one host" in out
@@ -82,13 +82,13 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
 
 def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypatch):
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
-    assert "without fp8: a CPU does not support 8-bit products" in out and "the loss alone" not in out
+    assert "without fp8: a CPU does not support 8-bit products" in out and "only the loss" not in out
     described = resolve_task(TrainingRequest("llama-tiny"), simulated=H100).device
     lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
     monkeypatch.setattr("redline.base.device.not_installed", lacking)
     present = replace(described, features=frozenset())
-    left_out = "left out: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
-    alone = "kernels are the loss alone, not modules: no liger_kernel, kernels"
+    left_out = "lossy: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
+    alone = "kernels replace only the loss, not modules: no liger_kernel, kernels"
     for device, said, unsaid in (
         (described, (left_out,), ("without fp8", alone)),
         (present, ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),

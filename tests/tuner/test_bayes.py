@@ -135,7 +135,7 @@ def test_a_prior_that_says_nothing_of_use_counts_as_unknown_and_that_is_said_onc
     done = search(sampler, outcome, 12)
     assert len(done) == 12
     assert len(said) == 1
-    assert "the prior says nothing of 210 of 210 configurations" in said[0]
+    assert "the prior predicts nothing for 210 of 210 configurations" in said[0]
     assert "count as unknown" in said[0]
 
 
@@ -151,7 +151,7 @@ def test_a_prior_that_raises_for_some_is_used_for_the_others():
     done = search(sampler, outcome, 10)
     assert max(t.measurement.throughput or 0 for t in done) > 0.95 * BEST
     assert len(said) == 1
-    assert "nothing of 70 of 210 configurations" in said[0] and "no kernel of that name" in said[0]
+    assert "nothing for 70 of 210 configurations" in said[0] and "no kernel of that name" in said[0]
 
 
 def test_a_table_of_the_wrong_length_is_asked_one_by_one():
@@ -258,7 +258,7 @@ def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = rl.tune(outcome, make_space(), trials=8, prior=half, patience=0, isolate=False)
-    assert sum("the prior says nothing of 105 of 210" in note for note in result.notes) == 1, result.notes
+    assert sum("the prior predicts nothing for 105 of 210" in note for note in result.notes) == 1, result.notes
     for trial in result.all_trials:
         known = Estimate(trial.config) if trial.config["fusion"] else None
         if known is None:
@@ -270,7 +270,7 @@ def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong(
 
 def test_other_samplers_say_that_they_have_no_use_for_a_prior():
     result = rl.tune(outcome, make_space(), trials=3, sampler="random", prior=Estimate, isolate=False)
-    assert any("'random' makes no use of a prior" in note for note in result.notes)
+    assert any("'random' does not use a prior" in note for note in result.notes)
 
 
 def billions():

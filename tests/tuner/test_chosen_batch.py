@@ -4,7 +4,7 @@ import json
 
 import pytest
 from redline.cli import main
-from redline.cli.estimate_text import render
+from redline.cli.estimate_text import head
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
@@ -20,7 +20,7 @@ def test_the_commands_choose_alike_and_say_so():
     said = (
         "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the 64 devices"
     )
-    assert searched.workload.global_batch == asked.workload.global_batch == 64
+    assert searched.workload.global_batch == asked.global_batch == 64
     assert asked.estimator.training.global_batch == 64
     assert said in searched.notes and said in asked.notes
     for space in (searched.space, asked.space):
@@ -29,7 +29,7 @@ def test_the_commands_choose_alike_and_say_so():
 
 def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named():
     found = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=16)
-    assert found.workload.global_batch == 16
+    assert found.global_batch == 16
     said = "the global batch of 16 is less than the 64 devices: at most 16 of them can be replicas"
     assert any(note.startswith(said) for note in found.notes)
     enough = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
@@ -65,10 +65,6 @@ def test_an_estimate_with_free_accumulation_names_no_batch():
     asked = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
     assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
     found = estimate_document(asked)
-    assert found.to_dict()["global_batch"] is None and "global batch" not in render(found).splitlines()[0]
-    assert (
-        "global batch 32"
-        in render(estimate_document(estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[
-            0
-        ]
-    )
+    assert found.to_dict()["global_batch"] is None and "global batch" not in head(found)[0]
+    named = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2)
+    assert "global batch 32" in head(estimate_document(named))[0]

@@ -72,7 +72,7 @@ BAD = [
     (["tune", "gpt2-tiny", "--time", "10s", "--trial-timeout", "60s"], "more than the 10 s of the whole search"),
     (["tune", "gpt2-tiny", "--runner", "rays"], "did you mean 'ray'"),
     (["tune", "gpt2-tiny", "--devices", "0"], "devices must be a whole number of at least 1"),
-    (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were asked for"),
+    (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were requested"),
     (["tune", "gpt2-tiny", "--devices", "7", "--global-batch", "31"], "31 is not one of 7; 28 is"),
     (["tune", "llama-tiny", "--devices", "8", "--fix", "tp=8"], "8 ranks must divide the 4 key-value heads"),
     (
@@ -92,7 +92,7 @@ BAD = [
     (["tune", "gpt2-tiny", "--space", "no_such.yaml"], "no_such.yaml"),
     (["tune", "gpt2-tiny", "--data", "no_such.txt"], "no_such.txt"),
     (["tune", "gpt2-tiny", "--resume"], "--resume needs --out"),
-    (["tune", "gpt2-tiny", "--resume", "--out", "no/such/run"], "'no/such/run' holds no run to resume"),
+    (["tune", "gpt2-tiny", "--resume", "--out", "no/such/run"], "'no/such/run' contains no run to resume"),
     (["tune", "gpt2-tiny", "--log-to", "wandbb"], "did you mean 'wandb'"),
     (["tune", "gpt2-tiny", "--no-such-option"], "no-such-option"),
     (["estimate", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
@@ -107,15 +107,15 @@ BAD = [
     (["estimate", "gpt2-tiny", "--layers", "3"], "either a model or shape numbers"),
     (["estimate", "--layers", "3", "--hidden", "64"], "need --heads, --vocabulary as well"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--trials-from", "no/such/run"], "no/such/run"),
-    (["doctor", "--ranks", "2"], "belongs to --measure"),
+    (["doctor", "--ranks", "2"], "--ranks needs --measure"),
     (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
     (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["show", "no/such/run"], "no/such/run"),
-    (["report", "no/such/run"], "there is no 'no/such/run'"),
-    (["report", "."], "holds no run"),
+    (["report", "no/such/run"], "'no/such/run' does not exist"),
+    (["report", "."], "contains no run"),
     (["dashboard", "no/such/runs"], "there is no folder 'no/such/runs'"),
-    (["dashboard", "."], "holds no run"),
+    (["dashboard", "."], "contain no run"),
 ]
 
 
@@ -135,8 +135,8 @@ def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_
     ("arguments", "message"),
     [
         (["--sampler", "tpee"], "did you mean 'tpe'"),
-        (["--out", "taken"], "'taken' already holds a run"),
-        (["--out", "new", "--resume"], "holds no run to resume"),
+        (["--out", "taken"], "'taken' already contains a run"),
+        (["--out", "new", "--resume"], "contains no run to resume"),
         (["--log-to", "wandbb"], "did you mean 'wandb'"),
         (["--runner", "rays"], "did you mean 'ray'"),
     ],
@@ -184,7 +184,7 @@ def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path,
     monkeypatch.setattr("redline.tuner.task.detect", lambda: there)
     code, _, err = run(capsys, "tune", "gpt2-tiny", "--devices", "4")
     assert code == 2
-    assert "4 devices were asked for, but there are 2 (NVIDIA H100)" in err
+    assert "4 devices were requested, but there are 2 (NVIDIA H100)" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +195,7 @@ def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, _, err = run(capsys, "tune", "somebody/some-model", "--devices", "2")
     assert code == 2
-    assert "'somebody/some-model' is no preset" in err and "HF_HUB_OFFLINE forbids to ask the hub" in err
+    assert "'somebody/some-model' is not a preset" in err and "HF_HUB_OFFLINE forbids asking the hub" in err
     assert list(tmp_path.iterdir()) == []
 
 

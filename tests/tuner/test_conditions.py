@@ -26,7 +26,7 @@ class Heard(SearchListener):
     def __init__(self):
         self.lines = []
 
-    def said(self, message):
+    def on_message(self, message):
         self.lines.append(message)
 
 

@@ -107,7 +107,7 @@ class Heard(SearchListener):
     def __init__(self):
         self.lines = []
 
-    def said(self, message):
+    def on_message(self, message):
         self.lines.append(message)
 
 
@@ -191,7 +191,7 @@ def test_who_does_not_hold_up_is_told_apart_and_the_next_best_are_measured():
     assert summary.best(trials).number == 4
     assert trials[1].measurement.status is Status.CRASH
     assert trials[1].measurement.reason == "when measured again: lost its nerve; the first time 100 tokens/s"
-    assert "trial 1 did not hold up when measured again: crash (lost its nerve)" in lines
+    assert "trial 1 failed when measured again: crash (lost its nerve)" in lines
 
 
 def test_where_nothing_holds_up_there_is_no_winner_and_the_reason_is_said():
@@ -284,7 +284,7 @@ def test_who_fails_in_a_turn_does_not_hold_up_and_the_others_count():
     trials, _, lines = confirm([60.0, 100.0, 99.0], kind=Turns, crashing={1})
     assert summary.best(trials).number == 2
     assert trials[1].measurement.status is Status.CRASH and len(trials[2].remeasured) == 10
-    assert lines == ["trial 1 did not hold up when measured again: crash (lost its nerve)"]
+    assert lines == ["trial 1 failed when measured again: crash (lost its nerve)"]
 
 
 def test_those_that_do_not_fit_into_memory_together_are_measured_one_after_the_other():

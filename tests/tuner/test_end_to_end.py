@@ -213,7 +213,7 @@ def test_a_host_agent_that_is_lost_for_good_ends_the_run_with_1_and_with_what_wa
     done = tune(folder, "deadly", "--trials", 10, timeout=110)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the host agent was lost" in done.stderr
-    assert "What was found before is in 'run'" in done.stderr
+    assert "The trials so far are in 'run'" in done.stderr
     best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
     assert best["best"]["measurement"]["throughput"] > 0
     assert len(rows(folder)) >= 1

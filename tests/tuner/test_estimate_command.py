@@ -2,17 +2,23 @@
 
 import json
 import re
+import threading
 
 import pytest
 from redline.base.errors import UsageError
 from redline.cli import main
-from redline.estimator import Shape
+from redline.estimator import Shape, document
 from redline.estimator.document import estimate_document
 from redline.estimator.plans import choose, plan_of
 from redline.estimator.request import estimate_request
 from redline.estimator.survey import survey
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
 
 
 def run(capsys, *arguments):
@@ -103,6 +109,48 @@ def test_fewer_devices_are_a_plan_where_they_keep_half_the_speed(question):
     assert fewer.role == "4 devices" and fewer.devices == 4
     assert fewer.ranked.estimate.throughput >= 0.5 * found.ranked[0].estimate.throughput
     assert fewer.ranked.config["tp"] * fewer.ranked.config["pp"] * fewer.ranked.config["dp"] <= 4
+
+
+def test_fewer_devices_are_not_looked_for_where_computing_alone_takes_too_long(question):
+    from dataclasses import replace
+
+    from redline.estimator.plans import fewer_devices
+
+    ranked = estimate_document(question).ranked[0]
+    asked = []
+
+    def find(share):
+        def best(devices):
+            asked.append(devices)
+            breakdown = {
+                **dict.fromkeys(ranked.estimate.breakdown, 0.0),
+                "time.matmul": share,
+                "time.data parallel": 1 - share,
+            }
+            estimate = replace(ranked.estimate, throughput=60.0, step_ms=1.0, breakdown=breakdown)
+            return replace(ranked, estimate=estimate)
+
+        return best
+
+    assert fewer_devices(50.0, 8, find(0.8))[0] == 4 and asked == [4]
+    asked.clear()
+    assert fewer_devices(50.0, 8, find(0.4))[0] == 1 and asked == [4, 2, 1], "without links, 2 may be as fast"
+
+
+def test_no_other_thread_runs_while_variants_are_traced_in_forked_processes(capsys, monkeypatch, tmp_path):
+    before, during, called = set(threading.enumerate()), [], []
+
+    def trace(source, variants, progress):
+        progress(1, 2)
+        called.append(True)
+        during.extend(set(threading.enumerate()) - before)
+
+    monkeypatch.setattr(document, "trace_concurrently", trace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, _, _ = run(
+        capsys, "estimate", "gpt2-tiny", "--hardware", "a100-40gb", "--seq-len", 64, "--fix", "fusion=false"
+    )
+    assert code == 0 and called and during == []
 
 
 def test_a_sampled_space_leads_to_its_best_plan(question, monkeypatch):
@@ -211,6 +259,21 @@ def test_json_holds_what_the_text_says(capsys):
     assert [each["role"] for each in data["plans"]][:2] == ["fastest", "2nd"] and data["plans"][0]["devices"] == 8
 
 
+def test_plans_by_another_trainer_name_it_and_its_facts(capsys):
+    asked = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--framework", "megatron"]
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and " by megatron on 8 x a100-40gb" in out.splitlines()[0]
+    assert "assumed of megatron: weights are kept in bf16; master weights in fp32" in " ".join(out.split())
+    code, out, _ = run(capsys, *asked, "--memory-limit", "0.2GiB")
+    assert code == 3 and "assumed of megatron: weights are kept in bf16" in " ".join(out.split())
+    code, out, _ = run(capsys, *asked, "--json")
+    assert json.loads(out)["assumed_of"] == "megatron" and "gradients in fp32" in json.loads(out)["assumed"]
+    code, out, _ = run(capsys, *[each for each in asked if each not in ("--framework", "megatron")])
+    assert "assumed" not in out
+    code, _, err = run(capsys, *asked[:-1], "megatorn")
+    assert code == 2 and "did you mean 'megatron'" in err
+
+
 def test_one_configuration_is_explained_term_by_term(capsys):
     code, out, _ = run(
         capsys, "estimate", *SMALL, "--hardware", "h100", "--devices", 8, "--global-batch", 64,
@@ -253,7 +316,7 @@ def test_where_nothing_fits_the_smallest_is_named(capsys):
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
     assert code == 3
     assert "no configuration is predicted to fit" in out
-    assert "the least memory," in out
+    assert "with the least memory," in out
 
 
 UNTRACEABLE = """

@@ -164,7 +164,7 @@ def test_the_python_script_refuses_another_number_of_processes(tmp_path):
         (["--to", "yaml", "-o", "no/such/folder/x.yaml"], "there is no folder"),
         (
             ["--to", "yaml", "--launch", "slurm"],
-            "yaml starts nothing, so that it has no launch; targets that have one",
+            "yaml has no launch, because it starts nothing; targets with one",
         ),
         (["--to", "python", "--launch", "slrum"], "unknown launch 'slrum'; did you mean 'slurm'"),
         (["--to", "yaml", "--force"], "--force is for a single trial"),
@@ -252,7 +252,7 @@ def test_the_dashboards_exports_of_such_a_trial_name_its_end(simulated):
 
 def test_a_folder_without_a_run_is_named(capsys, tmp_path):
     code, _, err = export(capsys, tmp_path, "--to", "yaml")
-    assert code == 2 and f"'{tmp_path}' holds no run" in err
+    assert code == 2 and f"'{tmp_path}' contains no run" in err
 
 
 def test_the_targets_can_be_listed(capsys):

@@ -141,7 +141,7 @@ def test_a_default_within_the_limit_but_not_within_the_headroom_says_so():
     space = make_space(devices=1, total=16)
     need = needs(estimator(devices=1, total=16), [space.default()])[0]
     found = first_trial(space, estimator(devices=1, total=16, limit=need * 1.01), HEADROOM)
-    assert found.config != space.default() and ", of which 5 % are to stay free" in found.note
+    assert found.config != space.default() and ", of which 5 % have to stay free" in found.note
 
 
 def test_at_the_smallest_micro_batch_the_fallback_is_the_next_rung_that_needs_less():

@@ -232,8 +232,8 @@ def test_what_cannot_be_sent_to_a_process_is_refused_in_words_that_name_the_way_
         ({"trial_timeout": "5s"}, r"trial_timeout=5s needs a process that can be ended, but isolate=False"),
         ({"memory_limit": "1GiB"}, r"memory_limit=1GiB needs a process that can be ended"),
         ({"concurrency": 2}, r"one call at a time, but got concurrency=2"),
-        ({"runner": "ray"}, r"isolate=False calls the function in this process, where the runner 'ray' has no part"),
-        ({"isolate": True, "measure_time": "1s"}, r"measure_time belongs to a workload"),
+        ({"runner": "ray"}, r"isolate=False calls the function in this process and does not use the runner 'ray'"),
+        ({"isolate": True, "measure_time": "1s"}, r"measure_time is for a workload"),
         (
             {"isolate": True, "ray_address": "127.0.0.1:1"},
             r"ray_address=127.0.0.1:1 has no effect on the runner 'local'",
@@ -248,7 +248,7 @@ def test_what_cannot_be_honoured_is_refused(options, message, tmp_path):
 
 
 def test_a_workload_is_always_isolated():
-    with pytest.raises(rl.UsageError, match="isolate=False belongs to a callable"):
+    with pytest.raises(rl.UsageError, match="isolate=False is for a callable"):
         rl.tune("gpt2-tiny", isolate=False)
 
 

@@ -132,13 +132,13 @@ def a_trial():
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
     said = []
     tracker = Recorder(tmp_path, said.append, failing)
-    tracker.began(None)
-    tracker.finished(a_trial())
-    tracker.finished(a_trial())
-    tracker.ended(None)
+    tracker.on_start(None)
+    tracker.on_trial_end(a_trial())
+    tracker.on_trial_end(a_trial())
+    tracker.on_end(None)
     tracker.finish()
     tracker.finish()
-    assert said == ["nothing more is logged to recorder, which failed: no space left"]
+    assert said == ["logging to recorder has stopped, because it failed: no space left"]
     assert tracker.calls[-1] == failing
 
 
@@ -147,7 +147,7 @@ def test_a_tracker_is_closed_once_and_only_if_it_was_opened(tmp_path):
     tracker.finish()
     assert tracker.calls == []
     tracker = Recorder(tmp_path)
-    tracker.began(None)
+    tracker.on_start(None)
     tracker.finish()
     tracker.finish()
     assert tracker.calls == ["open", "close"]
@@ -157,9 +157,9 @@ def test_a_bug_in_a_tracker_is_not_swallowed(tmp_path):
     tracker = Recorder(tmp_path)
     tracker.failures = ()
     tracker.failing = "log"
-    tracker.began(None)
+    tracker.on_start(None)
     with pytest.raises(OSError, match="no space left"):
-        tracker.finished(a_trial())
+        tracker.on_trial_end(a_trial())
 
 
 def test_numbers_without_a_value_are_left_out():
@@ -170,16 +170,16 @@ def test_every_listener_hears_everything():
     heard = []
 
     class Ear(SearchListener):
-        def said(self, message):
+        def on_message(self, message):
             heard.append(message)
 
-        def remeasuring(self, leaders, done, total, seconds=0.0):
+        def on_remeasure(self, leaders, done, total, seconds=0.0):
             heard.append((leaders, done, total))
 
     both = Listeners([Ear(), Ear()])
-    both.said("a")
-    both.remeasuring([], 1, 2)
-    both.waiting("for nothing")
+    both.on_message("a")
+    both.on_remeasure([], 1, 2)
+    both.on_wait("for nothing")
     assert heard == ["a", "a", ([], 1, 2), ([], 1, 2)]
 
 

@@ -35,7 +35,7 @@ class Ended(SearchListener):
     def __init__(self):
         self.results = []
 
-    def ended(self, result):
+    def on_end(self, result):
         self.results.append(result)
 
 

@@ -177,7 +177,7 @@ def test_number_formats_that_the_devices_lack_are_refused_with_those_that_there_
         with pytest.raises(UsageError) as refused:
             redline.accelerate("llama-tiny", strategy=[entry], seq_len=32)
         assert str(refused.value) == (
-            f'the list of optimisations asks for precision="{value}", which llama-tiny cannot have on 1 device of this kind; '
+            f'the list of optimisations requires precision="{value}", which llama-tiny cannot have on 1 device of this kind; '
             "name another one, as by ('amp_native', {'dtype': 'bf16'}). There are: fp32"
         )
 

@@ -106,7 +106,7 @@ def test_where_nothing_leaves_the_headroom_what_fits_is_taken_and_it_is_said(tin
     least = 1.02 * estimator(tiny, 1)(plan_of_least(tiny)).peak_memory_mib
     found = plan(tiny, devices=1, hardware=H100, memory_limit_mib=least)
     assert found.estimate.fits and found.estimate.peak_memory_mib > 0.95 * least
-    assert found.why.endswith("; less than 5 % of the memory stay free")
+    assert found.why.endswith("; less than 5 % of the memory stays free")
 
 
 def plan_of_least(workload):

@@ -36,8 +36,8 @@ def shown(listener):
 
 def test_the_footer_of_a_resumed_run_counts_its_earlier_trials():
     listener = TerminalListener(io.StringIO())
-    listener.began(plan(trial(0, 482.0), trial(1, 300.0)))
-    listener.finished(trial(2, 462.0))
+    listener.on_start(plan(trial(0, 482.0), trial(1, 300.0)))
+    listener.on_trial_end(trial(2, 462.0))
     text = shown(listener)
     assert "3 of 8 trials" in text and "best 482 tokens/s (trial 0)" in text and "3 ok" in text
 
@@ -46,18 +46,18 @@ def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("redline.cli.progress.time.monotonic", lambda: now[0])
     listener = TerminalListener(io.StringIO())
-    listener.began(plan())
-    listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 1, 4, 120.0)
+    listener.on_start(plan())
+    listener.on_remeasure([trial(3, 1.0), trial(0, 1.0)], 1, 4, 120.0)
     now[0] += 42.0
     assert "0:42 measuring the leaders again: turn 2 of 4, about 1:18 left (trials 3, 0)" in shown(listener)
     now[0] += 100.0
     assert "2:22 measuring the leaders again: turn 2 of 4, longer than expected (trials 3" in shown(listener)
-    listener.alternating([trial(3, 1.0), trial(0, 1.0)], 60.0)
+    listener.on_alternate([trial(3, 1.0), trial(0, 1.0)], 60.0)
     assert "measuring the leaders again in short turns, about 1:00 left (trials 3, 0)" in shown(listener)
-    listener.remeasuring([trial(3, 1.0), trial(0, 1.0)], 4, 4)
+    listener.on_remeasure([trial(3, 1.0), trial(0, 1.0)], 4, 4)
     assert "measuring" not in shown(listener)
     lines = io.StringIO()
-    LineListener(lines).remeasuring([trial(3, 1.0)], 0, 2, 160.0)
+    LineListener(lines).on_remeasure([trial(3, 1.0)], 0, 2, 160.0)
     assert lines.getvalue() == "measuring the leaders again: turn 1 of 2, about 2:40 left: trial 3\n"
 
 
@@ -65,7 +65,7 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
     events = []
 
     class Listener(SearchListener):
-        def waiting(self, what):
+        def on_wait(self, what):
             events.append(what)
 
     class Runner:
@@ -83,7 +83,7 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
     search._confirmation = interrupted
     with pytest.raises(KeyboardInterrupt):
         search.confirm()
-    assert events == ["interrupted: ending what runs", "closed"]
+    assert events == ["interrupted: ending the running trials", "closed"]
 
 
 def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):
@@ -143,4 +143,4 @@ def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(ca
 def test_utilisation_of_two_formats_is_not_set_side_by_side(capsys):
     ended(ok(1.0, mfu=0.4, tflops_per_device=8.0), ok(2.0, mfu=0.1, tflops_per_device=16.0))
     out = capsys.readouterr().out
-    assert "TFLOP/s a device" in out and "MFU" not in out
+    assert "TFLOP/s per device" in out and "MFU" not in out

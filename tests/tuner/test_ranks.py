@@ -62,5 +62,5 @@ def test_a_rank_that_comes_late_is_waited_for_though_an_earlier_one_has_written(
 
 def test_a_rank_that_never_comes_is_named(store, monkeypatch):
     monkeypatch.setattr(ranks, "START_S", 0.3)
-    with pytest.raises(RunnerError, match=r"rank 0 waits for the others since 0 s; not there: 1, 2"):
+    with pytest.raises(RunnerError, match=r"rank 0 has waited for the others for 0 s; missing: 1, 2"):
         own_part(store, 0, 3)

@@ -77,10 +77,10 @@ class Heard(SearchListener):
     def __init__(self):
         self.lines, self.ends = [], []
 
-    def said(self, message):
+    def on_message(self, message):
         self.lines.append(message)
 
-    def finished(self, trial):
+    def on_trial_end(self, trial):
         self.ends.append(trial.number)
 
 
@@ -88,7 +88,9 @@ def searched(throughputs, outcome, found="0-3"):
     folder, heard = Memory(throughputs), Heard()
     runner = Measures(folder, outcome)
     search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=heard)
-    made = found and Refinement(config=Config(checkpoint_blocks=found), predicted_throughput=150.0, said="so many more")
+    made = found and Refinement(
+        config=Config(checkpoint_blocks=found), predicted_throughput=150.0, summary="so many more"
+    )
     search.refine(lambda trials: made)
     search.confirm()
     return folder.trials(), runner.order, heard
@@ -178,7 +180,7 @@ def test_without_predictions_the_winner_stands_and_why_it_is_not_refined_is_said
 def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
     space = rl.Space()
     space.choice("micro_batch", [1, 2])
-    with pytest.raises(UsageError, match="belongs to a workload"):
+    with pytest.raises(UsageError, match="needs a workload"):
         rl.tune(lambda config: 1.0, space, layerwise=True)
     own = replace(rl.workload("gpt2-tiny"), schedule=lambda sch, config: None)
     with pytest.raises(UsageError, match="one of its own"):

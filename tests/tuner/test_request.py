@@ -86,7 +86,7 @@ def test_what_is_given_is_what_is_not_the_default():
         ({"measure_time": 0}, "measure time must be more than 0"),
         ({"runner": "rays"}, "did you mean 'ray'"),
         ({"space": "no_such.yaml"}, "no_such.yaml"),
-        ({"isolate": False}, "isolate=False belongs to a callable"),
+        ({"isolate": False}, "isolate=False is for a callable"),
     ],
 )
 def test_what_can_be_seen_to_be_wrong_is_refused_before_anything_is_looked_at(options, words):

@@ -115,7 +115,7 @@ def test_an_interrupt_ends_it_with_what_was_found(tmp_path):
         def __init__(self, count):
             super().__init__(self)
 
-        def finished(self, trial):
+        def on_trial_end(self, trial):
             raise KeyboardInterrupt
 
     found = rl.scale("gpt2-tiny", "1,2", out=tmp_path / "s", listening=Interrupts, **SIMULATED, **NARROW)
@@ -154,7 +154,7 @@ def test_what_is_no_number_of_devices_is_refused(given):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"global_batch": "8*m"}, "no expression of n"),
+        ({"global_batch": "8*m"}, "is not an expression of n"),
         ({"global_batch": "n/2"}, "comes to 0.5 for n = 1"),
         ({"global_batch": "n-1"}, "comes to 0 for n = 1"),
         ({"global_batch": "8*n", "weak": True}, "leave it out, or give a number"),
@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(options, words, tmp_path
 
 
 def test_a_callable_knows_nothing_of_devices():
-    with pytest.raises(rl.UsageError, match="a callable knows nothing of devices"):
+    with pytest.raises(rl.UsageError, match="a callable does not depend on devices"):
         rl.scale(lambda config: 1.0, "1,2")
 
 

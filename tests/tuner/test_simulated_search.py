@@ -122,7 +122,7 @@ def test_a_callable_cannot_be_simulated():
     space.choice("x", [1, 2])
     with pytest.raises(rl.UsageError, match="needs a model or a workload"):
         rl.tune(lambda config: 1.0, space, runner="simulate", hardware="h100")
-    with pytest.raises(rl.UsageError, match="hardware belongs to a workload"):
+    with pytest.raises(rl.UsageError, match="hardware is for a workload"):
         rl.tune(lambda config: 1.0, space, hardware="h100")
 
 

@@ -132,8 +132,8 @@ def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
     assert reason.startswith("when measured again: in its soak: ") and "(during soak); the first time" in reason
     assert rows[16]["log"].endswith(".soak.log") and (out / rows[16]["log"]).stat().st_size > 0
     fallen, held = found.notes[-2:]
-    assert fallen.startswith("trial 0 led, and did not hold up: oom in its soak: ")
-    assert held.startswith("trial 1 held up: soaked for 202 steps of 8 to 64 tokens; ")
+    assert fallen.startswith("trial 0 led, but failed: oom in its soak: ")
+    assert held.startswith("trial 1 succeeded: soaked for 202 steps of 8 to 64 tokens; ")
     best = yaml.safe_load((out / "best.yaml").read_text())
     assert best["best"]["configuration"]["micro_batch"] == 2
     assert "--fix micro_batch=2 --trials 1 --soak" in best["reproduce"]
@@ -158,12 +158,14 @@ def test_whatever_ends_a_soak_is_what_the_trial_ends_as(tuned, name, status, rea
 def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run(capsys):
     space = rl.Space()
     space.choice("micro_batch", [1, 2])
-    with pytest.raises(UsageError, match="soak trains a workload's winner .* no part in a command or a callable"):
+    with pytest.raises(
+        UsageError, match="soak trains a workload's winner .* cannot be used with a command or a callable"
+    ):
         rl.tune(lambda config: 1.0, space, soak=True)
     with pytest.raises(SystemExit) as ended:
         main(["tune", "gpt2-tiny", "--runner", "simulate", "--hardware", "h100-80gb", "--soak", "--out", "nowhere"])
     assert ended.value.code == 2
-    assert "no part in simulated trials, of which none runs" in capsys.readouterr().err
+    assert "cannot be used with simulated trials, which do not run" in capsys.readouterr().err
 
 
 class Memory:
@@ -225,7 +227,7 @@ def test_leaders_are_soaked_from_the_first_on_until_one_holds_up():
     assert [each.number for each in runner.requests] == [1, 2, 0]
     assert [trial.measured.status for trial in folder.trials()] == ["ok", "oom", "oom", "ok"]
     assert folder.trials()[1].measured.reason == "when measured again: in its soak: full; the first time 5"
-    assert len(said) == 3 and said[-1] == "trial 0 held up: soaked"
+    assert len(said) == 3 and said[-1] == "trial 0 succeeded: soaked"
 
 
 def test_where_none_holds_up_there_is_no_winner():
@@ -263,7 +265,7 @@ def test_without_time_nothing_is_soaked_and_it_is_said():
     watch = Stopwatch(1e-9)
     folder, runner, said = soaked([5.0], holding=(), seconds=1.0, watch=watch)
     assert runner.requests == [] and folder.trials()[0].ok
-    assert said == ["the time was up before trial 0, which leads, was soaked"]
+    assert said == ["the time was up before the leader, trial 0, was soaked"]
 
 
 def test_trials_end_in_time_for_the_soak():

@@ -45,7 +45,7 @@ class Heard(SearchListener):
     def __init__(self):
         self.lines = []
 
-    def said(self, message):
+    def on_message(self, message):
         self.lines.append(message)
 
 
@@ -111,7 +111,7 @@ def test_where_nothing_is_left_first_figures_stand_and_that_is_said(tmp_path):
     assert made.last_begun < 60.0
     assert all(trial.first is None and not trial.remeasured for trial in made.trials)
     assert summary.best(made.trials) is not None
-    assert any("first figures stand" in line for line in made.heard.lines)
+    assert any("their first measurements count" in line for line in made.heard.lines)
 
 
 def test_the_first_trial_runs_however_short_the_time(tmp_path):
@@ -128,7 +128,7 @@ def test_what_came_before_the_search_counts(tmp_path):
 
 
 def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(tmp_path):
-    refinement = Refinement(config=Config(x=5000), said="more")
+    refinement = Refinement(config=Config(x=5000), summary="more")
     plenty = Searched(tmp_path / "plenty", 1000.0, lambda count: 10.0, refinement=refinement, trials=5)
     none = Searched(tmp_path / "none", 1000.0, lambda count: 10.0, refinement=refinement)
     assert "more" in plenty.heard.lines

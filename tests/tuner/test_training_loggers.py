@@ -16,13 +16,13 @@ from redline.tuner.loggers import logger_names, logging_training_to
 from redline.tuner.loggers.training import RUNS, TrainLogger, metrics_of
 from redline.tuner.train.chosen import Strategy
 from redline.tuner.train.driver import train
-from redline.tuner.train.listener import Begun, TrainListener
+from redline.tuner.train.listener import TrainingStart, TrainListener
 from redline.tuner.train.request import TrainRequest
 from tiers import tiered
 
 
-def begun(folder, step=0, zero=0):
-    return Begun(
+def training_start(folder, step=0, zero=0):
+    return TrainingStart(
         name="gpt2-tiny", folder=folder, strategy=Strategy(config=Config({"zero": zero}), devices=2, why="the winner"),
         where="2 x CPU", data={}, steps=100, step=step, unit="tokens/s", hyperparameters={"lr": 1e-3, "ema": None},
     )  # fmt: skip
@@ -36,13 +36,13 @@ def session(folder, name, lines, step=0, zero=0):
     """One start of a training that writes these lines to its log and has them told; what the user was told."""
     told = TrainListener()
     said = []
-    told.said = said.append
+    told.on_message = said.append
     with logging_training_to(name, folder, told) as listener:
-        listener.began(begun(folder, step, zero))
+        listener.on_start(training_start(folder, step, zero))
         for line in lines:
             with (folder / LOG).open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            listener.line(line)
+            listener.on_line(line)
     return said
 
 
@@ -213,8 +213,8 @@ class Recorder(TrainLogger):
     def log(self, step, metrics):
         self._call("log", step, metrics)
 
-    def told(self, step, text):
-        self._call("told", step, text)
+    def log_event(self, step, text):
+        self._call("log_event", step, text)
 
     def back(self, step):
         self._call("back", step)
@@ -223,24 +223,24 @@ class Recorder(TrainLogger):
         self._call("close")
 
 
-@pytest.mark.parametrize("failing", ["open", "configured", "log", "told", "back", "close"])
+@pytest.mark.parametrize("failing", ["open", "configured", "log", "log_event", "back", "close"])
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
     said = []
     tracker = Recorder(tmp_path, said.append, failing)
-    tracker.began(begun(tmp_path))
+    tracker.on_start(training_start(tmp_path))
     for line in FIRST + SECOND:
-        tracker.line(line)
+        tracker.on_line(line)
     tracker.finish()
     tracker.finish()
-    assert said == ["nothing more is logged to recorder, which failed: no space left"]
+    assert said == ["logging to recorder has stopped, because it failed: no space left"]
     assert tracker.calls[-1][0] == failing
 
 
 def test_ranks_that_begin_again_without_a_checkpoint_take_back_everything(tmp_path):
     tracker = Recorder(tmp_path, purges=True)
-    tracker.began(begun(tmp_path))
+    tracker.on_start(training_start(tmp_path))
     for line in (step_line(10, 5.0), step_line(20, 4.0), step_line(10, 5.0), step_line(20, 4.0), step_line(30, 3.0)):
-        tracker.line(line)
+        tracker.on_line(line)
     assert [each[:2] for each in tracker.calls[2:]] == [
         ("log", 10), ("log", 20), ("back", 9), ("log", 10), ("log", 20), ("log", 30)
     ]  # fmt: skip
@@ -248,19 +248,19 @@ def test_ranks_that_begin_again_without_a_checkpoint_take_back_everything(tmp_pa
 
 def test_a_checkpoint_that_ends_late_takes_nothing_back(tmp_path):
     tracker = Recorder(tmp_path, purges=True)
-    tracker.began(begun(tmp_path))
+    tracker.on_start(training_start(tmp_path))
     saved = {"kind": "checkpoint", "step": 10, "seconds": 1.0, "stalled": 0.0, "failure": ""}
     for line in (step_line(10, 5.0), step_line(20, 4.0), saved, step_line(30, 3.0)):
-        tracker.line(line)
+        tracker.on_line(line)
     assert "back" not in [each[0] for each in tracker.calls]
 
 
 def test_a_change_of_configuration_is_logged_in_the_same_run(tmp_path):
     tracker = Recorder(tmp_path)
-    tracker.began(begun(tmp_path))
-    tracker.said("out of memory")
-    tracker.began(begun(tmp_path, step=0, zero=3))
-    assert tracker.calls == [("open", None), ("configured", 0), ("told", 0, "out of memory"), ("configured", 3)]
+    tracker.on_start(training_start(tmp_path))
+    tracker.on_message("out of memory")
+    tracker.on_start(training_start(tmp_path, step=0, zero=3))
+    assert tracker.calls == [("open", None), ("configured", 0), ("log_event", 0, "out of memory"), ("configured", 3)]
 
 
 def test_numbers_without_a_value_are_left_out():

@@ -148,7 +148,7 @@ def test_override_and_fix_narrow_the_space():
         ({"fix": {"micro_bach": 1}}, "did you mean 'micro_batch'"),
         ({"fix": {"micro_batch": "large"}}, "micro_batch"),
         ({"devices": 0}, "devices must be a whole number of at least 1"),
-        ({"seq_len": 128}, "belong to a workload"),
+        ({"seq_len": 128}, "are for a workload"),
         ({"concurrency": 0}, "concurrency must be at least 1"),
         ({"seed": -1}, "seed"),
     ],

@@ -112,7 +112,7 @@ def test_a_command_in_a_file_is_tuned_alike_and_dry_starts_nothing(checkout, cap
 def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     Path("train.py").write_text("import sys\nraise SystemExit(f'no such file: {sys.argv[1]}')\n")
     code, out, _ = run(capsys, "tune", "--command", checkout, "--space", "knobs.yaml", "--trials", 6, "--out", "run")
-    assert code == 3 and "the first two trials crashed alike, so that the command is to blame" in out
+    assert code == 3 and "the first two trials crashed in the same way, so the command is to blame" in out
     assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
 
 
@@ -121,29 +121,32 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     [
         (
             ["gpt2-tiny", "--command", "true {micro_batch} {mode}"],
-            "give one thing to tune, but got 'gpt2-tiny' beside it",
+            "give one target to tune, but got 'gpt2-tiny' as well",
         ),
-        (["gpt2-tiny", "--model", "x"], "--model belongs to a command"),
+        (["gpt2-tiny", "--model", "x"], "--model is an option of a command"),
         (["--command", "true {micro_batch} {mode}", "--model", "gpt3-tiny"], "did you mean 'gpt2-tiny'"),
-        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise belongs to"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise needs a workload"),
         (
             ["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--data", "x"],
-            "data belongs to a workload",
+            "data is for a workload",
         ),
-        (["--command", "true {micro_batch} {mode} {global_batch}"], "say it with --global-batch"),
-        (["--command", "true {micro_batch} {mode}", "--global-batch", "8"], "does not hear of the global batch, 8"),
-        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware belongs to a workload"),
-        (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
-        (["--command", "true {micro_batch}"], "the knob 'mode' is used nowhere"),
-        (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "belong to a workload, not to a command"),
+        (["--command", "true {micro_batch} {mode} {global_batch}"], "set it with --global-batch"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--global-batch", "8"],
+            "has no placeholder for the global batch, 8",
+        ),
+        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware is for a workload"),
+        (["gpt2-tiny", "--metric", "x"], "--metric is an option of a command"),
+        (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
+        (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
         (
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
-            "needs to know what a command trains: --model",
+            "needs the model that a command trains: --model",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
         (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
-        (["--command-file", "odd.yaml", "--metric", "x"], "write what --metric says into it"),
+        (["--command-file", "odd.yaml", "--metric", "x"], "write the value of --metric into it"),
         (["gpt2-tiny", "--dry"], "--dry prints commands"),
     ],
 )
@@ -201,8 +204,8 @@ def test_what_a_bound_is_on_is_told_of_every_trial_and_of_the_winner(checkout, c
         "p99_ms = 180",
     )
     assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
-    (told,) = [line.split() for line in out.splitlines() if line.startswith("told ")]
-    assert told == ["told", "at", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
+    (told,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
+    assert told == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
     assert "redline report r" in out and "redline export" not in out
 
 
@@ -311,5 +314,5 @@ def test_python_tunes_commands_too(checkout):
         fix={"mode": "fast"},
     )
     assert result.best.config == {"micro_batch": 4, "mode": "fast"} and set(result.trials["unit"]) == {"samples/s"}
-    with pytest.raises(UsageError, match="isolate=False belongs to a callable"):
+    with pytest.raises(UsageError, match="isolate=False is for a callable"):
         rl.tune(rl.Command(command="true"), rl.Space(), isolate=False)

@@ -67,11 +67,11 @@ def test_a_deepspeed_file_is_rendered_for_the_command_that_reads_it(capsys):
     ("arguments", "says"),
     [
         (["--from", "ds.json", "--space", "own.yaml", "--command", "true {batch}"], "give one of them"),
-        (["--from", "ds.json"], "states what may vary, not what is tuned: give MODEL, --workload or --command"),
+        (["--from", "ds.json"], "defines the knobs, not the target: give MODEL, --workload or --command"),
         (["--from", "none.yaml", "--command", "true {x}"], "none.yaml cannot be read"),
-        (["--from", "own.yaml", "--command", "true {batch}"], "a space of redline's own: give it with --space"),
+        (["--from", "own.yaml", "--command", "true {batch}"], "a space of redline: give it with --space"),
         (["--from", "ds.json", "--command-file", "c.yaml"], "c.yaml cannot be read"),
-        (["gpt2-tiny", "--from", "ds.json", "--metric", "x"], "--metric belongs to a command"),
+        (["gpt2-tiny", "--from", "ds.json", "--metric", "x"], "--metric is an option of a command"),
         (["--from", "ds.json", "--command", "true"], "the command does not read ds.json"),
     ],
 )

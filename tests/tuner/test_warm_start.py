@@ -274,7 +274,7 @@ def test_what_matched_and_what_did_not_is_said():
     space, there = make_space("fusion"), make_space("kernels")
     past = trials_of(there.sample(9, 0), speed)
     past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value this space has not
-    line = taken(space, past, H100).said
+    line = taken(space, past, H100).summary
     assert line.startswith(
         "warm start from runs/a: 9 of 10 trials count, at half weight: another device (NVIDIA H100 -> NVIDIA A100); "
     )
@@ -363,13 +363,13 @@ def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
 
 
 def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
-    with pytest.raises(rl.UsageError, match=r"warm start: .*holds no run"):
+    with pytest.raises(rl.UsageError, match=r"warm start: .*contains no run"):
         read_runs([tmp_path])
     run_of(tmp_path / "a", trials=2)
-    with pytest.raises(rl.UsageError, match=r"warm start: .*/a is there twice"):
+    with pytest.raises(rl.UsageError, match=r"warm start: .*/a is given twice"):
         read_runs([tmp_path / "a", str(tmp_path / "b" / ".." / "a")])
     (tmp_path / "a" / "run.yaml").unlink()
-    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so what it measured is not known"):
+    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so the request of its run is unknown"):
         read_runs([tmp_path / "a"])
 
 
@@ -377,7 +377,7 @@ def test_a_run_does_not_start_from_its_own_folder(tmp_path):
     run_of(tmp_path / "a", trials=2)
     before = (tmp_path / "a" / "run.yaml").read_text()
     for resume in (False, True):
-        with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume goes on with what it holds"):
+        with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume continues it"):
             run_of(tmp_path / "a", trials=4, warm_start=tmp_path / "a", resume=resume)
     assert (tmp_path / "a" / "run.yaml").read_text() == before
 
@@ -433,7 +433,7 @@ def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
     command = run("gpt2-tiny", slow, workload={"command": "train.py", "spec": "gpt2-tiny"})
     known = calibrations([alike, another, command], hardware, said.append)
     assert [each is not None for each in known] == [True, False, False]
-    assert said == ["the estimate begins with what 12 trials of 1 earlier run say of these devices"]
+    assert said == ["the estimate is calibrated by 12 trials of 1 earlier run on these devices"]
 
     def off(prior):
         return np.abs(np.log(prior.table(configs).throughput / truth)).max()

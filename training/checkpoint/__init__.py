@@ -1,1 +1,1 @@
-"""Checkpoints of a training, which any other configuration can go on from."""
+"""Checkpoints of a training, which any other configuration can continue from."""

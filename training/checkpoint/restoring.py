@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: the latest that is whole, read on each rank as far as that needs it."""
+"""Restores a training from the latest intact checkpoint. Each rank reads only what it needs."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,19 +21,19 @@ MENDED = "where the training began with --from, --resume takes them from there a
 def latest(
     folder: CheckpointFolder, group: "ProcessGroup | None", say: Callable[[str], None], report: Report = ignore
 ) -> Checkpoint | None:
-    """The latest checkpoint whose files are what they were when saved; all ranks call it, and each reads some of them.
+    """Returns the latest intact checkpoint. All ranks call it, and each checks some of the files.
 
     Args:
-        folder: where they are.
-        group: of all ranks, of the gloo backend; None for one rank.
-        say: told which are damaged.
-        report: told how far this rank is.
+        folder: folder of the checkpoints.
+        group: gloo group of all ranks; None for one rank.
+        say: receives messages about damaged checkpoints.
+        report: receives this rank's progress.
 
     Returns:
-        The checkpoint; None where there is none at all.
+        The checkpoint; None if there is none at all.
 
     Raises:
-        StudyError: there are some, and all are damaged; names them.
+        StudyError: all checkpoints are damaged; the message names them.
     """
     damaged = []
     for found in _alike(folder.all(), group):
@@ -48,7 +48,7 @@ def latest(
 
 
 def check(found: Checkpoint, group: "ProcessGroup | None", report: Report = ignore) -> str:
-    """What is wrong with a checkpoint, on every rank alike; empty where nothing is."""
+    """Returns the damage of a checkpoint, the same on every rank; empty if there is none."""
     rank, ranks = _place(group)
     failure = _said(lambda: found.check(rank, ranks, report))
     if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks, report))):
@@ -57,8 +57,9 @@ def check(found: Checkpoint, group: "ProcessGroup | None", report: Report = igno
 
 
 def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str:
-    """What is wrong with what no step changes of the latest checkpoint with a sound manifest, on every rank alike; empty where
-    nothing is, or there is none."""
+    """Returns the damage of the frozen tensors of the latest checkpoint with a sound manifest, the same on every
+    rank; empty if there is none.
+    """
     rank, ranks = _place(group)
     found = next((each for each in _alike(folder.all(), group) if each.sound), None)
     failure = "" if found is None else _said(lambda: found.check_frozen(rank, ranks))
@@ -66,21 +67,21 @@ def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str
 
 
 def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: Saver, rank: int) -> None:
-    """Puts weights that no step changes in the place of a damaged copy; all ranks call it.
+    """Replaces a damaged copy of the frozen weights; all ranks call it.
 
     Args:
-        state: of the training.
-        weights: those that it began with.
-        folder: of its checkpoints.
-        saver: of that.
-        rank: of this process.
+        state: state of the training.
+        weights: weights that the training began with.
+        folder: folder of its checkpoints.
+        saver: saver of its checkpoints.
+        rank: rank of this process.
 
     Raises:
         StudyError: they cannot be saved.
     """
     sound = [each for each in (*folder.all(), *folder.frozen.all()) if each.sound]
     seals = {seal for each in sound for seal in (each.manifest.get(KEPT), *each.manifest.get(REPLACES, ())) if seal}
-    saver.gathered(None)  # before any of it is moved
+    saver.gathered(None)  # before anything is moved
     if rank == 0:
         for each in folder.frozen.all():
             put_aside(each)
@@ -99,7 +100,7 @@ def _said(what: Callable[[], None]) -> str:
 
 
 def restore(state: State, found: Checkpoint, report: Report = ignore) -> None:
-    """Puts a checkpoint's tensors in the place of a training's, and reports how far this rank is.
+    """Loads a checkpoint into a training, and reports this rank's progress.
 
     Raises:
         WorkloadError: it is of another model.
@@ -108,13 +109,13 @@ def restore(state: State, found: Checkpoint, report: Report = ignore) -> None:
 
 
 def stored_in(found: Checkpoint) -> LazyTensors:
-    """The tensors of a checkpoint, those that no step changes too."""
+    """The tensors of a checkpoint, including frozen ones."""
     kept = {} if found.frozen is None else dcp_tensors(found.frozen.path)
     return {**kept, **dcp_tensors(found.path)}
 
 
 def _alike(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:
-    """Those that rank 0 sees, on every rank: a folder on another host's disk may show a new one later."""
+    """Returns the list that rank 0 sees on every rank: another host may see a new checkpoint later."""
     return found if group is None else _gathered(found, group)[0]
 
 

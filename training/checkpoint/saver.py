@@ -1,4 +1,4 @@
-"""Saves checkpoints in a background thread, in pieces, to storage that several ranks share."""
+"""Saves checkpoints in a background thread, in pieces, to storage shared by all ranks."""
 
 import gc
 import time
@@ -24,28 +24,29 @@ class Part:
     """A box of a tensor."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the box begins in it."""
+    """Offset of the box in the tensor."""
     data: "torch.Tensor"
-    """What is there."""
+    """Contents of the box."""
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
-        """By which it is known among all parts of all ranks."""
+        """Key of this box among all ranks."""
         return self.name, self.offset
 
     @property
     def piece(self) -> Piece:
-        """It as `save_planner` takes it."""
+        """Converts to the argument of `save_planner`."""
         return Piece(self.name, self.shape, self.offset, self.data.shape, self.data.dtype, lambda: self.data)
 
 
 def parts_of(tensors: Located) -> list[Part]:
-    """The parts that this rank has of tensors, each of at most `PIECE_BYTES`: of a part, which torch reads as a whole, whoever
-    goes on from it may need little."""
+    """Parts of tensors on this rank, each of at most `PIECE_BYTES`: torch reads a part as a whole, and a resumed
+    training may need little of it.
+    """
     return [
         Part(name, tuple(region.shape), _moved(box.offset, piece), data[piece])
         for name, (tensor, region) in tensors.items()
@@ -59,15 +60,15 @@ def _moved(offset: tuple[int, ...], piece: Box) -> tuple[int, ...]:
 
 
 def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> None:
-    """Writes the parts of all ranks, each of which all call it with its own, no part twice.
+    """Writes the parts of all ranks, each part once. All ranks call it with their own parts.
 
     Args:
-        folder: a new one.
-        parts: of this rank, on the CPU.
-        group: of all ranks; None for one.
+        folder: a new folder.
+        parts: parts of this rank, on the CPU.
+        group: group of all ranks; None for one.
 
     Raises:
-        CheckpointException: on every rank, where one of them could not write.
+        CheckpointException: on every rank, if one of them could not write.
     """
     from torch.distributed import checkpoint
 
@@ -79,7 +80,7 @@ def _writer(folder: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemWriter
 
     class Writer(FileSystemWriter):
-        """Tells of a disk that refuses in the middle of a tensor, where torch tells of a position it did not expect."""
+        """Reports a disk that fails in the middle of a tensor, for which torch reports an unexpected position."""
 
         def write_data(self, *args: Any) -> Any:
             try:
@@ -92,85 +93,85 @@ def _writer(folder: Path) -> Any:
                     raise
                 raise OSError(cause.errno, cause.strerror) from error
 
-    # What is written is on the CPU. To copy ahead torch would open a context on GPU 0, from every rank.
+    # Parts are on the CPU. To copy ahead, torch would open a context on GPU 0 from every rank.
     return Writer(folder, per_thread_copy_ahead=0)
 
 
 PATIENCE = timedelta(days=1)
-"""How long ranks wait for one that is at a checkpoint; gloo's usual half an hour is little for terabytes."""
+"""Timeout of collectives during a checkpoint; gloo's default of half an hour is short for terabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """How a save ended."""
+    """Result of a save."""
 
     step: int
-    """Whose checkpoint it is."""
+    """Step of the checkpoint."""
     seconds: float
-    """From the call to the end, s."""
+    """Time from the call to the end, s."""
     stalled: float
-    """For how long of that the training stood still, s."""
+    """Time for which the training was blocked, s."""
     failure: str = ""
-    """Why there is no such checkpoint; empty where there is one."""
+    """Reason of the failure; empty if it succeeded."""
     bytes: int = 0
-    """Of all its files; 0 where there is none."""
+    """Size of all its files; 0 if it failed."""
 
 
 class Saver:
-    """Saves the state of a training, one checkpoint at a time. All ranks make one and call its methods alike.
+    """Saves the state of a training, one checkpoint at a time. All ranks make one and call the same methods.
 
-    What several ranks hold alike one of them writes, each about as much as the others. A save that fails, as on a disk that
-    is full, is told of and leaves nothing; the training goes on.
+    Replicated tensors are written by one rank, and each rank writes about as much as the others. A save that fails,
+    for example because the disk is full, is reported and leaves nothing; the training continues.
 
     Args:
-        folder: where they go, on a file system that all ranks share.
-        rank: of this process.
-        group: of all ranks, of the gloo backend and used by nothing else meanwhile; None for one rank.
+        folder: folder of the checkpoints, on a file system that all ranks share.
+        rank: rank of this process.
+        group: gloo group of all ranks that is used by nothing else meanwhile; None for one rank.
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int = 0, group: "ProcessGroup | None" = None) -> None:
         self.folder = folder
         self._rank, self._group = rank, group
         self._mine: set[Any] | None = None
-        """The places of what this rank writes."""
+        """Keys of the parts that this rank writes."""
         self._known: set[Any] = set()
-        """The places of all that this rank has, by which that was shared out."""
+        """Keys of all parts of this rank when the parts were last assigned."""
         self._buffers: dict[Any, torch.Tensor] = {}
-        # A thread begins on device 0, where whatever asks CUDA for anything would open a context from every rank.
+        # A new thread uses device 0, where any CUDA call would open a context from every rank.
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_on_device, initargs=(_current_device(),)
         )
         self._pending: Future[Saved] | None = None
         self._kept = False
-        """Whether what no step changes is kept."""
+        """True if the frozen tensors are saved."""
 
     def rehearse(self, state: State, step: int) -> Saved:
-        """Saves a checkpoint as `save` does, reads it back, removes it again, and tells how that went. No save is under way.
+        """Saves a checkpoint like `save`, reads it back, removes it, and returns the result. No save may be running.
 
         Args:
-            state: of the training as it is now.
-            step: optimizer steps that are done.
+            state: current state of the training.
+            step: number of optimizer steps done.
         """
-        assert self._pending is None, "one that is under way is waited for first"
+        assert self._pending is None, "a running save is waited for first"
         self._start(state, step, None)
         saved = self.wait()
-        assert saved is not None, "it was begun just now"
+        assert saved is not None, "the save was just started"
         return saved
 
     def save(self, state: State | Frozen, step: int, facts: Mapping[str, Any]) -> Saved | None:
-        """Copies the state and begins to save it; waits for the save before, and tells how that ended.
+        """Copies the state and starts saving it. Waits for the previous save, and returns its result.
 
         Args:
-            state: of the training as it is now.
-            step: optimizer steps that are done.
-            facts: what the checkpoint is to say of itself.
+            state: current state of the training.
+            step: number of optimizer steps done.
+            facts: description for the manifest.
         """
         before = self.wait()
         self._start(state, step, dict(facts))
         return before
 
     def _start(self, state: State | Frozen, step: int, facts: dict[str, Any] | None) -> None:
-        """Copies the state and begins to save it; without facts it is removed again."""
+        """Copies the state and starts saving it. Without facts the checkpoint is removed again."""
         begin = time.perf_counter()
         if failure := self._keep(state):
             self._pending = self._thread.submit(Saved, step=step, seconds=0.0, stalled=0.0, failure=failure)
@@ -182,7 +183,7 @@ class Saver:
         self._pending = self._thread.submit(self._save, copies, step, facts, begin, stalled)
 
     def wait(self) -> Saved | None:
-        """Waits for the save that is under way; how it ended, None where there was none."""
+        """Waits for the running save and returns its result; None if there is none."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
@@ -190,35 +191,35 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is running."""
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
-        """Ends the thread, behind what it is at, and gives back the memory of copies."""
+        """Ends the thread after its current save, and frees the memory of copies."""
         self._thread.shutdown()
         self._give_back()
 
     def keep_again(self, state: State, replaced: Sequence[str]) -> str:
-        """Keeps what no step changes in the place of a copy that was damaged; why that is not possible, empty where it is.
+        """Replaces a damaged copy of the frozen tensors. Returns the reason of a failure, or an empty text.
 
         Args:
-            state: of the training, with these weights in place.
-            replaced: seals of the copy that checkpoints name.
+            state: state of the training, with these weights loaded.
+            replaced: seals of the damaged copy, which checkpoints refer to.
         """
         return self._keep(state, {REPLACES: list(replaced)})
 
     def _give_back(self) -> None:
-        """Gives pinned memory back to the system: torch would keep it for whatever is pinned next."""
+        """Returns pinned memory to the system: torch would keep it for later pinned tensors."""
         import torch
 
         pinned = bool(self._buffers)
         self._buffers.clear()
         if pinned and hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
-            gc.collect()  # the planners of earlier saves, which have the copies, are in reference cycles
+            gc.collect()  # planners of earlier saves, which hold the copies, are in reference cycles
             torch.accelerator.empty_host_cache()
 
     def _keep(self, state: State | Frozen, facts: Mapping[str, Any] | None = None) -> str:
-        """Sees that what no step changes is kept; why it is not, on every rank alike."""
+        """Saves the frozen tensors if necessary. Returns the reason of a failure, the same on every rank."""
         frozen = state.frozen
         if frozen is None or self._kept:
             return ""
@@ -232,12 +233,12 @@ class Saver:
         once.save(frozen, 0, facts or {})
         saved = once.wait()
         once.close()
-        assert saved is not None, "it was saved just now"
+        assert saved is not None, "the checkpoint was just saved"
         self._kept = not saved.failure
         return saved.failure
 
     def _share_out(self, parts: Sequence[Part]) -> None:
-        """Decides who writes what, again where any rank has something new."""
+        """Assigns the parts to ranks, again whenever a rank has new parts."""
         if self._group is None:
             return
         import torch
@@ -249,13 +250,13 @@ class Saver:
         if not new:
             return
         sizes = {each.place: each.data.numel() * each.data.element_size() for each in parts}
-        everybody: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
-        dist.all_gather_object(everybody, sizes, group=self._group)
-        self._known, self._mine = places, shared_out(everybody)[self._rank]
+        all_ranks: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
+        dist.all_gather_object(all_ranks, sizes, group=self._group)
+        self._known, self._mine = places, shared_out(all_ranks)[self._rank]
         self._give_back()
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
-        """Copies on the CPU, which training does not change."""
+        """Copies on the CPU, which do not change during training."""
         import torch
 
         out = []
@@ -263,7 +264,7 @@ class Saver:
             if each.data.device.type == "cpu":
                 out.append(replace(each, data=each.data.clone()))
                 continue
-            # Pinned memory takes long to get, and is kept for the next save.
+            # Allocating pinned memory is slow, so it is kept for the next save.
             if each.place not in self._buffers:
                 self._buffers[each.place] = torch.empty_like(each.data, device="cpu", pin_memory=True)
             buffer = self._buffers[each.place].copy_(each.data, non_blocking=True)
@@ -285,26 +286,26 @@ class Saver:
         return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure, bytes=size)
 
     def _written(self, parts: list[Part], step: int, facts: dict[str, Any] | None) -> tuple[str, int]:
-        """Writes a checkpoint; why there is none, on every rank alike, and how many bytes it has."""
+        """Writes a checkpoint. Returns the reason of a failure, the same on every rank, and the number of bytes."""
         beside = self.folder.beside(step)
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
         mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
-        everybody = self.gathered(mine)
-        failure = next((each for each in everybody if isinstance(each, str)), "")
+        all_ranks = self.gathered(mine)
+        failure = next((each for each in all_ranks if isinstance(each, str)), "")
         if not failure and self._rank == 0:
-            files = {name: about for each in everybody for name, about in each.items()}
+            files = {name: about for each in all_ranks for name, about in each.items()}
             missing = [name for name in files if not (beside / name).exists()]
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
             elif facts is not None:
                 made = _tried(lambda: self.folder.finish(step, files, facts))
                 failure = made if isinstance(made, str) else ""
-        size = sum(about["bytes"] for each in everybody if isinstance(each, dict) for about in each.values())
+        size = sum(about["bytes"] for each in all_ranks if isinstance(each, dict) for about in each.values())
         return str(self.gathered(failure)[0]), size
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank has."""
+        """Gathers a value of each rank."""
         if self._group is None:
             return [value]
         import torch.distributed as dist
@@ -315,42 +316,43 @@ class Saver:
 
 
 def patient_group() -> "ProcessGroup":
-    """A group of all ranks whose collectives wait for one that reads or writes a large checkpoint; all ranks call it. A rank
-    that is gone is noticed by its connection, and not by a time."""
+    """Returns a group of all ranks whose collectives wait while another rank reads or writes a large checkpoint. All
+    ranks call it. A dead rank is detected by its connection rather than by a timeout.
+    """
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def shared_out(everybody: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
-    """What each rank writes of what they have, so that each part is written once: the largest parts first, each by the
-    rank that has the least to write of those that have it.
+def shared_out(all_ranks: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
+    """Assigns each part to one of the ranks that have it: the largest parts first, each to the rank with the least
+    assigned bytes.
 
     Args:
-        everybody: of every rank what it has, and how large that is.
+        all_ranks: size of each part of every rank.
     """
     holders: dict[Any, list[int]] = {}
-    for rank, sizes in enumerate(everybody):
+    for rank, sizes in enumerate(all_ranks):
         for place in sizes:
             holders.setdefault(place, []).append(rank)
-    loads = [0] * len(everybody)
-    out: list[set[Any]] = [set() for _ in everybody]
-    for place, ranks in sorted(holders.items(), key=lambda item: (-everybody[item[1][0]][item[0]], str(item[0]))):
+    loads = [0] * len(all_ranks)
+    out: list[set[Any]] = [set() for _ in all_ranks]
+    for place, ranks in sorted(holders.items(), key=lambda item: (-all_ranks[item[1][0]][item[0]], str(item[0]))):
         rank = min(ranks, key=loads.__getitem__)
-        loads[rank] += everybody[rank][place] + 1
+        loads[rank] += all_ranks[rank][place] + 1
         out[rank].add(place)
     return out
 
 
 def _current_device() -> int | None:
-    """The CUDA device of the calling thread; None in a process that does not use CUDA."""
+    """CUDA device of the calling thread; None in a process that does not use CUDA."""
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 def _on_device(index: int | None) -> None:
-    """Has the calling thread use a CUDA device."""
+    """Selects a CUDA device in the calling thread."""
     import torch
 
     if index is not None:
@@ -358,7 +360,7 @@ def _on_device(index: int | None) -> None:
 
 
 def _tried(what: Any) -> Any:
-    """What a call returns; the reason as text where the disk refuses."""
+    """Calls `what`; returns its result, or the reason as text if the disk fails."""
     try:
         return what()
     except OSError as error:
@@ -366,8 +368,9 @@ def _tried(what: Any) -> Any:
 
 
 def _reason(error: BaseException, several: bool = True) -> str:
-    """Why a save failed, in a line: what a rank was told rather than that one of them failed; whose it is where there are
-    several."""
+    """Reason of a failed save, in a line: the error of the failing rank rather than the report that a rank failed,
+    with the rank's number if there are several.
+    """
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())

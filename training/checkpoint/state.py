@@ -1,12 +1,12 @@
-"""What a training holds that its future depends on, as tensors of the whole model of which each rank has parts.
+"""State of a training as tensors of the whole model, of which each rank has parts.
 
-| name | what |
-|---|---|
-| `model/NAME` | a parameter or buffer, by its name in the model as its constructor makes it |
-| `optimizer/NAME/KEY` | the optimizer's state of a parameter: as large as that, or a single number |
-| `average/NAME` | the moving average of a parameter, where one is kept |
+ name | contents |
+---|---|
+ `model/NAME` | a parameter or buffer, by its name in the model as constructed |
+ `optimizer/NAME/KEY` | the optimizer's state of a parameter: of the same shape, or a single number |
+ `average/NAME` | the moving average of a parameter, if there is one |
 
-Random numbers and the order of samples are functions of the seed and the step, so that nothing of them is kept.
+Random numbers and the order of samples are functions of the seed and the step, so they are not saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 _NUMBERS: Mapping[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
-"""Kinds of numbers that optimizers keep as they are rather than as tensors; their keys end in `:KIND`."""
+"""Kinds of numbers that optimizers keep as numbers rather than as tensors; their keys end in `:KIND`."""
 Located = dict[str, "tuple[torch.Tensor, Region]"]
 
 
@@ -35,8 +35,8 @@ class State:
     """A training's tensors by name.
 
     Args:
-        training: whose.
-        average: the moving averages of its parameters on this rank, each cut as its parameter.
+        training: the training.
+        average: moving averages of its parameters on this rank, each sharded like its parameter.
     """
 
     def __init__(self, training: "Training", average: "Mapping[nn.Parameter, torch.Tensor] | None" = None) -> None:
@@ -50,11 +50,11 @@ class State:
             self._names[host] = self._names[param]
 
     def tensors(self) -> Located:
-        """What steps change, as it is now: this rank's tensors, and which part of the whole they are.
+        """Current tensors of this rank that steps change, and their parts of the whole.
 
         Raises:
-            WorkloadError: the optimizer keeps something of a parameter that is neither of its shape nor a number, on a rank
-                that has a part of it only.
+            WorkloadError: the optimizer's state of a parameter is neither of its shape nor a number, on a rank with
+                only a part of the parameter.
         """
         out = {
             f"{MODEL}/{name}": each for name, each in self._model.items() if name not in self._training.outline.frozen
@@ -72,8 +72,9 @@ class State:
 
     @property
     def frozen(self) -> "Frozen | None":
-        """The parameters that no step changes, which are kept once and not in every checkpoint; None on all ranks where there
-        are none."""
+        """Parameters that no step changes, which are saved once and not in every checkpoint; None on all ranks if
+        there are none.
+        """
         names = self._training.outline.frozen
         return (
             Frozen({f"{MODEL}/{name}": each for name, each in self._model.items() if name in names}) if names else None
@@ -83,10 +84,10 @@ class State:
         """Refuses a checkpoint of another model.
 
         Args:
-            stored: what a checkpoint holds.
+            stored: tensors of the checkpoint.
 
         Raises:
-            WorkloadError: names which tensors differ, and how.
+            WorkloadError: the tensors differ; the message names them.
         """
         mine = self._training.outline.shapes
         prefix = f"{MODEL}/"
@@ -99,12 +100,12 @@ class State:
             )
 
     def load(self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = ignore) -> None:
-        """Goes on from a checkpoint: reads this rank's part of it.
+        """Loads this rank's part of a checkpoint.
 
         Args:
-            stored: what it holds.
+            stored: tensors of the checkpoint.
             checkpoint: its name, for the report.
-            report: told how far it is.
+            report: receives the progress.
 
         Raises:
             WorkloadError: it is of another model, or damaged.
@@ -121,15 +122,14 @@ class State:
         _fill(targets, stored, f"reading {checkpoint}", report)
         self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
         for full, param in averages.items():
-            if full not in stored:  # one that begins now begins at the weights
+            if full not in stored:  # a new average starts from the weights
                 self._average[param].copy_(param.detach())
 
     def load_weights(self, weights: Weights) -> None:
-        """Begins with the weights of another tool's checkpoint, of which each rank reads its part. What that lacks, such as
-        adapters, stays as it is.
+        """Loads this rank's part of another tool's checkpoint. Missing tensors, such as adapters, do not change.
 
         Args:
-            weights: by the names of this model.
+            weights: weights by the names of this model.
         """
         given = lazy_tensors(weights)
         _fill({name: each for name, each in self._model.items() if name in given}, given)
@@ -137,10 +137,10 @@ class State:
             value.copy_(param.detach())
 
     def _updated(self) -> Iterator[tuple[Any, str]]:
-        """What this rank's optimizer updates, by the names of the parameters."""
+        """Yields the parameters that this rank's optimizer updates, with their names."""
         for group in self._training.optimizer.param_groups:
             for param in group["params"]:
-                if param in self._names:  # at ZeRO 1 a rank that owns nothing has a parameter of no elements
+                if param in self._names:  # at ZeRO 1 a rank that owns nothing has a parameter without elements
                     yield param, self._names[param]
 
     def _of_state(
@@ -163,12 +163,12 @@ class State:
                 return key, value, whole_region(value.shape)
         optimizer = type(self._training.optimizer).__name__
         raise WorkloadError(
-            f"{optimizer} keeps '{key}' of {name} in a form that cannot be put together from the parts of several ranks; "
+            f"{optimizer} keeps '{key}' of {name} in a form that cannot be assembled from the parts of several ranks; "
             "checkpoints of it need tp=1 and zero of at most 1"
         )
 
     def _targets(self, stored: LazyTensors) -> "dict[str, Located]":
-        """Room for the optimizer's state of each parameter that it updates here, by parameter and key."""
+        """Allocates the optimizer's state of each parameter that it updates here, by parameter and key."""
         import torch
 
         from ...schedule.parallel.weights import whole_region
@@ -209,17 +209,17 @@ class Frozen:
     """Parameters that no step changes."""
 
     parameters: Located
-    """This rank's parts."""
+    """Parts of this rank."""
     frozen: None = None
-    """There are none besides."""
+    """Always None."""
 
     def tensors(self) -> Located:
-        """They themselves."""
+        """Returns the parameters."""
         return self.parameters
 
 
 def _fill(targets: Located, stored: LazyTensors, what: str = "", report: Report = ignore) -> None:
-    """Puts into this rank's parts of tensors what is stored there."""
+    """Loads the stored values into this rank's parts of tensors."""
     parts = [(name, *each) for name, (tensor, region) in targets.items() for each in region.parts(tensor)]
     sizes = [stored[name].dtype.itemsize * here.numel() for name, _, here in parts]
     reading = Reading(what, sum(sizes), report)
@@ -229,6 +229,6 @@ def _fill(targets: Located, stored: LazyTensors, what: str = "", report: Report 
 
 
 def _as_kept(key: str, value: "torch.Tensor") -> tuple[str, Any]:
-    """A key and a value of an optimizer's state as it keeps them."""
+    """A key and a value of an optimizer's state in the optimizer's own form."""
     name, _, kind = key.rpartition(":")
     return (name, _NUMBERS[kind](float(value))) if name and kind in _NUMBERS else (key, value)

@@ -1,4 +1,4 @@
-"""The data of a training: from files to batches, in an order that follows from seed and position alone."""
+"""Data of a training: from files to batches, in an order that depends only on seed and position."""
 
 import lazy_loader
 

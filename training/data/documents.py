@@ -21,29 +21,30 @@ from .order import TrainOn
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Chat = tuple[np.ndarray, np.ndarray | None]
-"""Tokens of a conversation, uint32, and which of them are predicted, bool; None for all."""
+"""Tokens of a conversation, uint32, and a mask of the predicted ones, bool; None for all."""
 
 
 def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: TrainOn) -> list[Chat]:
-    """Conversations as tokens; the template writes all special tokens.
+    """Converts conversations to tokens. The chat template writes all special tokens.
 
-    What the assistant says is what the template marks with `{% generation %}`. Where it marks nothing, it is what a
-    message of the assistant adds to the text up to where its answer begins, up to its end.
+    The assistant's tokens are those that the template marks with `{% generation %}`. Without such marks, they are what
+    a message of the assistant adds after the generation prompt, up to its end.
 
     Raises:
-        WorkloadError: there is no template, it refuses a conversation, or where an answer begins and ends cannot be told.
+        WorkloadError: there is no template, it refuses a conversation, or the bounds of an answer cannot be
+            determined.
     """
     template = None if tokenizer is None else tokenizer.chat_template
     if not template:
         whose = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
         raise WorkloadError(
             f"{pieces[0].where} is a conversation, but {whose} has no chat template; give a tokenizer with one, or a "
-            "field that holds text"
+            "field that contains text"
         )
     if train_on == "assistant" and not tokenizer.is_fast:
         raise WorkloadError(
-            f"the tokenizer in {tokenizer.name_or_path} does not tell which characters a token is made of, by which the "
-            "assistant's are found; give train_on=all, or a tokenizer with a tokenizer.json"
+            f"the tokenizer in {tokenizer.name_or_path} does not map tokens to characters, which is needed to find the "
+            "assistant's tokens; give train_on=all, or a tokenizer with a tokenizer.json"
         )
     if train_on == "assistant" and _GENERATION.search(tokenizer.get_chat_template()):
         return _marked_by_template(tokenizer, pieces)
@@ -63,7 +64,7 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
 def _marked_by_template(tokenizer: Any, pieces: "Sequence[Piece]") -> list[Chat]:
     conversations = [_messages(piece) for piece in pieces]
     for piece, conversation in zip(pieces, conversations):
-        _rendered(tokenizer, conversation, piece.where)  # the batch below would not say which one is refused
+        _rendered(tokenizer, conversation, piece.where)  # the batch below would not report which one is refused
     made = tokenizer.apply_chat_template(
         conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
         tokenizer_kwargs={"verbose": False},
@@ -75,7 +76,7 @@ def _marked_by_template(tokenizer: Any, pieces: "Sequence[Piece]") -> list[Chat]
 
 
 def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]]:
-    """Where in a conversation's text the assistant's messages begin and end, in characters."""
+    """Start and end of the assistant's messages in a conversation's text, in characters."""
     messages = _messages(piece)
     out = []
     for number, message in enumerate(messages):
@@ -85,8 +86,8 @@ def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]
         until = _rendered(tokenizer, messages[: number + 1], piece.where)
         if not (until.startswith(before) and whole.startswith(until)):
             raise WorkloadError(
-                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} in another way "
-                "where others follow, so that what the assistant says cannot be told; mark it in the template with "
+                f"{piece.where}: the chat template of {tokenizer.name_or_path} writes message {number} differently "
+                "if others follow, so the assistant's part cannot be found; mark it in the template with "
                 "{% generation %}, or give train_on=all"
             )
         out.append((len(before), len(until)))
@@ -94,7 +95,7 @@ def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]
 
 
 def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Of tokens that reach from one character to another, those that lie in spans; bool."""
+    """Mask of the tokens, given by their character ranges, that lie in `spans`; bool."""
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     out = np.zeros(len(begins), dtype=bool)
     for first, last in spans:
@@ -108,8 +109,8 @@ def _rendered(tokenizer: Any, messages: "Conversation", where: str, *, answer_fo
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
     except refusals(TemplateError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {reason}") from error
     return str(text)
 
 
@@ -130,29 +131,29 @@ KINDS: dict[str, Kind] = {
     ".bin": "tokens",
     ".idx": "indexed",
 }
-"""Kinds by a file's ending; a `.bin` with an `.idx` beside it is `indexed`."""
+"""Kinds of data by file ending; a `.bin` with an `.idx` beside it is `indexed`."""
 GZIP = ".gz"
-"""What stands behind the ending of a text or of JSON lines that gzip has compressed."""
+"""Further ending of text or JSON lines compressed by gzip."""
 KINDS |= {f"{ending}{GZIP}": kind for ending, kind in KINDS.items() if kind in ("text", "jsonl")}
 OF_TOKENS = ("tokens", "indexed")
 _ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
-"""Names, without ending, of files that lie beside data and are none."""
+"""Names, without ending, of files beside data that are not data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A file with data, or what counts as one."""
+    """A data file, or a folder that counts as one."""
 
     path: Path
-    """The file; of `indexed` the `.bin`; of `datasets` the folder."""
+    """The file; for `indexed` the `.bin`; for `datasets` the folder."""
     kind: Kind
-    """What it holds."""
+    """Kind of its contents."""
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Path, size in bytes and time of the last change in ns of each of its files: they differ where data does.
+        """Path, size in bytes and time of the last change in ns of each of its files, to detect changed data.
 
-        Contents are not read for this: that takes as long as reading the data at every start. What tokens came of
-        them has a digest of its own.
+        Contents are not read, because that would take as long as reading the data at every start. The tokens made from
+        them have their own digest.
         """
         files = [self.path]
         if self.kind == "indexed":
@@ -167,17 +168,17 @@ class Source:
 
 
 def find_sources(paths: Iterable[str]) -> list[Source]:
-    """The sources that files and folders hold, those of a folder by name.
+    """Sources in files and folders, those of a folder by name.
 
     Raises:
-        WorkloadError: one is not there, is of no known kind, or tokens and texts are mixed.
+        WorkloadError: a path does not exist, is of an unknown kind, or tokens and texts are mixed.
     """
     found = [source for path in paths for source in _sources_at(path_of(path))]
     tokens = [each for each in found if each.kind in OF_TOKENS]
     if tokens and len(tokens) < len(found):
         other = next(each for each in found if each.kind not in OF_TOKENS)
         raise WorkloadError(
-            f"{tokens[0].path} holds tokens and {other.path} text; give data of one of the two, or make tokens of both"
+            f"{tokens[0].path} contains tokens and {other.path} text; give data of one kind, or tokenise both"
         )
     return found
 
@@ -188,8 +189,8 @@ def _sources_at(path: Path) -> Iterator[Source]:
     elif path.is_file():
         kind = KINDS.get(_ending(path))
         if kind is None:
-            said = unknown("ending of a data file", _ending(path) or "none", KINDS)
-            raise WorkloadError(f"{path}: {said}")
+            problem = unknown("ending of a data file", _ending(path) or "none", KINDS)
+            raise WorkloadError(f"{path}: {problem}")
         yield _file(path, kind)
     elif path.with_name(path.name + ".idx").is_file():
         yield _file(path.with_name(path.name + ".bin"), "indexed")
@@ -209,7 +210,9 @@ def _file(path: Path, kind: Kind) -> Source:
 
 
 def _in_folder(folder: Path) -> Iterator[Source]:
-    """What a folder holds: `datasets`, or files of one kind; of such with splits in their names, those of training."""
+    """Yields the sources of a folder: `datasets`, or files of one kind; if their names contain splits, only those of
+    training.
+    """
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train").is_dir():
             names = sorted(each.name for each in folder.iterdir() if each.is_dir())
@@ -221,10 +224,10 @@ def _in_folder(folder: Path) -> Iterator[Source]:
     files = [each for each in sorted(folder.rglob("*")) if each.is_file() and _is_data(each.relative_to(folder))]
     found = list(dict.fromkeys(_file(each, KINDS[_ending(each)]) for each in files))
     if not found:
-        raise WorkloadError(f"the folder {folder} holds no data: no file ends in {', '.join(KINDS)}")
+        raise WorkloadError(f"the folder {folder} contains no data: no file ends in {', '.join(KINDS)}")
     kinds = sorted({each.kind for each in found})
     if len(kinds) > 1:
-        raise WorkloadError(f"the folder {folder} holds data of several kinds ({', '.join(kinds)}); name the files")
+        raise WorkloadError(f"the folder {folder} contains data of several kinds ({', '.join(kinds)}); name the files")
     yield from [each for each in found if each.path.name.startswith("train")] or found
 
 
@@ -235,21 +238,21 @@ def _is_data(path: Path) -> bool:
 
 
 def _ending(path: Path) -> str:
-    """The ending of a file's name, with what is before `.gz`."""
+    """Ending of a file's name, including what precedes `.gz`."""
     packed = path.suffix.lower() == GZIP
     return "".join(path.suffixes[-2:] if packed else path.suffixes[-1:]).lower()
 
 
 Conversation = list[dict[str, Any]]
 PIECE = 1 << 20
-"""Characters after which a text is cut, where a line begins."""
+"""Number of characters after which a text is cut at the next start of a line."""
 ROWS = 1000
-"""Of a table, read at once."""
+"""Number of rows of a table that are read at once."""
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool",
 }  # fmt: skip
-"""Roles by the names that ShareGPT's conversations have for them."""
+"""Roles by the names used in ShareGPT's conversations."""
 
 
 class Piece(NamedTuple):
@@ -258,27 +261,27 @@ class Piece(NamedTuple):
     content: str | Conversation
     """Its text, never empty, or a conversation."""
     first: bool
-    """Whether the document begins with it."""
+    """True if the document begins with it."""
     last: bool
-    """Whether it ends with it."""
+    """True if the document ends with it."""
     where: str
-    """For messages."""
+    """Location, for messages."""
     read: float
-    """How much of its source is read with it, from 0 to 1."""
+    """Share of its source that is read up to its end, from 0 to 1."""
 
 
 class BadRows:
-    """Rows that cannot be read, which are left out and counted.
+    """Counts rows that cannot be read and are skipped.
 
     Args:
-        skip: whether they are; otherwise the first is refused.
+        skip: skip them; otherwise the first one is refused.
     """
 
     def __init__(self, skip: bool = False) -> None:
         self.skip, self.count, self.first = skip, 0, ""
 
     def met(self, error: WorkloadError) -> None:
-        """One is met.
+        """Handles a bad row.
 
         Raises:
             WorkloadError: it is refused.
@@ -289,11 +292,11 @@ class BadRows:
 
 
 def pieces_of(source: Source, field: str, bad: BadRows) -> Iterator[Piece]:
-    """The documents of a source of text in its order, empty ones left out.
+    """Yields the non-empty documents of a text source in order.
 
     Raises:
-        WorkloadError: it is not UTF-8, no JSON, no table, or has no such column of texts or conversations.
-        MissingDependency: what reads such files is not installed.
+        WorkloadError: it is not UTF-8, JSON or a table, or has no such column of texts or conversations.
+        MissingDependency: the package that reads such files is not installed.
     """
     if source.kind == "text":
         yield from _text(source.path)
@@ -317,12 +320,12 @@ def _content(value: Any, field: str, where: str) -> str | Conversation:
     if isinstance(value, list):
         return [_message(each, where) for each in value]
     raise WorkloadError(
-        f"{where}: '{field}' must hold a text or a conversation (a list of messages), but holds {type(value).__name__}"
+        f"{where}: '{field}' must contain a text or a conversation (a list of messages), but contains {type(value).__name__}"
     )
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message with a role and a content, which ShareGPT's conversations call `from` and `value`."""
+    """Converts a message to one with a role and a content, which ShareGPT's conversations call `from` and `value`."""
     if isinstance(message, dict):
         if isinstance(message.get("role"), str) and "content" in message:
             return message
@@ -338,14 +341,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _missing(field: str, columns: list[str], where: str) -> WorkloadError:
-    return WorkloadError(f"{where}: {unknown('field', field, columns)} Say which holds the text by --field NAME.")
+    return WorkloadError(f"{where}: {unknown('field', field, columns)} Name the one with the text by --field NAME.")
 
 
 # -- text ----------------------------------------------------------------------------------------------------
 
 
 def _text(path: Path) -> Iterator[Piece]:
-    """One document, cut where a line begins that does not begin with a space: tokenizers cut there too."""
+    """Yields one document, cut at starts of lines without leading space, where tokenizers cut too."""
     rest, first = "", True
     for text, read in _decoded(path):
         rest += text
@@ -358,8 +361,8 @@ def _text(path: Path) -> Iterator[Piece]:
 
 
 def _cut(text: str) -> int:
-    """Where to cut a text of more than twice `PIECE`: near there, and never at its end."""
-    for sign, offset in (("\n", 1), (" ", 0)):  # a word takes the space before it along
+    """Position at which to cut a text of more than twice `PIECE`: close to that, and never at its end."""
+    for sign, offset in (("\n", 1), (" ", 0)):  # a word keeps its leading space
         at = text.find(sign, PIECE, 2 * PIECE)
         while at >= 0:
             if not text[at + 1].isspace():
@@ -395,7 +398,7 @@ def _not_utf8(where: str, error: UnicodeDecodeError, begin: int = 0) -> Workload
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Callable[[], float]]]:
-    """A file's bytes, unpacked where gzip has packed them, and a function for how much of it is read, from 0 to 1."""
+    """Opens a file, decompressed if it ends in `.gz`, and a function that returns the share that is read, from 0 to 1."""
     try:
         with path.open("rb") as raw:
             size = max(1, os.fstat(raw.fileno()).st_size)
@@ -420,14 +423,14 @@ def _json_lines(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
 
 
 def _in_line(line: bytes, field: str, where: str) -> Any:
-    """What the field of a record holds; why there is none as the error."""
+    """Value of the field of a record, or the error."""
     try:
         line.decode("utf-8")
         record = parse_json(line)
     except UnicodeDecodeError as error:
         return _not_utf8(where, error)
     except Malformed as error:
-        return WorkloadError(f"{where} is no JSON: {error}; each line must be a record of its own")
+        return WorkloadError(f"{where} is not JSON: {error}; each line must be a record")
     if not isinstance(record, dict):
         return WorkloadError(f"{where} must be a JSON object with the field '{field}', but is {type(record).__name__}")
     return record[field] if field in record else _missing(field, list(record), where)

@@ -1,4 +1,4 @@
-"""From documents to tokens."""
+"""Converts documents to tokens."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,44 +14,44 @@ from .documents import BadRows, Chat, Piece, encode_conversations
 from .order import BYTES, TrainOn
 
 BATCH_CHARACTERS = 1 << 21
-"""Text that is tokenised at once: enough for all threads of a fast tokenizer."""
+"""Number of characters that are tokenised at once: enough for all threads of a fast tokenizer."""
 BATCH_PIECES = 1000
 _END_OF_BYTES = 1
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Of a tokenizer's folder, what tokens follow from."""
+"""Files of a tokenizer's folder that determine its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """What makes tokens of documents: a tokenizer, or bytes."""
+    """A tokenizer, or bytes."""
 
     name: str
     """`bytes`, or the folder."""
     tokenizer: Any
-    """Of transformers; None for bytes."""
+    """Tokenizer of transformers; None for bytes."""
     size: int
-    """Ids are below."""
+    """All ids are smaller."""
     prefix: tuple[int, ...]
     """Tokens before each text, such as the beginning of a sequence."""
     suffix: tuple[int, ...]
-    """Tokens behind each text: the tokenizer's own, and the end of a text in any case where it has one."""
+    """Tokens after each text: the tokenizer's own, and always the end-of-text token if there is one."""
     end_id: int | None
-    """The token that ends a text."""
+    """Token that ends a text."""
     pad_id: int | None
-    """The token that fills up."""
+    """Padding token."""
     mask_id: int | None
-    """The token that hides others."""
+    """Mask token."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest of uint16 and uint32 that holds the ids."""
+        """The smaller of uint16 and uint32 that can represent the ids."""
         return np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
 
     def encode(self, texts: list[str]) -> Iterator[Sequence[int] | np.ndarray]:
-        """Tokens of texts, without what stands before and behind."""
+        """Yields the tokens of texts, without prefix and suffix."""
         if self.tokenizer is None:
             for text in texts:
                 yield np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + BYTE_OFFSET
@@ -61,10 +61,10 @@ class Encoder:
 
 
 def encoder_of(folder: str | None) -> Encoder:
-    """The encoder of a tokenizer's folder; of bytes where there is none, or `bytes` is asked for.
+    """Returns the encoder of a tokenizer's folder, or that of bytes for None or `bytes`.
 
     Raises:
-        WorkloadError: the folder holds no tokenizer, or one that cannot be loaded.
+        WorkloadError: the folder contains no tokenizer, or one that cannot be loaded.
     """
     if folder is None or folder == BYTES:
         return Encoder(
@@ -73,8 +73,8 @@ def encoder_of(folder: str | None) -> Encoder:
         )  # fmt: skip
     tokenizer = load_tokenizer(Path(folder)) if Path(folder).is_dir() else None
     if tokenizer is None:
-        raise WorkloadError(f"{folder} holds no tokenizer; give the folder that its tokenizer.json is in")
-    # Older classes have an end of their own for a text of two: the separator.
+        raise WorkloadError(f"{folder} contains no tokenizer; give the folder that its tokenizer.json is in")
+    # Older classes have another token at the end of a text: the separator.
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     prefix, suffix = _around(tokenizer)
     if end is not None and end not in suffix[-1:]:
@@ -86,7 +86,7 @@ def encoder_of(folder: str | None) -> Encoder:
 
 
 def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that a tokenizer puts before and behind a text."""
+    """Special tokens that a tokenizer puts before and after a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for at in range(len(whole) - len(plain) + 1):
@@ -98,7 +98,7 @@ def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tokenizer_digest(folder: str | None) -> str:
-    """SHA-256 of the files that tokens follow from, hex; `bytes` where there is no tokenizer."""
+    """SHA-256 of the files that determine the tokens, hex; `bytes` without a tokenizer."""
     if folder is None or folder == BYTES:
         return BYTES
     total = hashlib.sha256()
@@ -113,17 +113,17 @@ class Encoded:
     """Tokens of a piece."""
 
     tokens: np.ndarray
-    """One dimension, special tokens included."""
+    """One dimension, including special tokens."""
     trained: np.ndarray | None
-    """Which of them are predicted in training, bool; None for all."""
+    """Mask of the tokens that are predicted in training, bool; None for all."""
     last: bool
-    """Whether a document ends with it."""
+    """True if a document ends with it."""
     where: str
-    """The piece's."""
+    """Location of the piece, for messages."""
 
 
 def encoded(pieces: Iterable[Piece], encoder: Encoder, train_on: TrainOn, bad: BadRows) -> Iterator[Encoded]:
-    """Tokens of pieces, which are read and tokenised a batch at a time; conversations that cannot be written are bad rows.
+    """Reads and tokenises pieces in batches. Conversations that cannot be written as text are bad rows.
 
     Raises:
         WorkloadError: texts and conversations are mixed, or a conversation cannot be written as text.

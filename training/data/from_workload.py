@@ -1,4 +1,4 @@
-"""Batches from a workload's own batch maker or from a dataset object."""
+"""Batches from a workload's own batch function or from a dataset object."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from ...models.data import Task, TokenBatches
 from ...models.workload import Batch, Workload
 from ..seeds import step_seed
 from .order import DataPlan, shuffled
-from .preparing import Heard, prepare
+from .preparing import OnRead, prepare
 from .samples import TrainingData
 
 if TYPE_CHECKING:
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class FromWorkload:
-    """The data of a workload as `TrainingData`: what its `batch(size, seed)` makes, a batch a step.
+    """Data of a workload as `TrainingData`: one call of its `batch(size, seed)` per step.
 
-    Sample i of step s is what `batch(samples_per_step, step_seed(seed, s))` has at i, as in a dry run (`Training`): it
-    follows from the seed, its position s * samples_per_step + i, and `samples_per_step`, which must stay the same when a
-    training goes on; not from dp, pp or micro-batches. What the workload's function draws from besides its seed is its own
-    affair. Evaluation has batches of seeds before that of step 0.
+    Sample i of step s is sample i of `batch(samples_per_step, step_seed(seed, s))`, as in a dry run (`Training`). It
+    depends on the seed, its position s * samples_per_step + i, and `samples_per_step`, which must not change when a
+    training is resumed; not on dp, pp or micro-batches. The workload's function is responsible for any other
+    randomness. Evaluation uses batches with seeds before that of step 0.
 
     Args:
-        workload: whose batches.
-        seed: of the training.
+        workload: workload with the batches.
+        seed: seed of the training.
         samples_per_step: the global batch; None for the workload's.
-        num_evaluation: samples to evaluate with.
+        num_evaluation: number of samples for evaluation.
     """
 
     even = True
-    """As dry runs take it: the mean over a batch is that over its micro-batches."""
+    """True, as in dry runs: the mean over a batch is the mean over its micro-batches."""
     num_training = None
-    """No sample comes twice by intent."""
+    """None: no sample occurs twice by intent."""
 
     def __init__(
         self, workload: Workload, *, seed: int = 0, samples_per_step: int | None = None, num_evaluation: int = 0
@@ -57,20 +57,20 @@ class FromWorkload:
         return self._between(start, count, 0)
 
     def evaluation(self, start: int, count: int) -> Batch:
-        """Samples of batches that no step has.
+        """Samples of batches that are in no step.
 
         Raises:
-            IndexError: there are not as many.
+            IndexError: there are fewer samples.
         """
         if start + count > self.num_evaluation:
             raise IndexError(
-                f"samples {start} to {start + count - 1} were asked for, but {self.num_evaluation} are held out"
+                f"samples {start} to {start + count - 1} were requested, but {self.num_evaluation} are held out"
             )
         batches = -(-self.num_evaluation // self.samples_per_step)
         return self._between(start, count, -batches)
 
     def describe(self) -> dict[str, Any]:
-        """What the data is, as plain data."""
+        """Description of the data, JSON-ready."""
         batch = self.workload.batch
         follows = {"workload": self.workload.id, "seed": self.seed, "samples_per_step": self.samples_per_step}
         return {
@@ -82,7 +82,7 @@ class FromWorkload:
         }
 
     def _between(self, start: int, count: int, first: int) -> Batch:
-        """Samples `start` on of the batches from step `first` on."""
+        """Samples from `start` on of the batches from step `first` on."""
         pieces = []
         while count > 0:
             step, at = divmod(start, self.samples_per_step)
@@ -92,14 +92,14 @@ class FromWorkload:
         return _joined(pieces)
 
     def _step(self, step: int) -> Batch:
-        last = self._last  # evaluations and the samples of the next step are asked for from several threads
+        last = self._last  # evaluations and the samples of the next step are requested from several threads
         if last is None or last[0] != step:
             self._last = last = step, make_batch(self.workload, self.samples_per_step, step_seed(self.seed, step))
         return last[1]
 
 
 def _joined(pieces: list[Batch]) -> Batch:
-    """Batches as one; one alone as a copy, so that whoever changes it does not change what is kept."""
+    """Concatenates batches; a single one is copied, so that changes do not affect the cached batch."""
     import torch
 
     if len(pieces) == 1:
@@ -109,17 +109,19 @@ def _joined(pieces: list[Batch]) -> Batch:
     return joined if isinstance(pieces[0], dict) else tuple(joined.values())
 
 
-def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard = lambda share: None) -> TrainingData:
-    """What a workload is trained on.
+def training_data(
+    plan: DataPlan, workload: Workload, cache: Path, on_read: OnRead = lambda share: None
+) -> TrainingData:
+    """Returns the training data of a workload.
 
     Args:
-        plan: what is asked; without paths it is the workload's own data.
+        plan: the request; without paths, the workload's own data is used.
         workload: what is trained.
         cache: a folder for tokens.
-        heard: told now and then which share of files that are read for the first time is read, from 0 to 1.
+        on_read: called now and then with the share of new files that is read, from 0 to 1.
 
     Raises:
-        WorkloadError: as `prepare`; files are given for a workload that makes its own batches.
+        WorkloadError: as `prepare`; or files are given for a workload that makes its own batches.
     """
     batch = workload.batch
     if not plan.paths:
@@ -131,7 +133,7 @@ def training_data(plan: DataPlan, workload: Workload, cache: Path, heard: Heard 
         )
     return prepare(
         plan, seq_len=batch.seq_len, task=batch.task, vocab_size=batch.vocab_size, cache=cache, pad_id=batch.pad_id,
-        heard=heard,
+        on_read=on_read,
     )  # fmt: skip
 
 
@@ -139,7 +141,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Dataset(Protocol):
-    """What PyTorch calls a map-style data set, as Hugging Face `datasets` and lists are too."""
+    """A map-style data set of PyTorch, Hugging Face `datasets`, or a list."""
 
     def __len__(self) -> int: ...
 
@@ -147,21 +149,21 @@ class Dataset(Protocol):
 
 
 class FromDataset:
-    """A data set as `TrainingData`: epochs follow each other, each in an order of its own that follows from the seed.
+    """A data set as `TrainingData`: epochs follow each other, each in its own order, which depends on the seed.
 
     Args:
-        dataset: samples by their numbers, each a dict, a tuple or a single one of tensors, arrays, numbers or lists of them.
+        dataset: samples by number, each a dict, a tuple or a single one of tensors, arrays, numbers or lists of them.
         collate: makes a batch of a list of samples; None stacks them.
-        task: what language models of tokens learn, which says which labels count; None where all samples count alike.
-        shuffle: whether an epoch has an order of its own; otherwise all have that of the data set.
-        seed: of the order.
+        task: task of a language model, which determines the labels that count; None if all samples count equally.
+        shuffle: give each epoch its own order; otherwise all have that of the data set.
+        seed: seed of the order.
 
     Raises:
-        WorkloadError: it cannot be read by number, or is empty, or its samples make no batch.
+        WorkloadError: it cannot be read by number, or is empty, or its samples cannot be batched.
     """
 
     num_evaluation = 0
-    """None are set apart: whoever has a data set has another for that."""
+    """None are held out: the user has another data set for evaluation."""
 
     def __init__(
         self,
@@ -180,11 +182,11 @@ class FromDataset:
 
     @property
     def num_training(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return len(self.dataset)
 
     def ids(self, start: int, count: int) -> np.ndarray:
-        """Samples at these positions by their number, int64, shape [count]."""
+        """Sample numbers at these positions, int64, shape [count]."""
         positions = np.arange(start, start + count, dtype=np.int64)
         return shuffled(positions, len(self.dataset), self.seed) if self.shuffle else positions % len(self.dataset)
 
@@ -193,15 +195,15 @@ class FromDataset:
         return self._made(self.ids(start, count).tolist())
 
     def evaluation(self, start: int, count: int) -> Batch:
-        """There are none.
+        """Always raises, because no samples are held out.
 
         Raises:
             IndexError: always.
         """
-        raise IndexError(f"samples {start} to {start + count - 1} were asked for, but none are held out of a data set")
+        raise IndexError(f"samples {start} to {start + count - 1} were requested, but none are held out of a data set")
 
     def describe(self) -> dict[str, Any]:
-        """What the data is, as plain data."""
+        """Description of the data, JSON-ready."""
         follows = {"samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
         kind = type(self.dataset).__name__
         return {"paths": [], "name": kind, **follows, "digest": "-".join(map(str, (kind, *follows.values())))}
@@ -214,10 +216,10 @@ class FromDataset:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses what has no samples by number.
+    """Refuses a data set without random access.
 
     Raises:
-        WorkloadError: says what to give instead.
+        WorkloadError: it has none; the message says what to give instead.
     """
     from torch.utils.data import DataLoader, IterableDataset
 
@@ -228,18 +230,18 @@ def check_dataset(dataset: Any) -> None:
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise WorkloadError(
-            f"a {type(dataset).__name__} cannot be read by number, so that the order of its samples would hang on the ranks "
+            f"a {type(dataset).__name__} cannot be indexed, so the order of its samples would depend on the ranks "
             "that read it: give a data set with __len__ and __getitem__, or files"
         )
     if not len(dataset):
-        raise WorkloadError(f"the {type(dataset).__name__} that is to be trained on is empty")
+        raise WorkloadError(f"the {type(dataset).__name__} to train on is empty")
 
 
 def stacked(samples: Sequence[Any]) -> Batch:
-    """A batch of samples whose parts have one shape: a dict of dicts, a tuple of all others.
+    """Stacks samples to a batch: a dict of dicts, otherwise a tuple.
 
     Raises:
-        WorkloadError: a part is no number or tensor, or has several shapes.
+        WorkloadError: a part is not a number or tensor, or has several shapes.
     """
     import torch
 
@@ -268,8 +270,8 @@ def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
         made = [torch.as_tensor(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
-            f"part {name!r} of a sample is a {type(values[0]).__name__}, of which no tensor can be made ({error}); leave it out "
-            "of the data set, or give collate="
+            f"part {name!r} of a sample is a {type(values[0]).__name__}, which cannot be converted to a tensor ({error}); "
+            "leave it out of the data set, or give collate="
         ) from error
     other = next((each.shape for each in made if each.shape != made[0].shape), None)
     if other is not None:

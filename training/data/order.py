@@ -1,14 +1,14 @@
-"""The order of samples: train and validation split, shuffling, and which rank reads which of each step.
+"""Order of samples: train and validation split, shuffling, and each rank's share of a step.
 
-Order and chance are functions of numbers alone, the same on every machine and with every version of a library.
+Order and random draws are functions of numbers alone, the same on every machine and with every version of a library.
 
     x         position or sample number                       [count], uint64
     key       identifies a permutation or a stream            [count] or scalar, uint64
     n         numbers that are permuted, 0 to n - 1
 
-Numbers are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195). A permutation
-is a Feistel network over the smallest power of two that holds n, walked until it reaches a number below n (Black and
-Rogaway, 2002, doi:10.1007/3-540-45760-7_9): each of its values is computed directly, and nothing is stored.
+Numbers are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195). A
+permutation is a Feistel network over the smallest power of two of at least n, walked until it reaches a number below n
+(Black and Rogaway, 2002, doi:10.1007/3-540-45760-7_9). Each of its values is computed directly, and nothing is stored.
 """
 
 from dataclasses import dataclass
@@ -29,31 +29,31 @@ STRETCHES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The last samples of each of up to 64 equal stretches of the data are held out.
+    """Holds out the last samples of each of up to 64 equal stretches of the data.
 
-    They come from all over the data, follow from it alone (not from the seed, so that trainings can be compared), and
-    few of them lie beside a sample of training that is cut from the same document.
+    They come from all over the data and depend only on the data (not on the seed, so that trainings can be compared).
+    Few of them are next to a training sample from the same document.
     """
 
     samples: int
-    """Of the data."""
+    """Number of samples of the data."""
     evaluation: int
-    """Of these, held out."""
+    """Number of samples held out."""
 
     @staticmethod
     def of(samples: int, share: float) -> "Split":
-        """So that a share of the samples is held out: of more than one at least one, and never all."""
+        """Returns a split that holds out a share of the samples: at least one of more than one, and never all."""
         wanted = max(1, round(samples * share)) if share else 0
         return Split(samples=samples, evaluation=min(wanted, max(samples - 1, 0)))
 
     @property
     def training(self) -> int:
-        """Samples that are not held out."""
+        """Number of samples that are not held out."""
         return self.samples - self.evaluation
 
     @cached_property
     def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the stretches: where they begin, and how many samples of training and of evaluation come before."""
+        """Start of each stretch, and number of training and of evaluation samples before it."""
         stretches = max(1, min(STRETCHES, self.evaluation))
         numbers = np.arange(stretches + 1, dtype=np.int64)
         begins = numbers * self.samples // stretches
@@ -61,13 +61,13 @@ class Split:
         return begins, begins - before, before
 
     def training_ids(self, numbers: np.ndarray) -> np.ndarray:
-        """Sample ids of the training split's samples by their numbers there, int64."""
+        """Sample ids of training samples by their number in the training split, int64."""
         begins, training, _ = self._bounds
         stretch = np.searchsorted(training, numbers, side="right") - 1
         return begins[stretch] + numbers - training[stretch]
 
     def evaluation_ids(self, numbers: np.ndarray) -> np.ndarray:
-        """Sample ids of the held-out samples by their numbers there, int64."""
+        """Sample ids of held-out samples by their number among them, int64."""
         begins, _, evaluation = self._bounds
         stretch = np.searchsorted(evaluation, numbers, side="right") - 1
         held = evaluation[stretch + 1] - evaluation[stretch]
@@ -75,13 +75,13 @@ class Split:
 
 
 ROUNDS = 8
-"""Of the network: with few bits in a half, fewer are not yet even."""
+"""Rounds of the network: with few bits in a half, fewer rounds are not uniform enough."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def mix(*parts: "int | np.ndarray") -> np.ndarray:
-    """Whole numbers, alone or in arrays of one shape, made into 64 bits that look random; uint64."""
+    """Mixes integers, single or in arrays of one shape, to 64 random-looking bits; uint64."""
     out = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
@@ -97,12 +97,12 @@ def _finalise(x: np.ndarray) -> np.ndarray:
 
 
 def permuted(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Where permutations of 0 to n - 1 take numbers of these.
+    """Applies permutations of 0 to n - 1 to numbers.
 
     Args:
         x: numbers below n, int64, one dimension.
-        n: how many are permuted.
-        key: of each number's permutation, uint64, shape of `x`.
+        n: number of permuted numbers.
+        key: key of each number's permutation, uint64, shape of `x`.
 
     Returns:
         int64, shape of `x`; for one key each number below n once.
@@ -125,18 +125,18 @@ def permuted(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Places 0 to n - 1 at positions of an endless sequence: epochs follow each other, each in an order of its own."""
+    """Numbers from 0 to n - 1 at positions of an endless sequence of epochs, each with its own order."""
     epochs, at = np.divmod(positions, n)
     return permuted(at, n, mix(seed, epochs))
 
 
 class HashedDraw:
-    """Random numbers of samples, each a function of the seed and the sample's number: see `models.data.Draw`.
+    """Random numbers per sample, each a function of the seed and the sample's number: see `models.data.Draw`.
 
     Args:
-        seed: of all.
-        stream: what else tells one use of a seed from another.
-        numbers: of the samples, int64, shape [samples].
+        seed: common seed.
+        stream: distinguishes different uses of a seed.
+        numbers: sample numbers, int64, shape [samples].
     """
 
     def __init__(self, seed: int, stream: int, numbers: np.ndarray) -> None:
@@ -159,17 +159,17 @@ class HashedDraw:
 Packing = Literal["packed", "documents", "padded"]
 TrainOn = Literal["all", "assistant"]
 BYTES = "bytes"
-"""The tokenizer that takes text by bytes."""
+"""Name of the tokenizer that reads text as bytes."""
 LARGEST_SHARE = 0.5
-"""Of the samples, what may be held out."""
+"""Largest share of samples that may be held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What is asked of the data of a training.
+    """Request of a training's data.
 
     Raises:
-        WorkloadError: a field is not what it must be.
+        WorkloadError: a field is invalid.
     """
 
     paths: Annotated[
@@ -181,18 +181,21 @@ class DataPlan:
             many=True,
         ),
     ] = ()
-    """Files or folders: text (`.txt`, `.md`) and JSON lines (`.jsonl`, `.ndjson`, `.json`), either as it is or with `.gz`,
-    Parquet, a folder of such or of Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron
-    by either or their prefix."""
+    """Files or folders: text (`.txt`, `.md`) and JSON lines (`.jsonl`, `.ndjson`, `.json`), optionally with `.gz`;
+    Parquet; a folder of these or of Hugging Face `datasets`; or tokens: nanoGPT's `.bin`, or Megatron's `.bin` and
+    `.idx`, given by either or by their prefix.
+    """
     tokenizer: Annotated[
         str | None,
         Asked("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
     ] = None
-    """Folder of a Hugging Face tokenizer; None or `bytes` takes text by bytes. Of a `.bin` it says which token ends a
-    document."""
+    """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes. For a `.bin` it determines the token
+    that ends a document.
+    """
     field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
-    """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content`, or
-    ShareGPT's `from` and `value`, there is a conversation, written as text by the tokenizer's chat template."""
+    """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`, or
+    ShareGPT's `from` and `value`, is a conversation, written as text by the tokenizer's chat template.
+    """
     packing: Annotated[
         Packing | None,
         Asked(
@@ -200,23 +203,27 @@ class DataPlan:
             metavar="NAME",
         ),
     ] = None
-    """`packed`: samples are cut from all documents in a row. `documents`: the same, but no token sees or is predicted
-    from another document. `padded`: a document a sample, cut and padded. None: `padded` for conversations, else `packed`."""
+    """`packed`: samples are cut from all documents in a row. `documents`: the same, but tokens neither attend to nor
+    are predicted from another document. `padded`: one document per sample, cut and padded. None: `padded` for
+    conversations, otherwise `packed`.
+    """
     train_on: Annotated[
         TrainOn | None,
         Asked("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="NAME"),
     ] = None
-    """`assistant`: of conversations only what the assistant says is predicted. None: `assistant` for conversations, else
-    `all`."""
+    """`assistant`: only the assistant's messages of conversations are predicted. None: `assistant` for conversations,
+    otherwise `all`.
+    """
     held_out: Annotated[float, Asked("Share of samples held out for evaluation.", type=float)] = 0.0
-    """Share of the samples that is set apart for evaluation, from 0 to 0.5."""
+    """Share of the samples held out for evaluation, from 0 to 0.5."""
     shuffle: Annotated[bool, Asked("Reorder samples in each epoch.")] = True
-    """Whether each epoch has an order of its own; otherwise all have that of the data."""
+    """True if each epoch has its own order; otherwise all have that of the data."""
     skip_bad_rows: Annotated[bool, Asked("Skip and count rows that cannot be read.")] = False
-    """Whether rows of JSON lines, Parquet and datasets that cannot be read, or hold no text or conversation, are left out and
-    counted; otherwise the first of them is refused."""
+    """True if rows of JSON lines, Parquet and datasets that cannot be read, or contain no text or conversation, are
+    skipped and counted; otherwise the first of them is refused.
+    """
     seed: Annotated[int, Asked("Seed of weights, order and dropout.", type=range(1 << 63))] = 0
-    """Of the order, and of what masked language models hide."""
+    """Seed of the order, and of the masks of masked language models."""
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, str):

@@ -1,8 +1,8 @@
-"""How samples are cut from tokens: in a row, in a row with documents apart, or a document each.
+"""Cuts samples from tokens: in a row, in a row with separate documents, or one document per sample.
 
-n     samples asked for
+n     number of samples
 L     tokens of a sample
-row   what a sample is cut from: the number of a window of L tokens, or of a document
+row   number of the window of L tokens, or of the document, that a sample is cut from
 """
 
 import inspect
@@ -28,34 +28,32 @@ _TOKENS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Samples as they are cut from the tokens."""
+    """Samples cut from the tokens."""
 
     tokens: np.ndarray
     """int64, shape [n, L]."""
     trained: np.ndarray | None
-    """Which tokens are predicted, bool, shape [n, L]; None for all."""
+    """Mask of predicted tokens, bool, shape [n, L]; None for all."""
     real: np.ndarray | None
-    """Which tokens are not padding, bool, shape [n, L]; None for all."""
+    """Mask of tokens that are not padding, bool, shape [n, L]; None for all."""
     positions: np.ndarray | None
-    """Of each token in its document, counted from where the sample's part of it begins, int64, [n, L]."""
+    """Position of each token in its document, counted from the start of the sample's part of it, int64, [n, L]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What samples are cut from."""
+    """Source of the samples, and how they are cut."""
 
     store: TokenStore
-    """The tokens."""
     packing: Packing
-    """How."""
     length: int
     """Tokens of a sample, L."""
     pad_id: int
-    """What fills up."""
+    """Padding token."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are, whether or not there is something to train on in them."""
+        """Number of rows, including those without tokens to train on."""
         if self.packing == "padded":
             assert self.store.boundaries is not None
             return len(self.store.boundaries) - 1
@@ -66,7 +64,7 @@ class Layout:
         return self._padded(rows) if self.packing == "padded" else self._windows(rows)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of padded samples of these rows, padding left out, int64, shape [n]."""
+        """Tokens of padded samples of these rows without padding, int64, shape [n]."""
         assert self.store.boundaries is not None
         return np.minimum(self.store.boundaries[rows + 1] - self.store.boundaries[rows], self.length)
 
@@ -89,7 +87,7 @@ class Layout:
         return Cut(tokens=tokens, trained=trained, real=None, positions=positions)
 
     def _begins(self, starts: np.ndarray) -> np.ndarray:
-        """Where in windows documents begin, bool, shape [n, L]."""
+        """Mask of the starts of documents in windows, bool, shape [n, L]."""
         assert self.store.boundaries is not None
         first = np.searchsorted(self.store.boundaries, starts, side="left")
         counts = np.searchsorted(self.store.boundaries, starts + self.length, side="left") - first
@@ -115,16 +113,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usable:
-    """The rows with something to train on: one without would have no mean loss."""
+    """Rows with tokens to train on. A row without any would have no mean loss."""
 
     rows: np.ndarray | None
-    """Their numbers, int64; None for all."""
+    """Row numbers, int64; None for all."""
     samples: int
-    """How many."""
+    """Number of rows."""
     shortened: int
-    """Documents that are longer than a sample, whose ends are left out."""
+    """Number of documents longer than a sample, whose ends are cut off."""
     folder: Path | None = None
-    """Where that is kept; None where it was not looked for."""
+    """Folder of the result; None if no search was needed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Usable._all, (self.samples,)) if self.folder is None else (Usable.read, (self.folder,))
@@ -135,14 +133,14 @@ class Usable:
 
     @staticmethod
     def read(folder: Path) -> "Usable":
-        """What a folder of the cache says, mapped into memory."""
+        """Reads a folder of the cache, mapped into memory."""
         about = read_about(folder)
         rows = np.asarray(np.memmap(folder / ROWS, dtype=np.int64, mode="r")) if ROWS in about["files"] else None
         return Usable(rows=rows, samples=about["found"], shortened=about["shortened"], folder=folder)
 
 
 def usable_rows(layout: Layout, task: Task, cache: Path) -> Usable:
-    """The rows with something to train on; where that takes a look at all of them, it is kept in the cache."""
+    """Finds the rows with tokens to train on. If that needs a look at all rows, the result is cached."""
     if layout.packing != "padded" and not layout.store.about.masked:
         return Usable._all(layout.num_rows)
     wanted = {
@@ -166,7 +164,7 @@ def usable_rows(layout: Layout, task: Task, cache: Path) -> Usable:
 
 
 def _looked_through(layout: Layout, task: Task) -> Iterator[tuple[np.ndarray, int]]:
-    """A batch of rows at a time those with something to train on, and how many documents of the batch are too long."""
+    """Yields, batch by batch, the rows with tokens to train on, and the number of documents that are too long."""
     boundaries = layout.store.boundaries if layout.packing == "padded" else None
     step = max(1, _TOKENS_AT_ONCE // layout.length) if layout.store.about.masked else _ROWS_AT_ONCE
     least = 2 if task == "causal" else 1
@@ -176,7 +174,7 @@ def _looked_through(layout: Layout, task: Task) -> Iterator[tuple[np.ndarray, in
         if layout.store.about.masked:
             trained = layout.cut(rows).trained
             assert trained is not None
-            good = trained[:, least - 1 :].any(axis=1)  # the first token of a causal sample is predicted from nothing
+            good = trained[:, least - 1 :].any(axis=1)  # the first token of a causal sample is not predicted
         else:
             assert lengths is not None
             good = lengths >= least
@@ -186,20 +184,20 @@ def _looked_through(layout: Layout, task: Task) -> Iterator[tuple[np.ndarray, in
 def check_packing(
     model: "nn.Module | Collection[str]", packing: Packing | DataPlan | None, task: Task = "causal"
 ) -> None:
-    """Refuses `documents` for a model that does not keep documents apart.
+    """Refuses `documents` for a model that does not separate documents.
 
-    transformers tells documents by positions that begin anew, where a model has them passed on to its attention. Not all do
-    that take `position_ids` (OPT's do not): a model that has its weights is tried on two documents of four tokens, in which
-    nothing of the first may reach the second.
+    transformers detects documents by restarting positions, if a model passes them on to its attention. Not all models
+    that take `position_ids` do (OPT's do not). A model with weights is therefore tested on two documents of four
+    tokens, in which the first must not affect the second.
 
     Args:
-        model: the model, on all its ranks at once where there are several, or the names of what its forward takes. Of a model
-            without weights (on the meta device) and of names only the names are looked at.
-        packing: how samples are packed, or the plan that says so.
+        model: the model, on all its ranks at once if there are several, or the names of its forward's arguments. For a
+            model without weights (on the meta device), only the names are checked.
+        packing: packing of the samples, or the plan with it.
         task: what is trained.
 
     Raises:
-        WorkloadError: it does not keep documents apart.
+        WorkloadError: it does not separate documents.
     """
     asked = packing.packing if isinstance(packing, DataPlan) else packing
     if asked != "documents":
@@ -212,17 +210,17 @@ def check_packing(
     names = model if isinstance(model, Collection) else list(inspect.signature(model.forward).parameters)
     if "position_ids" not in names:
         raise WorkloadError(
-            f"packing=documents tells documents by position_ids, which the model's forward does not take; {instead}"
+            f"packing=documents separates documents by position_ids, which the model's forward does not take; {instead}"
         )
     if not isinstance(model, Collection) and not _apart(model):
         raise WorkloadError(
-            f"packing=documents needs a model whose tokens see their own document only, but in {type(model).__name__} those "
-            f"of one document follow from another's; {instead}"
+            f"packing=documents needs a model whose tokens see only their own document, but in {type(model).__name__} "
+            f"the tokens of one document depend on another; {instead}"
         )
 
 
 def _apart(model: "nn.Module") -> bool:
-    """Whether the second of two documents is computed without the first."""
+    """True if the second of two documents does not depend on the first."""
     import torch
 
     weight = next(model.parameters(), None)
@@ -238,5 +236,5 @@ def _apart(model: "nn.Module") -> bool:
     finally:
         model.train(was)
     first, second = getattr(found, "logits", found)[:, 4:].float()
-    # Rows of a batch may be rounded differently, but not by as much as another context makes.
+    # Rows of a batch may be rounded differently, but by much less than the effect of another context.
     return bool((first - second).abs().max() <= 1e-2 * first.std())

@@ -1,4 +1,4 @@
-"""From what is asked of the data to samples: read, tokenised and checked once, then mapped into memory."""
+"""Prepares samples from a request: reads, tokenises and checks the data once, then maps it into memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from .samples import Samples
 from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
 
 FORMAT = 1
-"""Of what is kept in the cache; another where tokens of the same files would be others."""
-HEARD_S = 0.5
-"""How often it is told how far reading is, s."""
-Heard = Callable[[float], None]
-"""Told which share of the data is read, from 0 to 1."""
+"""Version of the cache, which changes if the same files give other tokens."""
+REPORT_S = 0.5
+"""Interval between progress reports, s."""
+OnRead = Callable[[float], None]
+"""Receives the share of the data that is read, from 0 to 1."""
 
 
 def prepare(
@@ -34,27 +34,27 @@ def prepare(
     vocab_size: int,
     cache: Path,
     pad_id: int | None = None,
-    heard: Heard = lambda share: None,
+    on_read: OnRead = lambda share: None,
 ) -> Samples:
-    """The samples of a plan.
+    """Returns the samples of a plan.
 
-    Texts are tokenised a few MiB at a time into a folder of the cache, once: other processes that ask for the same at the
-    same time wait for the first, and later ones find it. Files of tokens stay where they are and are looked through once.
+    Texts are tokenised a few MiB at a time into a folder of the cache, once: other processes with the same request
+    wait for the first, and later ones find the result. Files of tokens stay in place and are checked once.
 
     Args:
-        plan: what is asked.
-        seq_len: tokens of a sample; sequence to sequence, of its input and of its output each.
-        task: what the model is trained to do.
-        vocab_size: of the model.
+        plan: the request.
+        seq_len: tokens of a sample; for sequence to sequence, of its input and of its output each.
+        task: task of the model.
+        vocab_size: vocabulary size of the model.
         cache: a folder, on a disk that all ranks share or on one of each host.
-        pad_id: of the model; None for the tokenizer's.
-        heard: told now and then how far that is.
+        pad_id: padding token of the model; None for the tokenizer's.
+        on_read: called now and then with the progress.
 
     Raises:
-        WorkloadError: the data cannot be read, is empty, shorter than a sample, not UTF-8, of another vocabulary, or the
-            plan does not suit it or the task.
+        WorkloadError: the data cannot be read, is empty, shorter than a sample, not UTF-8, of another vocabulary, or
+            the plan does not suit it or the task.
         StudyError: the cache cannot be written.
-        MissingDependency: what reads such files is not installed.
+        MissingDependency: the package that reads such files is not installed.
     """
     _check_task(plan, task)
     if task != "causal":
@@ -65,15 +65,15 @@ def prepare(
             f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
             f"has {vocab_size}; give a tokenizer"
         )
-    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _now_and_then(heard)))
+    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _now_and_then(on_read)))
     about = store.about
     if about.largest >= vocab_size:
         whose = (
-            f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data holds"
+            f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data has"
         )
         raise WorkloadError(
             f"{plan.paths[0]}: {whose} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
-            "belong together"
+            "fit together"
         )
     plan = _resolved(plan, store, task)
     fills = [each for each in (pad_id, about.pad_id, about.end_id, 0) if each is not None and 0 <= each < vocab_size]
@@ -84,7 +84,7 @@ def prepare(
     split = Split.of(usable.samples, plan.held_out)
     if plan.held_out and not split.evaluation:
         raise WorkloadError(
-            f"{plan.paths[0]} has one sample of {layout.length} tokens, of which none can be held out; give more data or "
+            f"{plan.paths[0]} has one sample of {layout.length} tokens, so none can be held out; give more data or "
             "held_out=0"
         )
     return Samples(
@@ -95,7 +95,7 @@ def prepare(
 def _check_task(plan: DataPlan, task: Task) -> None:
     if task == "image":
         raise WorkloadError(
-            "data files hold text or tokens, and the model classifies images; give its batches by --workload"
+            "data files contain text or tokens, but the model classifies images; give its batches by --workload"
         )
     if task != "causal" and plan.train_on == "assistant":
         raise WorkloadError(f"train_on=assistant is for causal language models, and this one's task is {task}")
@@ -113,12 +113,14 @@ def _check_task(plan: DataPlan, task: Task) -> None:
 def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
     conversations = store.about.conversations
     if conversations and task == "seq2seq":
-        raise WorkloadError(f"{plan.paths[0]} holds conversations, which causal language models are trained on")
+        raise WorkloadError(
+            f"{plan.paths[0]} contains conversations, which only causal language models can be trained on"
+        )
     packing = plan.packing or ("padded" if conversations else "packed")
     if packing != "packed" and store.boundaries is None:
         raise WorkloadError(
-            f"{plan.paths[0]} holds tokens without saying where documents begin, which packing={packing} needs; give the "
-            "tokenizer, whose end of a text tells, or packing=packed"
+            f"{plan.paths[0]} contains tokens without the starts of documents, which packing={packing} needs; give the "
+            "tokenizer, whose end-of-text token marks them, or packing=packed"
         )
     return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 
@@ -138,8 +140,8 @@ def _check_size(plan: DataPlan, layout: Layout, usable: Usable) -> None:
         )
 
 
-def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, heard: Heard) -> Path:
-    """The folder of the tokens, made where it is not there."""
+def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, on_read: OnRead) -> Path:
+    """Returns the folder of the tokens, and creates it if necessary."""
     stamps = [each.stamps() for each in sources]
     wanted = {
         "format": FORMAT,
@@ -148,9 +150,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     }
     if sources[0].kind in OF_TOKENS:
         if plan.train_on == "assistant":
-            raise WorkloadError(
-                f"{plan.paths[0]} holds tokens, in which nobody speaks; train_on=assistant needs conversations"
-            )
+            raise WorkloadError(f"{plan.paths[0]} contains tokens; train_on=assistant needs conversations")
         wanted["wide"] = vocab_size > 1 << 16
     else:
         wanted |= {"field": plan.field, "train_on": plan.train_on}
@@ -158,7 +158,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
 
     def make(folder: Path) -> dict[str, Any]:
         filled = _of_files if sources[0].kind in OF_TOKENS else _of_texts
-        made = filled(folder, plan, sources, vocab_size, heard)
+        made = filled(folder, plan, sources, vocab_size, on_read)
         if [each.stamps() for each in sources] != stamps:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} changed while it was read; start again")
         return made
@@ -166,40 +166,40 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     return made_once(cache, wanted, make)
 
 
-def _now_and_then(heard: Heard) -> Heard:
-    """The same, told every `HEARD_S` at most."""
+def _now_and_then(on_read: OnRead) -> OnRead:
+    """Limits calls of `on_read` to one per `REPORT_S`."""
     last = time.monotonic()
 
     def hear(share: float) -> None:
         nonlocal last
-        if time.monotonic() - last >= HEARD_S:
-            heard(share)
+        if time.monotonic() - last >= REPORT_S:
+            on_read(share)
             last = time.monotonic()
 
     return hear
 
 
-def _pieces(sources: list[Source], field: str, bad: BadRows, heard: Heard) -> Iterator[Piece]:
-    """The documents of all sources, and how far reading them is."""
+def _pieces(sources: list[Source], field: str, bad: BadRows, on_read: OnRead) -> Iterator[Piece]:
+    """Yields the documents of all sources, and reports the progress."""
     sizes = [sum(size for _, size, _ in each.stamps()) for each in sources]
     total = max(1, sum(sizes))
     for number, source in enumerate(sources):
         for piece in pieces_of(source, field, bad):
-            heard((sum(sizes[:number]) + piece.read * sizes[number]) / total)
+            on_read((sum(sizes[:number]) + piece.read * sizes[number]) / total)
             yield piece
 
 
-def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:
+def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, on_read: OnRead) -> dict[str, Any]:
     bad = BadRows(plan.skip_bad_rows)
-    pieces = _pieces(sources, plan.field, bad, heard)
+    pieces = _pieces(sources, plan.field, bad, on_read)
     first = next(pieces, None)
     if first is None:
         if bad.count:
             raise _none_is_good(bad)
-        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files that hold something to train on")
+        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files with data to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
-        raise WorkloadError(f"{first.where} holds text, in which nobody speaks; train_on=assistant needs conversations")
+        raise WorkloadError(f"{first.where} contains text; train_on=assistant needs conversations")
     encoder = encoder_of(plan.tokenizer)
     train_on = plan.train_on or ("assistant" if conversations else "all")
     made = write_texts(
@@ -212,15 +212,15 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
 
 
 def _none_is_good(bad: BadRows) -> WorkloadError:
-    return WorkloadError(f"all {bad.count} rows are bad, so that nothing is left to train on; the first: {bad.first}")
+    return WorkloadError(f"all {bad.count} rows are bad, so nothing is left to train on; the first: {bad.first}")
 
 
-def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:
+def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, on_read: OnRead) -> dict[str, Any]:
     encoder = encoder_of(plan.tokenizer) if plan.tokenizer not in (None, BYTES) else None
     files: list[tuple[TokenFile, np.ndarray | None]] = [
         indexed_tokens(each) if each.kind == "indexed" else (plain_tokens(each, vocab_size), None) for each in sources
     ]
     return write_about_tokens(
         folder, files, vocab_size=vocab_size, end_id=encoder.end_id if encoder else None,
-        pad_id=encoder.pad_id if encoder else None, mask_id=encoder.mask_id if encoder else None, heard=heard,
+        pad_id=encoder.pad_id if encoder else None, mask_id=encoder.mask_id if encoder else None, on_read=on_read,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Samples by their position in an endless sequence, which follows from the seed alone."""
+"""Samples by their position in an endless sequence, which depends only on the seed."""
 
 import hashlib
 import json
@@ -17,28 +17,30 @@ if TYPE_CHECKING:
     import torch
 
 _TRAINING, _EVALUATION = 1, 2
-"""Streams of what masked language models hide."""
+"""Random streams of the masks of masked language models."""
 IGNORED = -100
-"""The label of a token that is not predicted, as transformers has it."""
+"""Label of a token that is not predicted, as in transformers."""
 
 
 class TrainingData(Protocol):
-    """What a training takes its batches from. Step s of a training with B samples a step has those from s * B on."""
+    """Source of a training's batches. Step s of a training with B samples per step uses positions from s * B on."""
 
     @property
     def num_training(self) -> int | None:
-        """Samples of an epoch; None where no sample comes twice."""
+        """Number of samples of an epoch; None if no sample occurs twice."""
 
     @property
     def num_evaluation(self) -> int:
-        """Samples that are held out for evaluation."""
+        """Number of samples held out for evaluation."""
 
     @property
     def even(self) -> bool:
-        """Whether all samples have as many labels, so that the mean over a batch is that over its micro-batches."""
+        """True if all samples have the same number of labels, so that the mean over a batch is the mean over its
+        micro-batches.
+        """
 
     def ids(self, start: int, count: int) -> np.ndarray:
-        """What tells which samples are at these positions, int64, shape [count]."""
+        """Ids of the samples at these positions, int64, shape [count]."""
 
     def __call__(self, start: int, count: int) -> Batch:
         """The samples at these positions, as a batch on the CPU."""
@@ -47,65 +49,70 @@ class TrainingData(Protocol):
         """Held-out samples by number, as a batch on the CPU.
 
         Raises:
-            IndexError: there are not as many.
+            IndexError: there are fewer samples.
         """
 
     def describe(self) -> dict[str, Any]:
-        """What the data is, as plain data; trainings with the same `digest` have the same batches at the same positions."""
+        """Description of the data, JSON-ready. Trainings with the same `digest` have the same batches at the same
+        positions.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """Samples of tokens: `samples(start, count)` is the batch at positions `start` to `start + count - 1`.
 
-    `input_ids` and `labels`, int64, shape [count, seq_len], as `models.data.TokenBatches` has them, and where needed
-    `position_ids` (documents apart) or `attention_mask` (padding before and behind which a model looks). Epochs follow each
-    other, each in an order of its own. A batch follows from seed and positions alone: it is the same however positions are
-    grouped into calls, on any rank, in any process, after any restart. Made by `prepare`; safe to use from several threads.
+    A batch has `input_ids` and `labels`, int64, shape [count, seq_len], like `models.data.TokenBatches`, and if needed
+    `position_ids` (separate documents) or `attention_mask` (padding, for models that attend in both directions).
+    Epochs follow each other, each in its own order. A batch depends only on seed and positions: it is the same however
+    positions are grouped into calls, on any rank, in any process, after any restart. Made by `prepare`; safe to use
+    from several threads.
     """
 
     plan: DataPlan
-    """What was asked, nothing left open."""
+    """The request, with all defaults filled in."""
     task: Task
     """`causal`, `masked` or `seq2seq`."""
     vocab_size: int
-    """Ids are below."""
+    """All ids are smaller."""
     pad_id: int | None
     """An id that does not replace a masked token."""
     layout: Layout
     """How samples are cut from tokens."""
     usable: Usable
-    """What they are cut from."""
+    """Rows that samples are cut from."""
     split: Split
-    """Which are held out."""
+    """Samples that are held out."""
 
     def __len__(self) -> int:
         return self.num_training
 
     @property
     def num_training(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return self.split.training
 
     @property
     def num_evaluation(self) -> int:
-        """Samples that are held out for evaluation."""
+        """Number of samples held out for evaluation."""
         return self.split.evaluation
 
     @property
     def even(self) -> bool:
-        """Whether all samples have as many labels, so that the mean over a batch is that over its micro-batches."""
+        """True if all samples have the same number of labels, so that the mean over a batch is the mean over its
+        micro-batches.
+        """
         return self.layout.packing == "packed" and not self.layout.store.about.masked
 
     def ids(self, start: int, count: int) -> np.ndarray:
-        """Samples at these positions by their number in the data, int64, shape [count]."""
+        """Numbers in the data of the samples at these positions, int64, shape [count]."""
         positions = _range(start, count)
         if self.plan.shuffle:
             return self.split.training_ids(shuffled(positions, len(self), self.plan.seed))
         return self.split.training_ids(positions % len(self))
 
     def lengths(self, start: int, count: int) -> np.ndarray | None:
-        """Tokens of the samples at these positions without padding, int64, shape [count]; None where none is padded."""
+        """Tokens of the samples at these positions without padding, int64, shape [count]; None if none is padded."""
         return self.layout.lengths(self._rows(self.ids(start, count))) if self.layout.packing == "padded" else None
 
     def __call__(self, start: int, count: int) -> "dict[str, torch.Tensor]":
@@ -113,20 +120,22 @@ class Samples:
         return self._batch(self.ids(start, count), draw)
 
     def evaluation(self, start: int, count: int) -> "dict[str, torch.Tensor]":
-        """Held-out samples by number, the same whatever the seed.
+        """Held-out samples by number, independent of the seed.
 
         Raises:
-            IndexError: there are not as many.
+            IndexError: there are fewer samples.
         """
         numbers = _range(start, count)
         if start + count > self.num_evaluation:
             raise IndexError(
-                f"samples {start} to {start + count - 1} were asked for, but {self.num_evaluation} are held out"
+                f"samples {start} to {start + count - 1} were requested, but {self.num_evaluation} are held out"
             )
         return self._batch(self.split.evaluation_ids(numbers), HashedDraw(0, _EVALUATION, numbers))
 
     def describe(self) -> dict[str, Any]:
-        """What the data is, as plain data; trainings with the same `digest` have the same batches at the same positions."""
+        """Description of the data, JSON-ready. Trainings with the same `digest` have the same batches at the same
+        positions.
+        """
         about = self.layout.store.about
         follows: Mapping[str, Any] = {
             "tokens_digest": about.digest,
@@ -169,19 +178,19 @@ class Samples:
             batch["labels"] = torch.from_numpy(np.where(cut.trained, cut.tokens, IGNORED))
         if cut.positions is not None:
             batch["position_ids"] = torch.from_numpy(cut.positions)
-        if real is not None and self.task != "causal":  # a causal model's tokens see none of the padding behind them
+        if real is not None and self.task != "causal":  # a causal model's tokens do not see the padding after them
             batch["attention_mask"] = real.long()
         return batch
 
 
 def num_predicted(task: Task, batch: Batch) -> "torch.Tensor":
-    """Tokens of a batch that are predicted, a scalar where the batch is: what its mean loss is the mean of.
+    """Number of predicted tokens of a batch, a scalar on its device: the number of terms of its mean loss.
 
-    Where samples are not `even`, the mean over a batch is that over its micro-batches weighted by this.
+    If samples are not `even`, the mean over a batch is the mean over its micro-batches weighted by this number.
     """
     assert isinstance(batch, Mapping), "samples of tokens are mappings"
     labels = batch["labels"]
-    # Those of causal models are shifted by one: the first token of a sample is predicted from nothing.
+    # Labels of causal models are shifted by one: the first token of a sample is not predicted.
     return ((labels[:, 1:] if task == "causal" else labels) != IGNORED).sum()
 
 

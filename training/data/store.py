@@ -1,10 +1,10 @@
 """Token files on disk: made once under a lock, written in shards, read by memory map.
 
-Files that contain tokens already are nanoGPT's `.bin`, and Megatron's `.bin` with its `.idx`. nanoGPT's contains only tokens:
-uint16, or uint32 where the vocabulary needs it. Megatron's index (megatron.core.datasets.indexed_dataset) begins with `MMIDIDX`,
-its version (uint64), a code for the type of tokens (uint8) and two counts (uint64); then follow the lengths of all sequences
-(int32), the offset of each in the `.bin` (bytes, int64), and the number of the sequence that each document begins with (int64),
-with the count of sequences at the end.
+Existing token files are nanoGPT's `.bin`, and Megatron's `.bin` with its `.idx`. nanoGPT's contains only tokens:
+uint16, or uint32 if the vocabulary needs it. Megatron's index (megatron.core.datasets.indexed_dataset) begins with
+`MMIDIDX`, its version (uint64), a code for the type of tokens (uint8) and two counts (uint64). Then follow the lengths
+of all sequences (int32), the offset of each in the `.bin` (bytes, int64), and the number of the sequence that each
+document begins with (int64), with the count of sequences at the end.
 """
 
 import fcntl
@@ -31,22 +31,22 @@ from .documents import Source
 from .encoder import Encoded, Encoder
 
 ABOUT = "about.json"
-"""In each such folder: what it was made of and what it holds, written last."""
+"""File in each folder with its origin and contents, written last."""
 ABANDONED_S = 3600.0
 """Time without a change after which the unfinished folder of another host counts as left behind, s."""
 
 
 def made_once(cache: Path, wanted: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]) -> Path:
-    """The folder of what is wanted: found, or made while others that want it wait.
+    """Returns the folder of `wanted`: an existing one, or one that is made while other processes wait.
 
-    It is made under another name and then renamed, so that a process that is killed leaves nothing that counts. They wait
-    by flock(2), which a process that is gone does not hold. Where a file system has no locks, several make it, and the first
-    that is done wins.
+    It is made under another name and then renamed, so that a killed process leaves nothing that counts. Other
+    processes wait by flock(2), which a dead process does not hold. If a file system has no locks, several processes
+    make it, and the first one to finish wins.
 
     Args:
-        cache: the folder it will be in.
-        wanted: all that it follows from, as plain data.
-        make: fills an empty folder, and says what it holds as plain data; `files` there are its files' sizes in bytes.
+        cache: parent folder.
+        wanted: everything that the contents depend on, JSON-ready.
+        make: fills an empty folder, and returns a JSON-ready description; its `files` are the files' sizes in bytes.
 
     Raises:
         StudyError: the cache cannot be written.
@@ -68,12 +68,12 @@ def made_once(cache: Path, wanted: Mapping[str, Any], make: Callable[[Path], Map
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What such a folder holds."""
+    """Description of a folder's contents."""
     return dict(json.loads((folder / ABOUT).read_bytes()))
 
 
 def _whole(folder: Path) -> bool:
-    """Whether it is there, each file with its size."""
+    """True if the folder exists, with all files of the right size."""
     try:
         sizes = read_about(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -97,7 +97,7 @@ def _make(folder: Path, wanted: Mapping[str, Any], make: Callable[[Path], Mappin
         try:
             os.rename(unfinished, folder)
         except OSError:
-            if not _whole(folder):  # without locks another may have been quicker
+            if not _whole(folder):  # without locks another process may have been faster
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -120,7 +120,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _sweep(cache: Path, key: str) -> None:
-    """Removes what killed processes left: of this host at once, since none of it holds the lock, of others by age."""
+    """Removes leftovers of killed processes: those of this host at once, since they do not hold the lock, others by age."""
     for each in cache.glob(f".{key}.*.*"):
         mine = each.name.rpartition(".")[0] == f".{key}.{_host()}"
         with suppress(OSError):
@@ -130,7 +130,7 @@ def _sweep(cache: Path, key: str) -> None:
 
 
 def _running(name: str) -> bool:
-    """Whether the process of this host whose number a name ends with is there."""
+    """True if the process of this host whose id ends the name is running."""
     number = name.rpartition(".")[2]
     return number.isdigit() and Path(f"/proc/{number}").exists() and int(number) != os.getpid()
 
@@ -143,19 +143,18 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 CHUNK = 1 << 22
-"""Numbers that are looked at together."""
+"""Number of tokens that are processed at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFile:
-    """Tokens in a file, as they lie there."""
+    """Tokens in a file."""
 
     path: str
-    """The file."""
     dtype: str
-    """Their type, as NumPy names it."""
+    """NumPy's name of their type."""
     count: int
-    """How many."""
+    """Number of tokens."""
 
     def open(self) -> np.ndarray:
         """The tokens, mapped into memory."""
@@ -166,12 +165,12 @@ def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
     """The tokens of a nanoGPT file.
 
     Raises:
-        WorkloadError: it is empty, not of whole tokens, or its tokens are wider than the vocabulary needs.
+        WorkloadError: it is empty, has a fraction of a token, or its tokens are wider than the vocabulary needs.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     size = source.path.stat().st_size
     if not size:
-        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
+        raise WorkloadError(f"the data file {source.path} is empty: give one with tokens")
     if size % dtype.itemsize:
         raise WorkloadError(
             f"{source.path} has {size} bytes, and tokens of a vocabulary of {vocab_size} have {dtype.itemsize} each"
@@ -187,10 +186,11 @@ def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
 
 
 def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
-    """The tokens of Megatron's files, and the tokens that their documents begin at, with the end of the last, int64.
+    """The tokens of Megatron's files, and the index of the first token of each document, with the end of the last,
+    int64.
 
     Raises:
-        WorkloadError: the index is damaged, is not of these tokens, or does not name them in a row.
+        WorkloadError: the index is damaged, belongs to other tokens, or does not list them in a row.
     """
     index = source.path.with_suffix(".idx")
     data = np.memmap(index, dtype=np.uint8, mode="r") if index.stat().st_size >= _HEADER.size else np.zeros(0, np.uint8)
@@ -198,7 +198,7 @@ def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
         _HEADER.unpack(data[: _HEADER.size].tobytes()) if len(data) else (b"", 0, 0, 0, 0)
     )
     if magic != _MAGIC:
-        raise WorkloadError(f"{index} is no index of Megatron's: it does not begin with MMIDIDX")
+        raise WorkloadError(f"{index} is not an index of Megatron: it does not begin with MMIDIDX")
     if version != 1 or code not in _TYPES:
         raise WorkloadError(
             f"{index} has version {version} and type {code}; known are version 1 and types {list(_TYPES)}"
@@ -212,10 +212,10 @@ def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
     if size != count * dtype.itemsize:
         raise WorkloadError(
             f"{source.path} has {size} bytes, but its index names {count} tokens of {dtype.itemsize} bytes; they do not "
-            "belong together"
+            "fit together"
         )
     if not count:
-        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
+        raise WorkloadError(f"the data file {source.path} is empty: give one with tokens")
     ordered = not (np.diff(documents) < 0).any()
     if not marks or documents[0] or not ordered or documents[-1] != sequences:
         raise WorkloadError(f"{index} is damaged: its documents are not those of its {sequences} sequences")
@@ -234,22 +234,22 @@ def _parts(data: np.ndarray, sequences: int, marks: int) -> tuple[np.ndarray, np
 
 
 def _in_a_row(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """How many tokens the sequences have, each of which must begin where the one before ends."""
+    """Number of tokens of the sequences, each of which must begin at the end of the one before."""
     count = 0
     for at in range(0, len(lengths), CHUNK):
         some = np.asarray(lengths[at : at + CHUNK], dtype=np.int64)
         ends = count + np.cumsum(some)
         if (some < 0).any() or not np.array_equal(pointers[at : at + CHUNK], (ends - some) * itemsize):
-            raise WorkloadError(f"{index}: its sequences do not follow each other in the .bin; build the files anew")
+            raise WorkloadError(f"{index}: its sequences do not follow each other in the .bin; build the files again")
         count = int(ends[-1])
     return count
 
 
 def chunks(file: TokenFile, vocab_size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The tokens of a file a chunk at a time, with the number of each chunk's first.
+    """Yields the tokens of a file in chunks, with the index of each chunk's first token.
 
     Raises:
-        WorkloadError: a token is not of the vocabulary.
+        WorkloadError: a token is not in the vocabulary.
     """
     tokens: Any = file.open()
     for at in range(0, file.count, CHUNK):
@@ -257,7 +257,7 @@ def chunks(file: TokenFile, vocab_size: int) -> Iterator[tuple[int, np.ndarray]]
         for wrong in (int(some.max()), int(some.min())):
             if not 0 <= wrong < vocab_size:
                 raise WorkloadError(
-                    f"{file.path} holds token {wrong}, but the model's vocabulary has {vocab_size}; they do not belong "
+                    f"{file.path} contains token {wrong}, but the model's vocabulary has {vocab_size}; they do not fit "
                     "together"
                 )
         yield at, some
@@ -268,41 +268,41 @@ TOKENS, BOUNDARIES, TRAINED = "tokens.bin", "boundaries.bin", "trained.bin"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What a store holds."""
+    """Description of a store."""
 
     parts: list[dict[str, Any]]
-    """The files of the tokens in their order, as `TokenFile`; a path without a folder is in the store's own."""
+    """Files of the tokens in order, as `TokenFile`; a path without a folder is in the store's own folder."""
     tokens: int
-    """How many."""
+    """Number of tokens."""
     documents: int | None
-    """How many; None where it is not known where they begin."""
+    """Number of documents; None if their starts are unknown."""
     largest: int
-    """The largest id."""
+    """Largest id."""
     digest: str
-    """SHA-256 of tokens, boundaries and what is trained on, hex: another where anything that is trained on is another."""
+    """SHA-256 of tokens, boundaries and the training mask, hex."""
     masked: bool
-    """Whether some tokens are not trained on."""
+    """True if some tokens are not trained on."""
     conversations: bool
-    """Whether the documents are conversations."""
+    """True if the documents are conversations."""
     end_id: int | None
-    """The token that ends a text."""
+    """Token that ends a text."""
     pad_id: int | None
-    """The tokenizer's padding."""
+    """Padding token of the tokenizer."""
     mask_id: int | None
-    """The tokenizer's mask."""
+    """Mask token of the tokenizer."""
     skipped: int = 0
-    """Rows that could not be read, and were left out as asked."""
+    """Number of rows that could not be read and were skipped."""
     first_skipped: str = ""
-    """What is wrong with the first of them."""
+    """Error of the first skipped row."""
 
 
 def write_texts(
     folder: Path, pieces: Iterable[Encoded], encoder: Encoder, *, vocab_size: int, conversations: bool, masked: bool
 ) -> dict[str, Any]:
-    """Writes the tokens of texts as they come, and says what the store holds.
+    """Writes the tokens of texts as they arrive, and returns the description of the store.
 
     Raises:
-        WorkloadError: there is no token, or one that is not of the vocabulary.
+        WorkloadError: there is no token, or one that is not in the vocabulary.
         OSError: the files cannot be written.
     """
     hashes = [hashlib.sha256() for _ in range(3)]
@@ -326,7 +326,7 @@ def write_texts(
             if largest >= vocab_size:
                 raise WorkloadError(
                     f"{piece.where}: the tokenizer in {encoder.name} yields token {largest}, but the model's vocabulary "
-                    f"has {vocab_size}; they do not belong together"
+                    f"has {vocab_size}; they do not match"
                 )
             put(0, token_file, piece.tokens.astype(encoder.dtype))
             tokens += len(piece.tokens)
@@ -353,21 +353,21 @@ def write_about_tokens(
     end_id: int | None,
     pad_id: int | None,
     mask_id: int | None,
-    heard: Callable[[float], None],
+    on_read: Callable[[float], None],
 ) -> dict[str, Any]:
-    """Looks through files of tokens, which stay where they are, and says what the store holds.
+    """Checks files of tokens, which stay in place, and returns the description of the store.
 
     Args:
-        folder: where document boundaries are written.
-        files: with the tokens that documents begin at and the end of the last, where that is known.
-        vocab_size: ids are below.
-        end_id: the token that ends a document in files of which that is not known.
+        folder: folder for document boundaries.
+        files: files with the index of the first token of each document and the end of the last, if known.
+        vocab_size: all ids must be smaller.
+        end_id: token that ends a document, for files without an index.
         pad_id: as in `About`.
         mask_id: as in `About`.
-        heard: told which share of the tokens is looked through, from 0 to 1.
+        on_read: receives the share of the tokens that is checked, from 0 to 1.
 
     Raises:
-        WorkloadError: a token is not of the vocabulary.
+        WorkloadError: a token is not in the vocabulary.
         OSError: the files cannot be written.
     """
     hashes = [hashlib.sha256() for _ in range(2)]
@@ -387,7 +387,7 @@ def write_about_tokens(
         for file, begins in files:
             last = 0
             for at, some in chunks(file, vocab_size):
-                heard((total + at) / everything)
+                on_read((total + at) / everything)
                 hashes[0].update(np.ascontiguousarray(some).data.cast("B"))
                 largest = max(largest, int(some.max()))
                 if begins is None and known:
@@ -414,23 +414,22 @@ def _together(hashes: Sequence[Any]) -> str:
 
 
 class TokenStore:
-    """Tokens in a row, in one file or several, mapped into memory; it pickles as its folder.
+    """Tokens in one or several files, mapped into memory; it pickles as its folder.
 
     Args:
-        folder: what `write_texts` or `write_about_tokens` filled.
+        folder: folder filled by `write_texts` or `write_about_tokens`.
     """
 
     about: About
-    """What it holds."""
     boundaries: np.ndarray | None
-    """The tokens that documents begin at, and the end of the last, int64, shape [documents + 1]."""
+    """Index of the first token of each document, and the end of the last, int64, shape [documents + 1]."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         known = read_about(folder)
         self.about = About(**{name: known[name] for name in About.__dataclass_fields__ if name in known})
         files = [TokenFile(**part) for part in self.about.parts]
-        # A path without a folder is in this one; an absolute one stays what it is.
+        # A path without a folder is in this one; an absolute path does not change.
         self._parts = [TokenFile(path=str(folder / e.path), dtype=e.dtype, count=e.count).open() for e in files]
         self._ends = np.cumsum([each.count for each in files]).tolist()
         self.boundaries = _mapped(folder / BOUNDARIES, np.int64) if self.about.documents is not None else None
@@ -452,7 +451,7 @@ class TokenStore:
                 return
 
     def put_trained(self, out: np.ndarray, start: int) -> None:
-        """Fills `out`, bool, with which of the tokens from `start` on are trained on."""
+        """Fills `out`, bool, with the training mask of the tokens from `start` on."""
         out[:] = True if self._trained is None else self._trained[start : start + len(out)]
 
 

@@ -1,1 +1,1 @@
-"""`redline.accelerate`: a model, an optimizer and batches for a training loop of somebody's own."""
+"""`redline.accelerate`: a model, an optimizer and batches for the user's own training loop."""

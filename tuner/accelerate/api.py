@@ -1,4 +1,4 @@
-"""`redline.accelerate`: one call between somebody's own loop and any configuration."""
+"""`redline.accelerate`: runs the user's own training loop in any configuration."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Accelerated(NamedTuple):
-    """What a training loop works with."""
+    """Objects that a training loop works with."""
 
     model: "PreparedModel"
     """`loss = model(**batch)`: the mean loss over the global batch."""
     optimizer: "PreparedOptimizer"
     """`optimizer.step()`."""
     loader: "Loader"
-    """This replica's batches, a step each."""
+    """Batches of this replica, one per optimizer step."""
     info: "Info"
-    """The configuration, and what acts on all ranks together."""
+    """The configuration, and operations on all ranks together."""
 
 
 def accelerate(
@@ -61,36 +61,37 @@ def accelerate(
             optimizer.step()
             optimizer.zero_grad()
 
-    The loop is the same in every configuration, pipelines and gradient accumulation included: a turn of it is an optimizer
-    step of the global batch. Call it alike on every rank that torchrun has started, or alone in one process. Without a
-    strategy rank 0 finds a configuration, before any rank touches a device, and tells the others.
+    The loop is the same in every configuration, including pipelines and gradient accumulation: each iteration is an
+    optimizer step of the global batch. Call it with the same arguments on every rank that torchrun has started, or in
+    a single process. Without a strategy, rank 0 finds a configuration before any rank touches a device, and sends it
+    to the others.
 
     Args:
-        model: a model's name or folder, a Workload, a torch module (its weights are kept, those of rank 0 on all ranks), or a
-            class or function that builds one (by the seed).
-        dataset: a map-style data set of dicts or tuples (torch's, Hugging Face's, a list), or files as `redline train` reads
-            them: paths, or a `DataPlan`. None for the workload's own.
-        strategy: a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations of ATorch's kind
-            such as `["zero2", ("amp_native", {"dtype": "bf16"}), "checkpoint"]`; None for a search.
-        devices: how many; they must be the ranks that were started.
-        trials: dry runs for the search, on this host; 0 takes the estimate's word for it.
-        memory_limit: of a device, MiB or as in `8GiB`, that the search keeps to.
-        fix: knobs that do not vary, whatever the strategy says.
-        optimizer: makes the optimizer of the parameters, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`; None for
-            the workload's, or AdamW.
-        loss: `loss(output, batch)`, the mean over a batch; None for the model's own.
+        model: a model's name or folder, a Workload, a torch module (its weights are kept; all ranks get those of rank
+            0), or a class or function that builds one (initialized from the seed).
+        dataset: a map-style data set of dicts or tuples (torch's, Hugging Face's, a list), or files as `redline train`
+            reads them: paths, or a `DataPlan`. None for the workload's own data.
+        strategy: a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations in
+            ATorch's format such as `["zero2", ("amp_native", {"dtype": "bf16"}), "checkpoint"]`; None for a search.
+        devices: number of devices; must equal the number of ranks that were started.
+        trials: dry runs of the search, on this host; 0 uses the estimate's best.
+        memory_limit: memory of a device that the search may use, MiB or as in `8GiB`.
+        fix: values of knobs that override the strategy.
+        optimizer: makes the optimizer of the parameters, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`; None
+            for the workload's, or AdamW.
+        loss: `loss(output, batch)`, the mean over a batch; None for the model's own loss.
         clip: largest norm of all gradients together; None for no limit.
-        global_batch: samples of an optimizer step over all ranks; None for the model's usual.
-        seq_len: tokens of a sample; None for the model's usual, or as many as the data set's have.
+        global_batch: samples of an optimizer step over all ranks; None for the model's default.
+        seq_len: tokens of a sample; None for the model's default, or the length of the data set's samples.
         lora: train adapters only, such as `r=16`, of a model given by name.
-        weights: a checkpoint of another tool to begin with, of a model given by name.
+        weights: a checkpoint of another tool to start from, of a model given by name.
         collate: makes a batch of a list of samples of the data set; None stacks them.
-        shuffle: whether each epoch has an order of its own.
-        seed: of order, dropout, and of weights that are not there yet.
+        shuffle: whether each epoch has its own order.
+        seed: seed of the order, of dropout, and of new weights.
         cache: folder for the tokens of files.
 
     Raises:
-        UsageError: something given is of no kind that can be trained, or contradicts the ranks.
+        UsageError: an argument has an unsupported type or value, or contradicts the ranks.
         NothingFound: no configuration fits; the message says what would.
     """
     here = place()
@@ -134,7 +135,7 @@ def _prepared(
     samples = what.samples
     if isinstance(
         samples, FromWorkload
-    ):  # as dry runs have them, be the samples of a step chosen with the configuration
+    ):  # as in dry runs, even if the samples of a step were chosen with the configuration
         samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
     steps = Steps(training, samples, clip)
     loader = Loader(steps, samples)
@@ -143,7 +144,7 @@ def _prepared(
 
 
 def _begin(training: "Training", what: Given, weights: str | Path | None) -> None:
-    """Puts weights in place that the model's constructor does not give."""
+    """Loads weights that the model's constructor does not set."""
     from ...models.architecture import Architecture
     from ...models.layouts.find import find_weights
     from ...training.checkpoint.state import State
@@ -161,7 +162,7 @@ def _begin(training: "Training", what: Given, weights: str | Path | None) -> Non
 
 
 def _of_module(module: "torch.nn.Module") -> Any:
-    """A module's weights, by name."""
+    """Returns a module's weights by name."""
     from ...models.layouts.lazy import Stored
     from ...models.layouts.weights import LazyWeights
 
@@ -172,7 +173,7 @@ def _of_module(module: "torch.nn.Module") -> Any:
 
 
 def _alike(module: "torch.nn.Module", group: Any) -> None:
-    """Gives all ranks the weights of rank 0, in place."""
+    """Copies the weights of rank 0 to all ranks, in place."""
     import torch
     import torch.distributed as dist
 

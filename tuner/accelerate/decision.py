@@ -1,4 +1,4 @@
-"""In which configuration somebody's own loop trains: by its strategy, or by a search."""
+"""Choice of the configuration for the user's own loop: from its strategy, or by a search."""
 
 import json
 from collections.abc import Mapping
@@ -22,53 +22,52 @@ from .optimisations import Followed, follow, read_list
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What decides on a configuration beside the model."""
+    """Arguments that decide on a configuration, apart from the model."""
 
     strategy: Any = None
     """A run's folder, best.yaml, a configuration, or a list or file of optimisations; None for a search."""
     devices: int | None = None
-    """How many; None for as many ranks as there are."""
+    """Number of devices; None for the number of ranks."""
     trials: int = 0
-    """Dry runs; 0 takes the estimate's word for it."""
+    """Dry runs; 0 uses the estimate's best."""
     memory_limit_mib: float | None = None
-    """Of a device; None for what it has."""
+    """Memory of a device that may be used; None for all of it."""
     fix: Mapping[str, Any] | None = None
-    """Knobs that do not vary."""
+    """Values of knobs that do not vary."""
     seed: int = 0
-    """Of dry runs."""
+    """Seed of the dry runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What rank 0 tells the others."""
+    """Decision of rank 0, which is sent to the other ranks."""
 
     config: Config
-    """The configuration."""
     why: str
-    """Why this one, in a sentence for people."""
+    """Reason for this configuration, in a sentence."""
     predicted: float | None = None
-    """Throughput, measured or estimated; None where neither was."""
+    """Throughput, measured or estimated; None if unknown."""
     notes: tuple[str, ...] = ()
-    """What of the strategy is not followed."""
+    """Parts of the strategy that are not followed."""
 
 
 def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) -> Decided:
-    """The configuration for as many ranks as there are.
+    """Returns the configuration for all ranks.
 
     Args:
         workload: what is trained.
-        wanted: what decides.
-        here: rank 0.
-        local_ranks: ranks on this host.
+        wanted: arguments that decide.
+        here: the place of rank 0.
+        local_ranks: number of ranks on this host.
 
     Raises:
-        UsageError: the strategy is none, cannot be followed here, or dry runs would need other hosts.
+        UsageError: the strategy is invalid, or cannot be followed here, or dry runs would need other hosts.
         NothingFound: no configuration fits.
     """
     if wanted.trials and here.size > local_ranks:
         raise UsageError(
-            f"trials={wanted.trials} would need the devices of other hosts, of which this rank has {local_ranks} of {here.size}: "
-            "search before, by `redline tune`, and give strategy='best.yaml'"
+            f"trials={wanted.trials} needs the devices of other hosts, but this rank reaches only {local_ranks} of {here.size}: "
+            "search first with `redline tune`, then give strategy='best.yaml'"
         )
     strategy = wanted.strategy
     if strategy is None:
@@ -101,7 +100,7 @@ def _of_run(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decide
         changed = config != source.config
         return Decided(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
     found = _planned(with_samples_of(workload, source.config), wanted, size, like=source.config)
-    return replace(found, why=f"planned anew after '{path}', which is for {source.devices} devices: {found.why}")
+    return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 
 
 def _of_file(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
@@ -112,7 +111,7 @@ def _of_file(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decid
 
 
 def _taken(workload: Workload, config: Mapping[str, Any], wanted: Wanted) -> Decided:
-    """A configuration as it was given. What knobs a workload with a space of its own has, it knows itself."""
+    """Returns the given configuration. A workload with its own space knows its knobs itself."""
     for name in config:
         if name not in KNOBS and workload.space is None:
             raise UsageError(unknown("knob", name, KNOBS))
@@ -120,7 +119,7 @@ def _taken(workload: Workload, config: Mapping[str, Any], wanted: Wanted) -> Dec
 
 
 def _followed(workload: Workload, found: Followed, wanted: Wanted, size: int) -> Decided:
-    """What a list of optimisations leaves open, as the sizes of micro-batches, is planned."""
+    """Plans the knobs that a list of optimisations leaves open, such as the micro-batch."""
     space = make_space(workload, detect(), size)
     fixed, notes = dict(wanted.fix or {}), list(found.notes)
     asked = {name: value for name, value in found.knobs.items() if value != found.neutral.get(name)}
@@ -143,15 +142,15 @@ def _followed(workload: Workload, found: Followed, wanted: Wanted, size: int) ->
 
 
 def _had(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
-    """The value of a knob that a list of optimisations asks for.
+    """Returns the value of a knob that a list of optimisations requires.
 
     Raises:
-        UsageError: there is no such value here; says which there are.
+        UsageError: the knob does not have this value here; the message lists its values.
     """
     if knob.others is not None and value not in (*knob.values, *knob.others):
         instead = ", as by ('amp_native', {'dtype': 'bf16'})" if knob.name == "precision" else ""
         raise UsageError(
-            f"the list of optimisations asks for {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
+            f"the list of optimisations requires {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
             f"{in_words(size)} of this kind; name another one{instead}. There are: {', '.join(map(str, knob.values))}"
         )
     return value

@@ -1,4 +1,4 @@
-"""What somebody's own loop trains, as a workload: a name, a workload, a module that is built, or what builds one."""
+"""Converts a name, a workload, a built module or a module's builder to a workload."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What `redline.accelerate` was asked for of a model and its data."""
+    """Arguments of `redline.accelerate` that describe the model and its data."""
 
     model: Any
-    """The model, in any of its forms."""
+    """Name, Workload, module, or builder of a module."""
     dataset: Any = None
-    """What it is trained on, in any of its forms."""
+    """Data set, files, or None."""
     loss: "Callable[[Any, Any], torch.Tensor] | None" = None
-    """`loss(output, batch)`; None for the model's own."""
+    """`loss(output, batch)`; None for the model's own loss."""
     optimizer: "Callable[..., torch.optim.Optimizer] | None" = None
     """Makes the optimizer of the parameters; None for AdamW."""
     global_batch: int | None = None
-    """Samples of a step; None for the model's usual."""
+    """Samples of a step; None for the model's default."""
     seq_len: int | None = None
-    """Tokens of a sample; None for the model's usual, or the data set's."""
+    """Tokens of a sample; None for the model's default, or the length of the data set's samples."""
     lora: str | None = None
-    """Adapters that are trained; None for all weights."""
+    """Adapters to train; None trains all weights."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples of a data set; None stacks them."""
     shuffle: bool = True
-    """Whether an epoch has an order of its own."""
+    """True if each epoch has its own order."""
     seed: int = 0
-    """Of the order, of weights that are not there yet, and of dropout."""
+    """Seed of the order, of new weights, and of dropout."""
     cache: str | Path = "redline-data"
     """Folder for tokens of files."""
 
@@ -63,24 +63,23 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What is trained, and on what."""
+    """Workload and samples of the training."""
 
     workload: Workload
-    """As the search and training take it."""
     samples: TrainingData
-    """What it is trained on."""
     module: "nn.Module | None" = None
-    """One that is built, whose weights rank 0 gives to all; None where the seed gives them."""
+    """A built module whose weights on rank 0 are copied to all ranks; None if weights are initialized from the seed."""
     loads: bool = False
-    """Whether those weights are put in place when the model is made anew in its configuration, each rank its part; otherwise
-    it is a copy of the module."""
+    """True if each rank loads its part of these weights when the model is built in its configuration; otherwise the
+    model is a copy of the module.
+    """
 
 
 def given(asked: Asked) -> Given:
-    """What is asked for as a workload.
+    """Converts the arguments to a workload and its samples.
 
     Raises:
-        UsageError: the model or the data is of no kind that can be trained.
+        UsageError: the type of the model or of the data is not supported.
     """
     from torch import nn
 
@@ -99,13 +98,13 @@ def given(asked: Asked) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Unfrozen(Architecture):
-    """The architecture of a module that is built, with what is frozen there frozen."""
+    """Architecture of a built module, with the same parameters frozen."""
 
     frozen: tuple[str, ...] = ()
     """Names of parameters that are not trained."""
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
-        """As `Architecture`."""
+        """Builds the model, see `Architecture`."""
         made = super().__call__(config)
         for name, param in made.named_parameters(remove_duplicate=False):
             if name in self.frozen:
@@ -118,24 +117,24 @@ class Copied:
     """Builds copies of a module."""
 
     module: "nn.Module"
-    """The module."""
 
     def __call__(self) -> "nn.Module":
-        """A copy, with its weights."""
+        """Returns a copy with the module's weights."""
         return copy.deepcopy(self.module)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examples:
-    """The first samples of a data set as a workload's batches, for dry runs and estimates: they time steps, not data."""
+    """The first samples of a data set as a workload's batches. Dry runs and estimates time steps, so any samples will
+    do.
+    """
 
     batch: Batch
-    """The samples."""
     task: Task | None = None
-    """What a language model learns of them."""
+    """Task of a language model."""
 
     def __call__(self, size: int, seed: int) -> Batch:
-        """So many of them, beginning anywhere."""
+        """Returns `size` samples, starting at a random one."""
         import torch
 
         parts = entries(self.batch)
@@ -152,7 +151,7 @@ def _named(asked: Asked) -> Workload:
 
 
 def _of_module(asked: Asked, module: "nn.Module") -> Workload:
-    """Of a module that is built."""
+    """Returns the workload of a built module."""
     _refuse_lora(asked)
     architecture = _architecture(module)
     if architecture is not None:
@@ -168,7 +167,7 @@ def _of_module(asked: Asked, module: "nn.Module") -> Workload:
 
 
 def _of_builder(asked: Asked) -> Workload:
-    """Of a class or a function that builds the module."""
+    """Returns the workload of a class or a function that builds the module."""
     if not callable(asked.model):
         raise UsageError(
             f"model must be a name, a Workload, a torch module, or what builds one, but got a {type(asked.model).__name__}"
@@ -193,7 +192,7 @@ def _own(asked: Asked, build: Callable[..., "nn.Module"], name: str, identity: M
         )
     return Workload(
         model=build,
-        batch=lambda size, seed: (),  # the data set's take its place
+        batch=lambda size, seed: (),  # replaced by the data set's batches
         loss=asked.loss,
         optimizer=asked.optimizer,
         name=name,
@@ -214,12 +213,12 @@ def _hugging_face(asked: Asked, module: Any) -> Workload:
 
 
 def _architecture(module: Any) -> Architecture | None:
-    """That of a Hugging Face language model or image classifier; None for all other modules."""
+    """Returns the architecture of a Hugging Face language model or image classifier; None for all other modules."""
     if not hasattr(type(module), "config_class") or not hasattr(module, "config"):
         return None
     try:
         found = from_configuration(module.config, type(module).__name__)
-    except WorkloadError:  # of another task, which its own forward may learn all the same
+    except WorkloadError:  # of another task, which its own forward may support
         return None
     return found if type(module) is found.model_class else None
 
@@ -260,7 +259,7 @@ def _with_data(workload: Workload, samples: FromDataset) -> Workload:
 
 
 def _length(asked: Asked) -> int | None:
-    """Tokens of a sample: as asked, or as long as the first sample of the data set."""
+    """Tokens of a sample: the requested number, or the length of the first sample of the data set."""
     if asked.seq_len is not None or asked.dataset is None or isinstance(asked.dataset, (str, Path, DataPlan)):
         return asked.seq_len
     if _are_paths(asked.dataset):

@@ -1,7 +1,7 @@
-"""Strategies of ATorch's kind: a list of optimisations by name, each perhaps with a configuration, as knobs.
+"""Converts strategies in ATorch's format, lists of named optimisations, to knobs.
 
-An entry is a name, `(name, configuration)` or `(name, configuration, tunable)`, as ATorch's `auto_accelerate` takes and
-saves them. What is tunable is left to the search; what the list does not name is off.
+An entry is a name, `(name, configuration)` or `(name, configuration, tunable)`, as ATorch's `auto_accelerate` takes
+and saves them. The search chooses whatever is tunable. Optimisations that are not in the list are off.
 """
 
 import io
@@ -21,41 +21,41 @@ NEUTRAL: Mapping[str, Any] = {
         "tp", "pp", "zero", "hsdp", "sequence_parallel", "checkpoint_ratio", "precision", "kernels", "fusion", "offload",
     )
 }  # fmt: skip
-"""The knobs that optimisations change, as they are without them."""
+"""Values of the knobs without any optimisation."""
 AXES = {"tensor": "tp", "data": "dp", "zero": "dp", "sequence": "sp", "pipeline": "pp", "pipe": "pp"}
-"""Of `parallel_mode`, and the knob of each."""
+"""Knob of each axis of `parallel_mode`."""
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32"}
 SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
-"""FSDP's, by the stage of ZeRO."""
+"""FSDP's sharding strategy of each ZeRO stage."""
 
 
 @dataclass(kw_only=True)
 class Followed:
-    """What a list of optimisations comes to."""
+    """Knobs that follow from a list of optimisations."""
 
     devices: int
-    """How many they are for."""
     knobs: dict[str, Any] = field(default_factory=lambda: dict(NEUTRAL))
-    """Values of knobs; those that are left to the search are not there."""
+    """Values of knobs; those left to the search are missing."""
     notes: list[str] = field(default_factory=list)
-    """What is not carried over, a sentence each."""
+    """Settings that are not carried over, one sentence each."""
     neutral: Mapping[str, Any] = field(default_factory=lambda: NEUTRAL)
-    """What each knob is without optimisations."""
+    """Values of the knobs without optimisations."""
 
 
 def follow(strategy: Sequence[Any], devices: int) -> Followed:
-    """A list of optimisations as knobs.
+    """Converts a list of optimisations to knobs.
 
     Args:
-        strategy: its entries.
-        devices: how many there are.
+        strategy: entries of the list.
+        devices: number of devices.
 
     Raises:
-        UsageError: an entry is none, of an unknown name, or of a configuration that its optimisation has not.
+        UsageError: an entry is malformed, has an unknown name, or has a configuration that its optimisation does not
+            take.
     """
     out = Followed(devices=devices)
     entries = [_entry(each) for each in strategy]
-    # Degrees come first: those that name no other take their degree from there.
+    # Degrees come first: optimisations without their own degree use them.
     for name, config, tunable in sorted(entries, key=lambda each: each[0] != "parallel_mode"):
         before = dict(out.knobs)
         OPTIMISATIONS[name](out, config)
@@ -66,10 +66,10 @@ def follow(strategy: Sequence[Any], devices: int) -> Followed:
 
 
 def read_list(path: Path) -> Any:
-    """A list of optimisations, or a configuration, of a JSON file, or as ATorch pickles it.
+    """Reads a list of optimisations, or a configuration, from a JSON file or a pickle of ATorch.
 
     Raises:
-        UsageError: it is neither; a pickle that names anything but number formats is not opened.
+        UsageError: the file contains neither, or is a pickle that names anything but number formats.
     """
     raw = path.read_bytes()
     try:
@@ -78,7 +78,9 @@ def read_list(path: Path) -> Any:
         found = _unpickled(raw, path)
     if isinstance(found, Mapping) or (isinstance(found, (list, tuple)) and found):
         return found
-    raise UsageError(f"'{path}' holds a {type(found).__name__}, and no list of optimisations and no configuration")
+    raise UsageError(
+        f"'{path}' contains a {type(found).__name__}, which is neither a list of optimisations nor a configuration"
+    )
 
 
 def _entry(entry: Any) -> tuple[str, Any, bool]:
@@ -96,7 +98,7 @@ def _entry(entry: Any) -> tuple[str, Any, bool]:
 
 def _parallel_mode(out: Followed, config: Any) -> None:
     if config is None:
-        return  # replicas on all devices, which is what there is without
+        return  # replicas on all devices, the default
     axes = config[0] if isinstance(config, (list, tuple)) and config and isinstance(config[0], (list, tuple)) else None
     if axes is None or not all(isinstance(each, (list, tuple)) and len(each) == 2 for each in axes):
         raise UsageError(
@@ -137,7 +139,7 @@ def _fsdp(out: Followed, config: Any) -> None:
         out.notes.append(
             "fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights"
         )
-    # What it wraps are the repeated blocks of the model here.
+    # Here it wraps the repeated blocks of the model.
     given = {
         name: each
         for name, each in given.items()
@@ -191,7 +193,7 @@ def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
         for key in (f"{knob}_size", "size", "degree"):
             size = given.pop(key, size)
         if size is None and out.knobs[knob] == 1 and "dp" not in out.knobs:
-            size = out.devices  # of one axis, all devices are it
+            size = out.devices  # a single axis covers all devices
         if size is not None:
             if out.devices % size:
                 raise UsageError(f"{name} over {size} devices does not divide the {out.devices} that there are")
@@ -223,7 +225,7 @@ def _compile(out: Followed, config: Any) -> None:
 
 
 def _leave(out: Followed, name: str, config: Any) -> None:
-    """Says what of an optimisation's configuration is not carried over."""
+    """Adds a note about settings of an optimisation that are not carried over."""
     if not config:
         return
     what = ", ".join(map(str, config)) if isinstance(config, Mapping) else str(config)
@@ -251,11 +253,11 @@ OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
     "checkpoint": _checkpoint,
     "compile": _compile,
 }
-"""By their names there."""
+"""Converters by ATorch's names."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what a saved strategy may hold, and nothing that could run code."""
+    """Reads saved strategies without running any code that they name."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
@@ -274,6 +276,6 @@ def _unpickled(raw: bytes, path: Path) -> Any:
         return _Unpickler(io.BytesIO(raw)).load()
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"'{path}' is no strategy: it is no JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
+            f"'{path}' is not a strategy: it is not JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
             "list of names or [name, configuration]"
         ) from error

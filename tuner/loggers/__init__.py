@@ -1,4 +1,4 @@
-"""Trackers of experiments that searches and trainings can write to, one a file."""
+"""Experiment trackers that searches and trainings can log to, one per file."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,15 @@ _LOGGERS = ("mlflow", "tensorboard", "wandb")
 
 
 def logger_names() -> tuple[str, ...]:
-    """What `--log-to` takes."""
+    """Names that `--log-to` accepts."""
     return _LOGGERS
 
 
 def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> dict[str, Path]:
-    """The trackers of these names, each once, and the folder that each writes to.
+    """Returns the folder of each named tracker.
 
     Raises:
-        UsageError: there is no tracker of a name, or no folder for what it writes.
+        UsageError: a tracker is unknown, or there is no folder to write to.
     """
     chosen = list(dict.fromkeys([names] if isinstance(names, str) else names or ()))
     for name in chosen:
@@ -38,13 +38,13 @@ def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None)
 def logging_to(
     names: str | Sequence[str] | None, folder: str | Path | None, listener: SearchListener
 ) -> Iterator[SearchListener]:
-    """A listener that tells `listener` and the trackers of these names, which are closed at the end.
+    """Yields a listener that forwards to `listener` and to the named trackers, and closes the trackers at the end.
 
     Raises:
-        UsageError: there is no tracker of a name, or no folder for what it writes.
+        UsageError: a tracker is unknown, or there is no folder to write to.
         MissingDependency: a tracker's package is not installed.
     """
-    with _opened(names, folder, "LOGGER", listener.said) as trackers:
+    with _opened(names, folder, "LOGGER", listener.on_message) as trackers:
         yield Listeners([listener, *trackers]) if trackers else listener
 
 
@@ -52,13 +52,14 @@ def logging_to(
 def logging_training_to(
     names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
 ) -> Iterator[TrainListener]:
-    """The same for a training.
+    """Yields a listener of a training that forwards to `listener` and to the named trackers, and closes the trackers
+    at the end.
 
     Raises:
-        UsageError: there is no tracker of a name.
+        UsageError: a tracker is unknown.
         MissingDependency: a tracker's package is not installed.
     """
-    with _opened(names, folder, "TRAINING", listener.said) as trackers:
+    with _opened(names, folder, "TRAINING", listener.on_message) as trackers:
         yield TrainListeners([listener, *trackers]) if trackers else listener
 
 
@@ -66,7 +67,7 @@ def logging_training_to(
 def _opened(
     names: str | Sequence[str] | None, folder: str | Path | None, kind: str, say: Callable[[str], None]
 ) -> Iterator[list[Any]]:
-    """The trackers of these names, each by the class of its file that is called `kind`."""
+    """Yields the named trackers. `kind` is the name of the tracker class in each module."""
     chosen = check_trackers(names, folder)
     trackers: list[Tracker] = [
         getattr(import_module(f".{name}", __package__), kind)(where, say) for name, where in chosen.items()
@@ -79,28 +80,28 @@ def _opened(
 
 
 class Listeners(SearchListener):
-    """Tells several listeners of a search the same, in order."""
+    """Forwards events of a search to several listeners, in order."""
 
     def __init__(self, listeners: Sequence[SearchListener]) -> None:
-        _tell_all(self, SearchListener, listeners)
+        _forward_all(self, SearchListener, listeners)
 
 
 class TrainListeners(TrainListener):
-    """Tells several listeners of a training the same, in order."""
+    """Forwards events of a training to several listeners, in order."""
 
     def __init__(self, listeners: Sequence[TrainListener]) -> None:
-        _tell_all(self, TrainListener, listeners)
+        _forward_all(self, TrainListener, listeners)
 
 
-def _tell_all(one: Any, kind: type, listeners: Sequence[Any]) -> None:
-    """Makes every call of a listener of that kind one of all `listeners`."""
+def _forward_all(one: Any, kind: type, listeners: Sequence[Any]) -> None:
+    """Makes each method of the listener class `kind` forward to all `listeners`."""
     for name in (each for each in vars(kind) if not each.startswith("_")):
-        setattr(one, name, _all(listeners, name))
+        setattr(one, name, _forward(listeners, name))
 
 
-def _all(listeners: Sequence[Any], name: str) -> Callable[..., None]:
-    def tell(*given: Any) -> None:
+def _forward(listeners: Sequence[Any], name: str) -> Callable[..., None]:
+    def forward(*given: Any) -> None:
         for listener in listeners:
             getattr(listener, name)(*given)
 
-    return tell
+    return forward

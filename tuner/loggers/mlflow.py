@@ -1,4 +1,4 @@
-"""MLflow: a run for a training, or for a search with a child run for each trial."""
+"""MLflow: one run per training, or a run with child runs for a search and its trials."""
 
 import os
 import time
@@ -10,20 +10,20 @@ from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan
 from ..result import Result
-from ..train.listener import Begun
+from ..train.listener import TrainingStart
 from . import training as trained
 from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
 
 DATABASE = "mlflow.db"
 _LONGEST = 500
-"""Characters of a tag."""
+"""Largest number of characters of a tag."""
 
 
 class _MLflow(Tracker):
-    """Writes to MLFLOW_TRACKING_URI, and without that to `mlflow.db` in the folder.
+    """Writes to MLFLOW_TRACKING_URI, or to `mlflow.db` in the folder if it is not set.
 
-    Through a client of its own: the process's active run and experiment stay as they are.
+    Uses its own client: the process's active run and experiment do not change.
     """
 
     name = "mlflow"
@@ -37,7 +37,7 @@ class _MLflow(Tracker):
         self.failures = (OSError, MlflowException)
 
     def _connect(self, model: str) -> None:
-        """A client, and the experiment of the model."""
+        """Creates the client, and finds or creates the experiment of the model."""
         from mlflow import MlflowClient
 
         local = f"sqlite:///{(self.folder / DATABASE).absolute()}"
@@ -48,7 +48,7 @@ class _MLflow(Tracker):
 
 
 class MLflowLogger(_MLflow, TrialLogger):
-    """A run for the search, a child run for each trial."""
+    """Logs a search as a run, with a child run per trial."""
 
     def open(self, plan: SearchPlan) -> None:
         self._connect(plan.name)
@@ -85,9 +85,9 @@ class MLflowLogger(_MLflow, TrialLogger):
 
 
 class MLflowTraining(_MLflow, TrainLogger):
-    """One run, whatever configurations it has, however often it is taken up."""
+    """Logs a training as one run, also if it is resumed or changes its configuration."""
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         self._connect(training.name)
         if before is not None:
             self._run = before
@@ -96,11 +96,11 @@ class MLflowTraining(_MLflow, TrainLogger):
         tags = {"redline.where": training.where}
         self._run = self._client.create_run(self._experiment, run_name=self.folder.name, tags=tags).info.run_id
         self.keep(self._run)
-        # What may change in between, such as the configuration, is a tag: a parameter has one value for good.
+        # The configuration may change and is a tag, because the value of a parameter cannot change.
         for name, value in trained.hyperparameters_of(training).items():
             self._client.log_param(self._run, name, value)
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         for name, value in trained.knobs_of(training).items():
             self._client.set_tag(self._run, f"redline.knob.{name}", value)
         self._client.set_tag(self._run, f"redline.configuration.{training.step}", trained.in_words(training)[:_LONGEST])
@@ -111,7 +111,7 @@ class MLflowTraining(_MLflow, TrainLogger):
         now = int(time.time() * 1e3)
         self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         self._client.set_tag(self._run, f"redline.event.{step}", fold(text)[:_LONGEST])
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ from ...base.errors import MissingDependency
 from ...results import Trial
 from ..listener import SearchPlan
 from ..result import Result
-from ..train.listener import Begun
+from ..train.listener import TrainingStart
 from . import training as trained
 from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
 
 FOLDER = "tensorboard"
 FLUSH_S = 5
-"""How long a number of a training is held back at most, s."""
+"""Longest delay before numbers of a training are written, s."""
 
 
 class _TensorBoard(Tracker):
@@ -34,7 +34,7 @@ class _TensorBoard(Tracker):
 
 
 class TensorBoardLogger(_TensorBoard, TrialLogger):
-    """One step a trial, and one entry of the HParams page: `tensorboard --logdir RUN/tensorboard`."""
+    """Logs each trial as a step and an entry of the HParams page: `tensorboard --logdir RUN/tensorboard`."""
 
     def open(self, plan: SearchPlan) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -62,17 +62,17 @@ class TensorBoardLogger(_TensorBoard, TrialLogger):
 
 
 class TensorBoardTraining(_TensorBoard, TrainLogger):
-    """Curves over steps: `tensorboard --logdir TRAINING/tensorboard`."""
+    """Logs curves over steps: `tensorboard --logdir TRAINING/tensorboard`."""
 
     purges = True
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         self._write(training.step if (self.folder / FOLDER).exists() else None)
         self._writer.add_text("training", f"{training.name} on {training.where}", training.step)
         rows = [f"| {name} | {value} |" for name, value in trained.hyperparameters_of(training).items()]
         self._writer.add_text("hyperparameters", "\n".join(["| name | value |", "|---|---|", *rows]), training.step)
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         self._writer.add_text("configuration", trained.in_words(training), training.step)
         self._writer.flush()
 
@@ -80,7 +80,7 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         self._writer.add_text("events", text, step)
 
     def back(self, step: int) -> None:
@@ -88,7 +88,7 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
         self._write(step)
 
     def _write(self, step: int | None) -> None:
-        """From a step on, behind which whatever is there is taken back; None where nothing is."""
+        """Opens the writer. Entries after `step` are purged; None purges nothing."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(

@@ -1,4 +1,4 @@
-"""Experiment trackers: the interface, and the trials of a search written to one."""
+"""Experiment trackers: their interface, and logging of a search's trials."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,22 +12,22 @@ from ..result import Result
 
 
 class Tracker:
-    """What a search and a training share in writing to a tracker. A subclass has `open`, and more such steps.
+    """Common part of the trackers of searches and trainings. A subclass defines `open` and further steps.
 
-    A tracker that fails is reported once and left alone from then on: it must not end what it follows.
+    A tracker that fails is reported once and not used again: it must not end the search or training.
 
     Args:
-        folder: of the run or the training.
-        say: told what the user should know.
+        folder: folder of the run or the training.
+        say: receives messages for the user.
 
     Raises:
         MissingDependency: the tracker's package is not installed.
     """
 
     name = ""
-    """What `--log-to` calls it."""
+    """Name for `--log-to`."""
     failures: tuple[type[BaseException], ...] = (OSError,)
-    """How the tracker fails."""
+    """Exceptions that the tracker may raise."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ class Tracker:
         self._state = "new"
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Ends the run."""
 
     def finish(self) -> None:
         """Closes the tracker if it was opened; may be called twice."""
@@ -50,7 +50,7 @@ class Tracker:
             self._state = "open"
         except self.failures as error:
             self._state = "failed"
-            self._say(f"nothing more is logged to {self.name}, which failed: {fold(str(error))[:300]}")
+            self._say(f"logging to {self.name} has stopped, because it failed: {fold(str(error))[:300]}")
 
 
 METRICS = (
@@ -65,15 +65,15 @@ METRICS = (
     "predicted_throughput",
     "predicted_memory_mib",
 )
-"""The numbers of a trial that are logged, by their columns' names."""
+"""Numbers of a trial that are logged, by column name."""
 
 
 class TrialLogger(Tracker, SearchListener):
-    """Writes each trial to a tracker. A subclass fills in `open`, `log`, `summarise` and `close`.
+    """Logs each trial to a tracker. A subclass defines `open`, `log`, `summarise` and `close`.
 
     Args:
         folder: the run's folder.
-        say: told what the user should know.
+        say: receives messages for the user.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
@@ -81,30 +81,30 @@ class TrialLogger(Tracker, SearchListener):
         self._best: float | None = None
 
     def open(self, plan: SearchPlan) -> None:
-        """The search starts."""
+        """Starts the run of a search."""
         raise NotImplementedError
 
     def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
-        """A trial has ended. `best` is the highest throughput so far."""
+        """Logs a finished trial. `best` is the highest throughput so far."""
         raise NotImplementedError
 
     def summarise(self, result: Result) -> None:
-        """The search has ended with a result."""
+        """Logs the result of the search."""
 
-    def began(self, plan: SearchPlan) -> None:
+    def on_start(self, plan: SearchPlan) -> None:
         self._guarded("open", plan)
 
-    def finished(self, trial: Trial) -> None:
+    def on_trial_end(self, trial: Trial) -> None:
         if trial.ok and (self._best is None or trial.throughput > self._best):
             self._best = trial.throughput
         self._guarded("log", trial, metrics_of(trial), self._best)
 
-    def ended(self, result: Result) -> None:
+    def on_end(self, result: Result) -> None:
         self._guarded("summarise", result)
 
 
 def metrics_of(trial: Trial) -> dict[str, float]:
-    """The finite numbers of a finished trial by name."""
+    """Finite numbers of a finished trial, by name."""
     measured = trial.measurement
     own = {
         "predicted_throughput": trial.predicted_throughput,
@@ -115,13 +115,13 @@ def metrics_of(trial: Trial) -> dict[str, float]:
 
 
 def knobs_of(trial: Trial) -> dict[str, bool | int | float | str]:
-    """The configuration as values every tracker takes."""
+    """The configuration, with values of types that every tracker supports."""
     plain = (bool, int, float, str)
     return {name: each if isinstance(each, plain) else str(each) for name, each in trial.config.items()}
 
 
 def headline_of(result: Result) -> dict[str, float]:
-    """The numbers of the result: the winner's and the default's throughput and their ratio, as far as known."""
+    """Numbers of the result: throughput of the winner and of the default, their ratio, and trials per status."""
     found = {
         "best_throughput": result.best.throughput if result.best else None,
         "default_throughput": result.default.throughput if result.default else None,

@@ -1,4 +1,4 @@
-"""What a tracker must offer to have a training written to it, and what is written."""
+"""Logging of a training to an experiment tracker."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...base.writing import write_atomic
 from ...results.trained import highest_step, step_before
-from ..train.listener import Begun, TrainListener
+from ..train.listener import TrainingStart, TrainListener
 from .tracker import Tracker
 
 METRICS = (
@@ -23,52 +23,52 @@ METRICS = (
     "memory_mib",
     "seconds_left",
 )
-"""The numbers of a step that are logged, by their names in the log."""
+"""Numbers of a step that are logged, by their names in the log."""
 RUNS = "trackers.json"
-"""In a training's folder: which run of a tracker it is, by the tracker's name."""
+"""File in a training's folder with the run id of each tracker."""
 
 
 class TrainLogger(Tracker, TrainListener):
-    """Writes a training to a tracker, by its steps. A subclass fills in `open`, `configured`, `log`, `told` and `close`.
+    """Logs a training's steps to a tracker. A subclass defines `open`, `configured`, `log`, `log_event` and `close`.
 
-    A training that is taken up again goes on in the run that it had there. Steps behind its checkpoint are done again: where a
-    tracker can take them back (`purges`), they are, and elsewhere those that it has are not logged again.
+    A resumed training continues its run in the tracker. Steps after the checkpoint are trained again: if the tracker
+    can remove them (`purges`), they are logged again, otherwise not.
 
     Args:
         folder: the training's folder.
-        say: told what the user should know.
+        say: receives messages for the user.
     """
 
     purges = False
-    """Whether what was logged behind a step can be taken back, by `back`."""
+    """True if `back` can remove entries after a step."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
         self._step = 0
         self._has = 0
         self.ended: str = ""
-        """How the training ended: `finished` or `stopped`; empty while it runs, or where its ranks were lost."""
+        """How the training ended: `finished` or `stopped`; empty while it runs, or if its ranks were lost."""
 
-    def open(self, training: Begun, before: str | None) -> None:
-        """The training starts, or goes on in the tracker's run `before`; `keep` says which it is otherwise."""
+    def open(self, training: TrainingStart, before: str | None) -> None:
+        """Starts a run, or continues the tracker's run `before`. A new run's id is saved by `keep`."""
         raise NotImplementedError
 
-    def configured(self, training: Begun) -> None:
-        """It goes on in this configuration, from this step."""
+    def configured(self, training: TrainingStart) -> None:
+        """Logs the configuration that the training continues in, from this step."""
         raise NotImplementedError
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Numbers of a step."""
+        """Logs numbers of a step."""
         raise NotImplementedError
 
-    def told(self, step: int, text: str) -> None:
-        """Something happened that is no number."""
+    def log_event(self, step: int, text: str) -> None:
+        """Logs an event in words."""
         raise NotImplementedError
 
     def back(self, step: int) -> None:
-        """The training goes on from an earlier step."""
+        """Removes entries after a step, because the training continues from there."""
 
-    def began(self, training: Begun) -> None:
+    def on_start(self, training: TrainingStart) -> None:
         if self._state == "new":
             before = _runs(self.folder).get(self.name)
             self._step = training.step
@@ -76,7 +76,7 @@ class TrainLogger(Tracker, TrainListener):
             self._guarded("open", training, before)
         self._guarded("configured", training)
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         kind, step = line.get("kind"), int(line.get("step") or self._step)
         again = step_before(line, self._step)
         if again is not None:
@@ -88,23 +88,23 @@ class TrainLogger(Tracker, TrainListener):
         if metrics and (self.purges or step > self._has or kind == "checkpoint"):
             self._guarded("log", step, metrics)
         if kind == "checkpoint" and line.get("failure"):
-            self._guarded("told", step, f"the checkpoint of step {step} was not saved: {line['failure']}")
+            self._guarded("log_event", step, f"the checkpoint of step {step} was not saved: {line['failure']}")
         elif kind == "note":
-            self._guarded("told", step, str(line.get("text", "")))
+            self._guarded("log_event", step, str(line.get("text", "")))
         elif kind == "end":
             self.ended = "stopped" if line.get("stopped") else "finished"
 
-    def said(self, message: str) -> None:
-        self._guarded("told", self._step, message)
+    def on_message(self, message: str) -> None:
+        self._guarded("log_event", self._step, message)
 
     def keep(self, run: str) -> None:
-        """Notes which of the tracker's runs this is, for whoever takes the training up again."""
+        """Saves the tracker's run id, for a resumed training."""
         text = json.dumps({**_runs(self.folder), self.name: run}, indent=2) + "\n"
         write_atomic(self.folder / RUNS, text.encode())
 
 
 def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of the log, by the names that all trackers have them under."""
+    """Finite numbers of a line of the log, by their names in all trackers."""
     kind = line.get("kind")
     if kind == "step":
         found = {f"train/{name}": line.get(name) for name in METRICS}
@@ -117,17 +117,17 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(float(value))}
 
 
-def knobs_of(training: Begun) -> dict[str, bool | int | float | str]:
-    """The configuration and the number of ranks, as values that every tracker takes."""
+def knobs_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
+    """The configuration and the number of ranks, with values of types that every tracker supports."""
     return {"devices": training.strategy.devices, **_plain(training.strategy.config)}
 
 
-def hyperparameters_of(training: Begun) -> dict[str, bool | int | float | str]:
-    """How it learns, as values that every tracker takes; what is left to its default has none."""
+def hyperparameters_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
+    """Hyperparameters, with values of types that every tracker supports, without those left at None."""
     return _plain(training.hyperparameters)
 
 
-def in_words(training: Begun) -> str:
+def in_words(training: TrainingStart) -> str:
     """The configuration in a line."""
     knobs = " ".join(f"{name}={value}" for name, value in knobs_of(training).items())
     return f"from step {training.step}: {knobs} ({training.strategy.why})"
@@ -139,7 +139,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
 
 
 def _runs(folder: Path) -> dict[str, str]:
-    """Which run it is, by the tracker's name; nothing where that was never noted, or cannot be read any more."""
+    """Run id by tracker; empty if the file is missing or unreadable."""
     try:
         found = json.loads((folder / RUNS).read_bytes())
     except (OSError, ValueError):

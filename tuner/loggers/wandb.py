@@ -1,4 +1,4 @@
-"""Weights & Biases: a run for a training, or for a search with a step for each trial."""
+"""Weights & Biases: one run per training, or per search with a step for each trial."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan
 from ..result import Result
-from ..train.listener import Begun
+from ..train.listener import TrainingStart
 from . import training as trained
 from .tracker import Tracker, TrialLogger, headline_of, knobs_of
 from .training import TrainLogger
@@ -18,7 +18,7 @@ PROJECT = "redline"
 
 
 class _Wandb(Tracker):
-    """Writes below the folder and syncs as WANDB_MODE says (`offline` for later, by `wandb sync`)."""
+    """Writes below the folder and syncs according to WANDB_MODE (`offline` for later, by `wandb sync`)."""
 
     name = "wandb"
     _run: Any
@@ -32,11 +32,11 @@ class _Wandb(Tracker):
         self.failures = (OSError, wandb.Error)
 
     def _begin(self, title: str, config: Mapping[str, Any], **which: Any) -> Any:
-        """A run of the tracker; `which` says of one that is there already."""
+        """Starts a run; `which` identifies an existing one."""
         import wandb
 
         return wandb.init(
-            # An environment variable of the user's decides first.
+            # The user's environment variable has precedence.
             project=None if wandb.Settings().project not in (None, "", "uncategorized") else PROJECT,
             name=f"{title} {self.folder.name}",
             dir=str(self.folder),
@@ -50,7 +50,7 @@ class _Wandb(Tracker):
 
 
 class WandbLogger(_Wandb, TrialLogger):
-    """A run for the search, a step for each trial."""
+    """Logs a search as a run, with a step per trial."""
 
     def open(self, plan: SearchPlan) -> None:
         config = {"model": plan.name, "where": plan.where, "sampler": plan.sampler, "runner": plan.runner}
@@ -81,9 +81,9 @@ class WandbLogger(_Wandb, TrialLogger):
 
 
 class WandbTraining(_Wandb, TrainLogger):
-    """One run, under an id of its own, which whoever takes the training up again goes on with."""
+    """Logs a training as one run with its own id, which a resumed training continues."""
 
-    def open(self, training: Begun, before: str | None) -> None:
+    def open(self, training: TrainingStart, before: str | None) -> None:
         import uuid
 
         run = before or uuid.uuid4().hex[:12]
@@ -93,7 +93,7 @@ class WandbTraining(_Wandb, TrainLogger):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def configured(self, training: Begun) -> None:
+    def configured(self, training: TrainingStart) -> None:
         knobs = {f"knob.{name}": value for name, value in trained.knobs_of(training).items()}
         self._run.config.update(knobs, allow_val_change=True)
         self._run.log({"step": training.step, **knobs, "event": trained.in_words(training)})
@@ -101,7 +101,7 @@ class WandbTraining(_Wandb, TrainLogger):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def told(self, step: int, text: str) -> None:
+    def log_event(self, step: int, text: str) -> None:
         self._run.log({"step": step, "event": fold(text)})
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How the next configuration is chosen. Samplers are found by name; each is imported when it is asked for."""
+"""Samplers, which choose the next configuration. They are found by name and imported on demand."""
 
 from importlib import import_module
 from inspect import signature
@@ -21,15 +21,15 @@ __all__ = ["Sampler", "StepwiseSampler", "make_sampler", "sampler_names"]
 
 
 def sampler_names() -> tuple[str, ...]:
-    """Every name that `make_sampler` knows."""
+    """Names that `make_sampler` accepts."""
     return tuple(_SAMPLERS)
 
 
 def make_sampler(name: str, space: Space, seed: int = 0, **options: Any) -> Sampler:
-    """The sampler of that name over `space`; `options` are those of its class.
+    """Returns the named sampler over `space`; `options` are the arguments of its class.
 
     Raises:
-        UsageError: the name or an option is unknown, or a value out of range.
+        UsageError: the name or an option is unknown, or a value is out of range.
         MissingDependency: the sampler needs a package that is not installed.
     """
     if name not in _SAMPLERS:

@@ -1,4 +1,4 @@
-"""Bayesian optimisation over the valid set, guided by an estimate where there is one. The default sampler."""
+"""Bayesian optimisation over the valid set, guided by an estimate if there is one. The default sampler."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,20 +13,21 @@ from .sampler import Sampler, check_count
 from .surrogate import expected_improvement, throughput_model
 
 FAILURE_COST = 0.005
-"""What a failed trial is worth, in log throughput."""
+"""Value of a failed trial, in log throughput."""
 
 
 class BayesSampler(Sampler):
-    """Takes the candidate with the largest expected improvement x chance of working / expected cost.
+    """Chooses the candidate with the largest expected improvement times probability of success, divided by expected
+    cost.
 
-    What it believes of candidates is in `beliefs.py`. Pending trials and the members of a batch count as measured
-    at their mean. See docs/search.md.
+    The model of the candidates is `SearchPosterior`. Pending trials and members of a batch count as measured at their
+    mean. See docs/search.md.
 
     Args:
         space: the valid configurations.
         seed: seed of every random choice.
         prior, warn, headroom: of `SurrogatePrior`.
-        knowledge: in place of these, one that is shared with others who ask.
+        knowledge: a shared `SurrogatePrior`, in place of these.
 
     Raises:
         UsageError: an argument is out of range.
@@ -34,7 +35,7 @@ class BayesSampler(Sampler):
 
     name = "bayes"
     surrogate = staticmethod(throughput_model)
-    """Makes the models of throughput; `bench/surrogates.py` puts other libraries' in its place."""
+    """Makes the models of throughput; `bench/surrogates.py` replaces it by other libraries' models."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class _Choice:
         self.beliefs = beliefs
 
     def choose(self, count: int) -> list[Config]:
-        """Up to `count` candidates, best first."""
+        """Returns up to `count` candidates, best first."""
         beliefs = self.beliefs
         for index in beliefs.pending if beliefs.open.any() else ():
             beliefs.observe(index)
@@ -79,7 +80,7 @@ class _Choice:
         beliefs = self.beliefs
         rows = beliefs.considered()
         if beliefs.speed is None:
-            # Nothing is known of speed: a spread of trials, where memory is likely to suffice.
+            # Without knowledge of speed: a spread of trials, among those that probably fit.
             rng = np.random.default_rng([beliefs.knowledge.seed, len(beliefs.known), ahead])
             draws = rng.choice(rows, size=min(16, len(rows)), replace=False)
             codes = [*beliefs.seen.codes, *(beliefs.candidates.codes[i] for i in beliefs.taken)]
@@ -98,7 +99,7 @@ class _Choice:
             top = float((gain * beliefs.works**CAUTION)[rows].max())
             score += weight * gain / max(top, 1e-300)
             promised += weight * top
-        # As long as nothing worked, finding what does comes first, the more so the more has failed.
+        # Until a trial has succeeded, the probability of success comes first, and its weight grows with the failures.
         caution = CAUTION if beliefs.best is not None else CAUTION + len(beliefs.known)
         score = score * beliefs.works**caution
         if beliefs.best is not None:

@@ -1,4 +1,4 @@
-"""What can still be proposed: the valid configurations that are in no trial."""
+"""Candidates: the valid configurations that are in no trial."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,13 +10,13 @@ from .encoding import Encoding, stack
 
 
 class Candidates:
-    """Valid configurations that were not tried yet, encoded; a sample of them where the space is too large.
+    """Encoded valid configurations that were not tried yet; a sample of them if the space is too large.
 
     Args:
-        encoding: of the space.
+        encoding: encoding of the space.
         codes: encoded candidates, shape (n, knobs).
-        seen: the configurations that must not be proposed.
-        configs: the candidates themselves, where the space is not listed.
+        seen: configurations that must not be proposed.
+        configs: the candidates themselves, if the space is not listed.
         rows: positions of the candidates in a listed space, shape (n,).
     """
 
@@ -34,25 +34,25 @@ class Candidates:
         self._seen = seen
         self._configs = configs
         self.rows = rows
-        """Their positions in the listed space, shape (n,); None where it is not listed."""
+        """Positions in the listed space, shape (n,); None if it is not listed."""
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def config(self, index: int) -> Config:
-        """The candidate of row `index`."""
+        """Returns the candidate of row `index`."""
         if self.rows is not None:
             return self.encoding.space.at(int(self.rows[index]))
         return self._configs[index]
 
     def configs(self, indices: np.ndarray) -> list[Config]:
-        """The candidates of the rows `indices`, shape (m,)."""
+        """Returns the candidates of the rows `indices`, shape (m,)."""
         if self.rows is not None:
             return self.encoding.space.take(self.rows[indices].tolist())
         return [self._configs[i] for i in indices]
 
     def find(self, configs: Iterable[Config]) -> list[int]:
-        """The indices of those of these configurations that are candidates, ascending."""
+        """Indices of the given configurations that are candidates, ascending."""
         if self.rows is not None:
             rows = [row for row in self.encoding.rows(configs) if row is not None]
             return np.flatnonzero(np.isin(self.rows, rows)).tolist()
@@ -60,19 +60,19 @@ class Candidates:
         return [index for index, config in enumerate(self._configs) if config in wanted]
 
     def lookup(self, code: np.ndarray) -> Config | None:
-        """The configuration of a code, in the sample or not; None where it is invalid or was tried."""
+        """Returns the configuration of a code, whether or not it is in the sample; None if it is invalid or was tried."""
         config = self.encoding.decode(code)
         return None if config is None or config in self._seen else config
 
     def closest(self, code: np.ndarray, rng: np.random.Generator) -> Config:
-        """The configuration of `code` where it can be proposed, else one nearest to it; `rng` breaks ties."""
+        """Returns the configuration of `code` if it can be proposed, otherwise a nearest one; `rng` breaks ties."""
         config = self.lookup(code)
         if config is not None:
             return config
         distance = self.encoding.distances(self.codes, code)
         best = distance.min()
         if self.rows is None:
-            # A sample of a large space is sparse: what differs in one knob alone is mostly nearer.
+            # A sample of a large space is sparse: configurations that differ in only one knob are mostly nearer.
             rows = self.encoding.neighbours(code)
             apart = self.encoding.distances(rows, code)
             for i in np.lexsort((rng.random(len(rows)), apart)):
@@ -83,14 +83,14 @@ class Candidates:
         return self.config(rng.choice(np.flatnonzero(distance <= best + 1e-9)))
 
     def take(self, indices: np.ndarray) -> "Candidates":
-        """The candidates of the rows `indices`, shape (m,)."""
+        """Returns the candidates of the rows `indices`, shape (m,)."""
         codes = self.codes[indices]
         if self.rows is not None:
             return Candidates(self.encoding, codes, self._seen, rows=self.rows[indices])
         return Candidates(self.encoding, codes, self._seen, configs=[self._configs[i] for i in indices])
 
     def joined(self, configs: Sequence[Config]) -> "Candidates":
-        """These and the given configurations, as far as they are new and encodable."""
+        """Returns these and the given configurations, as far as they are new and encodable."""
         present = {code.tobytes() for code in self.codes}
         new: dict[bytes, tuple[Config, np.ndarray]] = {}
         for config in configs:
@@ -108,7 +108,7 @@ class Candidates:
 
 
 class Tried:
-    """The configurations of trials that become more and more, each of which is looked at once."""
+    """Set of the configurations of a growing list of trials. Each trial is processed once."""
 
     def __init__(self) -> None:
         self._configs: set[Config] = set()
@@ -116,7 +116,9 @@ class Tried:
         self._last: Config | None = None
 
     def of(self, trials: Sequence[Trial]) -> set[Config]:
-        """The configurations of these trials. Where they do not go on from those of the last call, all are new."""
+        """Returns the configurations of these trials. If they do not extend those of the last call, all are processed
+        again.
+        """
         known = self._known
         if known and (known > len(trials) or trials[known - 1].config is not self._last):
             self._configs.clear()
@@ -134,10 +136,10 @@ def remaining(
     sample: int,
     around: np.ndarray | None = None,
 ) -> Candidates:
-    """The candidates that `trials` leave.
+    """Returns the candidates that `trials` leave.
 
-    All of them where the space can be listed; else `sample` of them, and those that differ in one knob
-    from the codes `around` (m, knobs), because a sample of a large space has nothing near the best.
+    These are all of them if the space can be listed. Otherwise they are `sample` of them, and those that differ in one
+    knob from the codes `around` (m, knobs), because a sample of a large space contains nothing near the best.
     """
     seen = frozenset(trial.config for trial in trials)
     if encoding.listed is not None:

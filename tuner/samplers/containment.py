@@ -1,4 +1,4 @@
-"""Keeps what a library does to the process from outliving the call."""
+"""Restores process-wide state that libraries change."""
 
 import random
 import sys
@@ -12,22 +12,22 @@ import numpy as np
 
 from ...base.interrupts import late_interrupts
 
-_TURN = threading.Lock()  # two at once would put back each other's state
+_TURN = threading.Lock()  # two at once would restore each other's state
 
 
 @contextmanager
 def contained(seed: int) -> Iterator[None]:
-    """Puts back threads, warning filters, random generators, default dtype and device, and mutes stdout.
+    """Restores threads, warning filters, random generators, default dtype and device, and mutes stdout.
 
-    For libraries that draw from the global generators, which are seeded with `seed` meanwhile, that print,
-    and that swallow Ctrl-C with `except:`.
+    It is for libraries that draw from the global generators (seeded with `seed` meanwhile), that print, and that
+    swallow Ctrl-C with `except:`.
     """
     import torch
 
     with _TURN:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         dtype = torch.get_default_dtype()
-        # A default device that is the CPU already costs time per call when it is set once more.
+        # Setting the CPU as the default device again would slow down each call.
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         muted = redirect_stdout(_MutedThread())
         with late_interrupts(), one_thread(), device, warnings.catch_warnings(), muted:
@@ -47,8 +47,8 @@ def contained(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch and BLAS on one thread: the matrices are small, and trials
-    may be running on the other cores, in which case threads that wait for each other cost up to 25 times.
+    """Runs torch and BLAS on one thread. The matrices are small, and trials may be running on the other cores, in
+    which case threads that wait for each other take up to 25 times as long.
     """
     import torch
 
@@ -63,14 +63,15 @@ def one_thread() -> Iterator[None]:
 
 def one_blas_thread() -> AbstractContextManager[object]:
     """Runs BLAS on one thread, for the reasons of `one_thread`: on two busy cores a proposal took ten times as long
-    with two threads."""
+    with two threads.
+    """
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(limits=1, user_api="blas")
 
 
 class _MutedThread:
-    """Standard output without what the thread that made it writes; trials print from other threads."""
+    """Standard output without the output of the thread that created it; other threads print for trials."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout

@@ -1,4 +1,4 @@
-"""Configurations as arrays: rows of small integers, and points in which distances mean something to a Gaussian process."""
+"""Encodes configurations as rows of small integers, and as points whose distances suit a Gaussian process."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,15 +10,15 @@ from ...base.errors import SpaceError
 from ...space import Config, Space
 
 MAX_LISTED = 200_000
-"""Largest space that is held as a list of codes; a larger one is sampled."""
+"""Largest space that is stored as a list of codes; a larger one is sampled."""
 ABSENT = -1
-"""The code of a conditional knob that the configuration does not have: below its lowest value."""
+"""Code of a conditional knob that the configuration does not have: below its lowest value."""
 
 
 class Encoding:
-    """A code is one row of `int32`, one column per free knob: the index of its value in `knob.values`.
+    """Encodes a configuration as a row of `int32`, one column per free knob: the index of its value in `knob.values`.
 
-    Indices rather than values, because the values of ordered knobs mostly grow geometrically (1, 2, 4, 8,
+    It uses indices rather than values, because the values of ordered knobs mostly grow geometrically (1, 2, 4, 8,
     ...), and the step from 1 to 2 matters as much as the one from 16 to 32.
     """
 
@@ -28,13 +28,13 @@ class Encoding:
         self.names = tuple(knob.name for knob in self.knobs)
         self.sizes = np.array([len(knob.values) for knob in self.knobs], dtype=np.int32)
         self.optional = np.array([knob.when is not None for knob in self.knobs], dtype=bool)
-        # Two values have no order to get wrong; where a flag is absent, what it turns on is absent as well.
+        # With two values the order does not matter. Without a flag, its feature is absent as well.
         self.ordered = np.array([knob.ordered for knob in self.knobs], dtype=bool) | (self.sizes == 2)
         self._index = [{value: i for i, value in enumerate(knob.values)} for knob in self.knobs]
         self._rows: dict[Config, int | None] = {}
 
     def encode(self, config: Config) -> np.ndarray | None:
-        """The code of `config`; None where a knob has a value that the space does not know."""
+        """Returns the code of `config`; None if a value is not in the space."""
         code = np.full(len(self.knobs), ABSENT, dtype=np.int32)
         for column, (name, index) in enumerate(zip(self.names, self._index)):
             if name in config:
@@ -47,42 +47,42 @@ class Encoding:
         return code
 
     def codes(self, configs: Iterable[Config]) -> np.ndarray:
-        """The codes of configurations of the space, shape (n, knobs).
+        """Codes of configurations of the space, shape (n, knobs).
 
         Raises:
-            ValueError: one of them has a value that the space does not know.
+            ValueError: a value is not in the space.
         """
         out = []
         for config in configs:
             code = self.encode(config)
             if code is None:
-                raise ValueError(f"{dict(config)} is no configuration of this space")
+                raise ValueError(f"{dict(config)} is not a configuration of this space")
             out.append(code)
         return stack(out, len(self.knobs))
 
     def valid(self, codes: Iterable[np.ndarray]) -> list[Config]:
-        """The configurations of those of the codes that are valid."""
+        """Configurations of the valid codes."""
         if self.listed is not None:
             found = (self._row_of_code.get(code.astype(np.int32, copy=False).tobytes()) for code in codes)
             return self.space.take([row for row in found if row is not None])
         return [config for config in map(self.decode, codes) if config is not None]
 
     def decode(self, code: np.ndarray) -> Config | None:
-        """The configuration of a code; None where it is not valid."""
+        """Returns the configuration of a code; None if it is not valid."""
         values = {knob.name: knob.values[i] for knob, i in zip(self.knobs, code.tolist()) if i != ABSENT}
         try:
             config = self.space.config(values)
         except SpaceError:
             return None
-        # A knob left out is completed with its default: that is another code than the one given.
+        # A missing knob gets its default, which may differ from the given code.
         present = {name for name, i in zip(self.names, code.tolist()) if i != ABSENT}
         return config if present == {name for name in self.names if name in config} else None
 
     def distances(self, codes: np.ndarray, code: np.ndarray) -> np.ndarray:
-        """How far each of `codes` (n, knobs) is from `code` (knobs,): shape (n,), 0 to the number of knobs.
+        """Distance of each of `codes` (n, knobs) from `code` (knobs,): shape (n,), 0 to the number of knobs.
 
-        An ordered knob adds the share of its range between the two values, any other knob 1 where they
-        differ, and so does a conditional knob that only one of them has.
+        An ordered knob adds the share of its range between the two values. Any other knob adds 1 if they differ, and
+        so does a conditional knob that only one of them has.
         """
         apart = np.abs(codes - code).astype(np.float64)
         steps = apart / np.maximum(self.sizes - 1, 1)
@@ -91,7 +91,7 @@ class Encoding:
         return np.where(self.ordered & ~lone, steps, differ).sum(axis=1)
 
     def neighbours(self, code: np.ndarray) -> np.ndarray:
-        """Every code that differs from `code` in one present knob: shape (m, knobs); not all are valid."""
+        """Codes that differ from `code` in one present knob: shape (m, knobs); not all are valid."""
         rows = []
         for column in np.flatnonzero(code != ABSENT):
             for value in range(self.sizes[column]):
@@ -105,7 +105,7 @@ class Encoding:
     def listed(self) -> np.ndarray | None:
         """Codes of the whole space, row i being that of `space.at(i)`: shape (len(space), knobs).
 
-        None where the space is too large to be listed.
+        None if the space is too large to be listed.
         """
         if not self.space.enumerable or self.space.size > MAX_LISTED:
             return None
@@ -116,12 +116,12 @@ class Encoding:
         return codes
 
     def rows(self, configs: Iterable[Config]) -> list[int | None]:
-        """The rows of configurations in `listed`; None for one that is not in the space. Looked up once each."""
+        """Rows of configurations in `listed`; None for one that is not in the space. Each is looked up once."""
         configs = list(configs)
         new = [config for config in dict.fromkeys(configs) if config not in self._rows]
         codes = [self.encode(config) for config in new]
         found = [None if code is None else self._row_of_code.get(code.tobytes()) for code in codes]
-        # A code says nothing of derived knobs.
+        # Codes do not contain derived knobs.
         real = iter(self.space.take([row for row in found if row is not None]))
         for config, row in zip(new, found):
             self._rows[config] = row if row is not None and next(real) == config else None
@@ -133,21 +133,21 @@ class Encoding:
 
 
 def stack(codes: Sequence[np.ndarray], knobs: int) -> np.ndarray:
-    """The codes as one array of shape (len(codes), knobs), also where there are none."""
+    """Stacks codes to an array of shape (len(codes), knobs), also if there are none."""
     return np.array(codes, dtype=np.int32).reshape(len(codes), knobs)
 
 
 DOUBLINGS = 3.0
-"""Doublings of a quantity that count as one unit of distance, as much as a flag turned."""
+"""Number of doublings of a quantity that count as one unit of distance, like a changed flag."""
 
 
 class Features:
     """Maps codes (see `Encoding`) to rows of floats, shape (n, columns).
 
-    Numbers whose values are positive and spread over a factor of four or more (degrees, batch sizes) enter by
-    their logarithm, in units of `DOUBLINGS` doublings: laws of speed and memory are mostly powers. Other
-    numbers run from 0 to 1 over their range, flags are 0 or 1, and texts are one-hot, at distance 1 from each
-    other. A knob that may be absent has a further column that says so.
+    Positive numbers that spread over a factor of four or more (degrees, batch sizes) are mapped to their logarithm, in
+    units of `DOUBLINGS` doublings, because speed and memory mostly follow power laws. Other numbers are scaled to 0 to
+    1, flags are 0 or 1, and texts are one-hot, at distance 1 from each other. A conditional knob has a further column
+    that marks its absence.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -166,31 +166,31 @@ class Features:
                 signs.append(0.0)
             self._tables.append(table)
         self.memory_sign = np.array(signs)
-        """1 where a larger feature needs more memory, -1 where it needs less, 0 where not known; (columns,)."""
+        """1 if a larger feature needs more memory, -1 if it needs less, 0 if unknown; (columns,)."""
 
     @property
     def columns(self) -> int:
-        """How many floats a configuration becomes."""
+        """Number of floats per configuration."""
         return len(self.memory_sign)
 
     def of(self, codes: np.ndarray) -> np.ndarray:
-        """The features of codes (n, knobs): shape (n, columns)."""
+        """Features of codes (n, knobs): shape (n, columns)."""
         parts = [table[codes[:, column]] for column, table in enumerate(self._tables)]
         return np.concatenate(parts, axis=1) if parts else np.zeros((len(codes), 0))
 
     def numeric(self, configs: Sequence[Config]) -> np.ndarray:
-        """The features of configurations that the encoding knows: shape (n, columns)."""
+        """Features of configurations that the encoding can encode: shape (n, columns)."""
         return self.of(self.encoding.codes(configs))
 
 
 def _table(values: Sequence[object], ordered: bool) -> np.ndarray:
-    """One row of features a value, shape (values, width)."""
+    """Features of each value, shape (values, width)."""
     assert ABSENT == -1
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if not ordered:
         return np.eye(len(values)) / math.sqrt(2.0)
     if len(numbers) < len(values):
-        return np.arange(len(values), dtype=float).reshape(-1, 1)  # two values: no order to get wrong
+        return np.arange(len(values), dtype=float).reshape(-1, 1)  # with two values the order does not matter
     array = np.array(numbers, dtype=float)
     if array.min() > 0 and array.max() >= 4 * array.min():
         logs = np.log2(array / array.min()) / DOUBLINGS

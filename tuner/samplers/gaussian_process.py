@@ -1,4 +1,4 @@
-"""A small Gaussian process: exact, with priors on its few hyperparameters, fitted in milliseconds."""
+"""A small exact Gaussian process with priors on its few hyperparameters, fitted in milliseconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,25 +17,25 @@ class Scales:
     """Hyperparameters, in the units of the values. Also the medians of their log-normal priors."""
 
     length: float | np.ndarray = 1.0
-    """Distance over which the joint part forgets; one for all columns, or one each, shape (columns,)."""
+    """Length scale of the joint part; one for all columns, or one per column, shape (columns,)."""
     joint: float = 0.5
     """Standard deviation of the part in which columns interact."""
     additive: float = 0.5
-    """Standard deviation of the sum of one function a column."""
+    """Standard deviation of the sum of one function per column."""
     noise: float = 0.03
     """Standard deviation of a measurement."""
     spread: float = 1.0
-    """Standard deviation of the logarithms of all these under their priors."""
+    """Standard deviation of the logarithms of the hyperparameters under their priors."""
     noise_spread: float = 1.0
-    """That of the noise: a handful of trials says little of it, and that it is nil they say by chance."""
+    """The same of the noise. A few trials hardly determine it, and may suggest zero noise by chance."""
 
 
 class Kernel:
-    """Covariances: basis functions + one Matern 5/2 function a column + a joint Matern 5/2 of all columns.
+    """Covariances: basis functions + one Matern 5/2 function per column + a joint Matern 5/2 of all columns.
 
-    The additive part is what lets a handful of trials speak for a whole space: throughput and memory are
-    mostly products of one factor a knob, hence sums in the logarithm (Duvenaud et al., "Additive Gaussian
-    processes", 2011). The joint part has a length scale per column (ARD).
+    The additive part lets a few trials inform the whole space: throughput and memory are mostly products of one factor
+    per knob, hence sums in the logarithm (Duvenaud et al., "Additive Gaussian processes", 2011). The joint part has a
+    length scale per column (ARD).
     """
 
     def __init__(self, scales: Scales, columns: int) -> None:
@@ -47,13 +47,13 @@ class Kernel:
     ) -> np.ndarray:
         """Covariances of points a (n, columns) and b (m, columns): shape (n, m).
 
-        `basis_*` hold the basis functions times their deviations, shape (points, functions).
+        `basis_*` are the basis functions times their deviations, shape (points, functions).
         """
         a, b = Points.of(a), Points.of(b)
         out = basis_a @ basis_b.T
         if not a.columns:
             return out + self.scales.joint**2 + self.scales.additive**2
-        # Columns have few different values, so functions of two of them are evaluated on those alone.
+        # Columns have few distinct values, so functions of two values are evaluated only on those.
         apart = [
             np.abs(levels[:, None] - others[None, :]) / length
             for levels, others, length in zip(a.levels, b.levels, self._lengths)
@@ -71,14 +71,14 @@ class Kernel:
 
 
 class Points:
-    """Points (n, columns) with the different values of each column, and which of them each point has."""
+    """Points (n, columns) with the distinct values of each column, and the index of each point's value."""
 
     def __init__(self, points: np.ndarray) -> None:
         self.rows, self.columns = points.shape
         self.levels: list[np.ndarray] = []
-        """Values of each column, ascending."""
+        """Distinct values of each column, ascending."""
         self.codes: list[np.ndarray] = []
-        """Position of each point's value among them, shape (n,) a column."""
+        """Index of each point's value among them, shape (n,) per column."""
         for column in points.T:
             levels, codes = np.unique(column, return_inverse=True)
             self.levels.append(levels)
@@ -87,12 +87,12 @@ class Points:
 
     @classmethod
     def of(cls, points: "Points | np.ndarray") -> "Points":
-        """These points; what is one already stays as it is."""
+        """Converts points to `Points`."""
         return points if isinstance(points, Points) else cls(points)
 
     @property
     def width(self) -> int:
-        """Levels of all columns together."""
+        """Number of levels of all columns together."""
         return sum(map(len, self.levels))
 
     @property
@@ -107,7 +107,7 @@ class Points:
         return self._one_hot
 
     def row(self, index: int) -> "Points":
-        """One of them."""
+        """Returns one point."""
         out = Points.__new__(Points)
         out.rows, out.columns, out._one_hot = 1, self.columns, None
         out.levels = [levels[[codes[index]]] for levels, codes in zip(self.levels, self.codes)]
@@ -118,7 +118,7 @@ class Points:
 def _spread(tables: Sequence[np.ndarray], a: Points, b: Points) -> np.ndarray:
     """Sum over columns of `table[level of a, level of b]`: shape (n, m).
 
-    Two matrix products where there are few levels: ten times as fast as looking every pair up.
+    If there are few levels it uses two matrix products, which is ten times as fast as looking up every pair.
     """
     if a.rows > 16 and b.width <= 32 * b.columns:
         left = np.concatenate([table[codes] for table, codes in zip(tables, a.codes)], axis=1)
@@ -151,12 +151,12 @@ class _Evidence:
         self.spread = np.full(points.shape[1] + 3, prior.spread)
         self.spread[-1] = prior.noise_spread
         self.columns, self.n = points.shape[1], len(values)
-        # As in `Kernel.between`: functions of two values of a column are evaluated on the few there are.
+        # As in `Kernel.between`, functions of two values of a column are evaluated only on distinct values.
         known = Points(points)
         self.apart = [np.abs(levels[:, None] - levels[None, :]).ravel() for levels in known.levels]
         starts = np.cumsum([0, *(len(each) for each in self.apart)])
         self.pairs = np.empty((self.columns, self.n, self.n), dtype=np.intp)
-        """Where the tables of all columns, laid end to end, hold each pair of points."""
+        """Index of each pair of points in the concatenated tables of all columns."""
         for column, (levels, codes) in enumerate(zip(known.levels, known.codes)):
             self.pairs[column] = starts[column] + codes[:, None] * len(levels) + codes[None, :]
         self.fixed = basis @ basis.T
@@ -212,16 +212,16 @@ def fit_scales(
     inflation: np.ndarray | None = None,
     limit: int = 192,
 ) -> tuple[Scales, float]:
-    """The most probable hyperparameters, and the log evidence of the values with them.
+    """Returns the most probable hyperparameters, and the log evidence of the values with them.
 
     Args:
         points: shape (n, columns).
-        values: shape (n,), of mean about 0 apart from what the basis explains.
+        values: shape (n,), with a mean of about 0 apart from what the basis explains.
         basis: basis functions times the deviations of their weights, shape (n, functions).
         prior: medians and spread.
-        extra: known variances beside the noise, shape (n,); by default 0.
+        extra: known variances in addition to the noise, shape (n,); by default 0.
         inflation: factors of the variances, shape (n,); by default 1.
-        limit: more points than this are thinned evenly by value: hyperparameters need no more.
+        limit: more points than this are thinned evenly by value, which is enough for hyperparameters.
     """
     if not len(values):
         return prior, 0.0
@@ -235,7 +235,7 @@ def fit_scales(
         return prior, -evidence(evidence.centre)[0]
     spread = evidence.spread
     bounds = list(zip(evidence.centre - 4 * spread, evidence.centre + 4 * spread, strict=True))
-    # Log evidence to a hundred thousandth: closer, it says nothing of which trial to make next.
+    # A log evidence to within 1e-5 is enough to choose the next trial.
     found = minimize(
         evidence,
         evidence.centre,
@@ -254,7 +254,8 @@ def fit_scales(
 def left_out(
     kernel: Kernel, points: np.ndarray, values: np.ndarray, noise: np.ndarray, basis: np.ndarray
 ) -> np.ndarray:
-    """How far each value is from what the others predict, in standard deviations: shape (n,).
+    """Leave-one-out residuals: difference of each value from the prediction by the others, in standard deviations,
+    shape (n,).
 
     Source: Rasmussen and Williams (2006), section 5.4.2.
     """
@@ -265,16 +266,16 @@ def left_out(
 
 
 class Posterior:
-    """A Gaussian process given observations with their own noise, at a set of candidates.
+    """A Gaussian process conditioned on observations with individual noise, at a set of candidates.
 
-    Keeps what is needed to go on observing candidates one by one (pending trials, the members of a batch)
-    at the price of one row each. Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning"
-    (2006), algorithm 2.1; the update is that of the Cholesky factor by a row.
+    It can be conditioned on further candidates one by one (pending trials, the members of a batch) at the cost of one
+    row each. Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), algorithm 2.1; the
+    update extends the Cholesky factor by a row.
 
     Args:
         kernel: covariances.
-        points, values, noise, basis: of the observations: (n, columns), (n,), variances (n,), (n, functions).
-        at, at_basis: the candidates: (m, columns), (m, functions).
+        points, values, noise, basis: observations: (n, columns), (n,), variances (n,), (n, functions).
+        at, at_basis: candidates: (m, columns), (m, functions).
     """
 
     def __init__(
@@ -303,8 +304,9 @@ class Posterior:
         self._extra: list[np.ndarray] = []
 
     def observe(self, index: int, noise: float) -> None:
-        """Conditions on candidate `index` having its mean as value, with noise of that variance: the means
-        stay, the variances around it shrink."""
+        """Conditions on the posterior mean of candidate `index`, with noise of that variance: the means do not
+        change, the variances around it shrink.
+        """
         here, basis = self._at.row(index), self._at_basis[[index]]
         covariance = self.kernel.between(here, self._at, basis, self._at_basis)[0]
         covariance -= self._projected[:, index] @ self._projected

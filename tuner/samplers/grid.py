@@ -11,11 +11,11 @@ from .sampler import Sampler, check_count
 
 
 class GridSampler(Sampler):
-    """Goes through the whole space in even strides, whatever comes of it; the seed has no effect.
+    """Tries the whole space in even strides, whatever the outcomes; the seed has no effect.
 
-    In the space's own order the first trials would differ in the last knobs only. A stride near the golden
-    section of the space's size, and prime to it, reaches every configuration once and spreads any beginning
-    of the walk over all of it (Knuth, The Art of Computer Programming 3, 6.4).
+    In the space's own order the first trials would differ only in the last knobs. A stride near the golden section of
+    the space's size, and coprime to it, reaches every configuration once and spreads the first trials over the whole
+    space (Knuth, The Art of Computer Programming 3, 6.4).
 
     Raises:
         UsageError: the space is too large to be listed.

@@ -1,4 +1,4 @@
-"""HEBO, the heteroscedastic evolutionary Bayesian optimiser, on the valid configurations themselves."""
+"""HEBO, the heteroscedastic evolutionary Bayesian optimiser, restricted to valid configurations."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     import torch
 
 LIMIT = 4096
-"""Candidates that are scored, at most."""
+"""Largest number of candidates that are scored."""
 CHUNK = 512
-"""Candidates that are scored at once."""
+"""Number of candidates that are scored at once."""
 
 
 class HEBOSampler(ModelSampler):
-    """Takes the candidate that does best in confidence bound, improvement and the chance of it together.
+    """Chooses the candidate that is best in confidence bound, expected improvement and probability of improvement
+    together.
 
-    HEBO's surrogate (a Gaussian process under pSGLD, on power-transformed values) and its acquisition
-    ensemble MACE, https://arxiv.org/abs/2012.03826. HEBO draws from the ensemble's Pareto front, which it
-    finds with an evolution strategy; here every candidate is scored, and of those that no other beats
-    the one with the best ranks is taken. HEBO drops failed observations: it is told a poor value for them,
-    and the mean for pending trials.
+    Uses HEBO's surrogate (a Gaussian process under pSGLD, on power-transformed values) and its acquisition ensemble
+    MACE, https://arxiv.org/abs/2012.03826. HEBO draws from the ensemble's Pareto front, which it finds with an
+    evolution strategy. Here every candidate is scored, and the non-dominated candidate with the best ranks is chosen.
+    HEBO drops failed observations; here they get a poor value, and pending trials get the mean.
 
     Args:
         space: the valid configurations.
         seed: seed of every random choice.
         startup: see `ModelSampler`.
-        epochs: steps in which the surrogate is fitted. HEBO takes 100 of a fifth of the size, which gets as
-            far (`bench/samplers.py`) and takes twice as long.
+        epochs: steps in which the surrogate is fitted. HEBO takes 100 steps of a fifth of the size, which gives the
+            same quality (`bench/samplers.py`) in twice the time.
 
     Raises:
         UsageError: an argument is out of range.
-        MissingDependency: HEBO, or something it needs, is not installed.
+        MissingDependency: HEBO, or a package that it needs, is not installed.
     """
 
     name = "hebo"
@@ -65,9 +65,9 @@ class HEBOSampler(ModelSampler):
 
 
 def pareto_front(values: np.ndarray) -> np.ndarray:
-    """Rows of `values` (n, objectives), all minimised, that no other row dominates; one of equal rows."""
+    """Indices of the non-dominated rows of `values` (n, objectives), all minimised; one of equal rows."""
     front = []
-    rows = np.lexsort(values.T[::-1])  # the first in this order is dominated by none
+    rows = np.lexsort(values.T[::-1])  # the first row in this order is not dominated
     while len(rows):
         first, rows = rows[0], rows[1:]
         front.append(first)
@@ -83,13 +83,13 @@ def _score(encoding: Encoding, codes: np.ndarray, seen: Observations, epochs: in
     get_model, mace = _load()
     cost = _costs(seen)
     numeric, categorical = _inputs(encoding, seen.codes)
-    # What HEBO gives its own surrogate, but for the steps.
+    # HEBO's own settings, except for the number of steps.
     settings: dict[str, Any] = {"lr": 0.05, "num_epochs": epochs, "noise_lb": 8e-4, "pred_likeli": False}
     if not encoding.ordered.all():
         settings["num_uniqs"] = (encoding.sizes + encoding.optional)[~encoding.ordered].tolist()
     model = get_model("gp", numeric.shape[1], categorical.shape[1], 1, **settings)
     scores = []
-    with cholesky_jitter():  # HEBO raises gpytorch's jitter for the whole process where a fit is difficult
+    with cholesky_jitter():  # HEBO raises gpytorch's jitter for the whole process if a fit is difficult
         model.fit(numeric, categorical, torch.from_numpy(cost).float().reshape(-1, 1))
         with torch.no_grad():
             best = int(np.argmin(cost))
@@ -101,12 +101,12 @@ def _score(encoding: Encoding, codes: np.ndarray, seen: Observations, epochs: in
 
 
 def _kappa(trials: int, knobs: int) -> float:
-    """How many deviations the confidence bound lies below the mean, as HEBO has it."""
+    """Distance of the confidence bound from the mean, in standard deviations, as in HEBO."""
     return float(np.sqrt((2.0 + knobs / 2.0) * np.log(trials) + np.log(np.pi**2 / 0.01)))
 
 
 def _costs(seen: Observations) -> np.ndarray:
-    """What HEBO minimises, shape (n,): the objective's negative, made normal by a power transform."""
+    """Values that HEBO minimises, shape (n,): the negative objective after a power transform to normality."""
     from sklearn.preprocessing import power_transform
 
     objective = np.where(seen.failed, seen.poor, seen.objective)
@@ -132,7 +132,7 @@ def _inputs(encoding: Encoding, codes: np.ndarray) -> "tuple[torch.Tensor, torch
 
 
 def _load() -> tuple[Any, Any]:
-    """HEBO's model factory and acquisition ensemble."""
+    """Returns HEBO's model factory and acquisition ensemble."""
     try:
         from hebo.acquisitions.acq import MACE
         from hebo.models.model_factory import get_model

@@ -1,4 +1,4 @@
-"""Judgements of the posterior: what is left to gain, and the measurement expected of a trial."""
+"""Forecasts from the posterior: the gain that is left, and the expected measurement of a trial."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from .posterior import SearchPosterior, SurrogatePrior
 
 
 class Predictor:
-    """States what the estimate of a search says.
+    """Returns the predictions of a search's estimate.
 
     Args:
-        knowledge: of the space.
+        knowledge: prior of the space.
     """
 
     def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge
 
     def prediction(self, config: Config) -> tuple[float | None, float | None]:
-        """Throughput and peak memory (MiB) that the prior states; None where it states none."""
+        """Throughput and peak memory (MiB) that the prior predicts; None if it predicts none."""
         answers = self.knowledge.answers
         if answers is None or self.knowledge.relative:
             return None, None
         if not answers.knows(config) and self.knowledge.small:
-            answers.of(list(self.knowledge.space))  # all at once: what is wrong with the prior is said of all
+            answers.of(list(self.knowledge.space))  # all at once, so that warnings about the prior cover all
         found = answers.of([config])
         throughput, memory = found.log_throughput[0], found.log_memory[0]
         return _number(throughput), _number(memory)
@@ -39,34 +39,35 @@ def _number(log: float) -> float | None:
 
 
 WORTHWHILE = 0.01
-"""Gain in log throughput for which a search goes on."""
+"""Gain in log throughput that is worth further trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What is left to gain."""
+    """Forecast of further trials."""
 
     gain: float
-    """Chance that any of the most promising candidates is faster than the best by `WORTHWHILE`; 1 as long as
-    nothing worked."""
+    """Probability that any of the most promising candidates is faster than the best by `WORTHWHILE`; 1 until a trial
+    has succeeded.
+    """
     works: float
-    """Largest chance of working among the candidates; 0 if none is left."""
+    """Largest probability of success among the candidates; 0 if none is left."""
     need_mib: float | None
-    """Smallest predicted peak memory of a candidate, MiB; None where memory is not known."""
+    """Smallest predicted peak memory of a candidate, MiB; None if unknown."""
 
 
 class Judge:
-    """Says what can still be expected.
+    """Forecasts what further trials can gain.
 
     Args:
-        knowledge: of the space.
+        knowledge: prior of the space.
     """
 
     def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge
 
     def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
-        """What can still be expected after these trials of the `ahead` most promising candidates."""
+        """Returns the forecast after these trials for the `ahead` most promising candidates."""
         with one_blas_thread():
             beliefs = SearchPosterior(self.knowledge, trials)
             if not beliefs.open.any():

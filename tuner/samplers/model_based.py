@@ -1,4 +1,4 @@
-"""What every sampler with a model has in common: where it starts, and the candidates it chooses from."""
+"""Common part of samplers with a model: startup trials and candidates."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from .observations import Observations, observe
 from .sampler import StepwiseSampler
 
 SAMPLE = 2048
-"""Candidates drawn from a space too large to enumerate."""
+"""Number of candidates drawn from a space too large to enumerate."""
 LEADERS = 3
-"""Best trials around which further candidates are taken from such a space."""
+"""Number of best trials whose neighbours are candidates in such a space."""
 
 
 class ModelSampler(StepwiseSampler):
-    """Spreads its first trials over the space, then chooses by a model of what came of them.
+    """Spreads its first trials over the space, then chooses by a model of their outcomes.
 
     Args:
         space: the valid configurations.
         seed: seed of every random choice.
-        startup: trials to finish, failed ones included, before the model takes over; None for the
-            number of free knobs plus one, within 4 and 10.
+        startup: number of finished trials, including failed ones, before the model is used; None for the number of
+            free knobs plus one, within 4 and 10.
 
     Raises:
         UsageError: the seed or `startup` is out of range.
@@ -51,33 +51,33 @@ class ModelSampler(StepwiseSampler):
         return self.choose(candidates, seen, rng)
 
     def ready(self, seen: Observations) -> bool:
-        """Whether there is enough to learn from: `startup` outcomes, and two different ones that worked."""
+        """True if there is enough to learn from: `startup` outcomes, and two different ones that succeeded."""
         finished = len(seen.codes) - int(seen.pending.sum())
         return finished >= self.startup and len(np.unique(seen.objective[seen.ok])) > 1
 
     @abstractmethod
     def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
-        """The configuration to try next, one of the candidates or one that `candidates.lookup` finds."""
+        """Returns the configuration to try next, either a candidate or one that `candidates.lookup` finds."""
 
 
 def spread(candidates: Candidates, seen: Observations, rng: np.random.Generator, *, draws: int = 16) -> int:
-    """The row of a candidate far from what was tried, and farther still from what failed.
+    """Row of a candidate far from earlier trials, and farther from failed ones.
 
-    The best of a few draws rather than the farthest of all: the very corners of a space are rarely good.
+    It is the best of a few draws rather than the farthest of all, because the corners of a space are rarely good.
     Mitchell, "Spectrally optimal sampling for distribution ray tracing" (1991): best-candidate sampling.
     """
     rows = rng.choice(len(candidates), size=min(draws, len(candidates)), replace=False)
     if not len(seen.codes):
         return int(rows[0])
     apart = np.stack([candidates.encoding.distances(seen.codes, candidates.codes[row]) for row in rows])
-    # The share of failures around a candidate, near trials weighing more; one success is taken for granted.
+    # Share of failures around a candidate, weighted by distance; one success is added as a prior.
     weight = np.exp(-((apart / (0.15 * len(candidates.encoding.knobs))) ** 2))
     risk = weight[:, seen.failed].sum(axis=1) / (weight.sum(axis=1) + 1.0)
     return int(rows[np.argmax(apart.min(axis=1) * (1.0 - risk))])
 
 
 def thin(candidates: Candidates, limit: int, seen: Observations, rng: np.random.Generator) -> Candidates:
-    """At most `limit` of the candidates to score: the nearest to the best trial, and a random share."""
+    """At most `limit` of the candidates: the nearest to the best trial, and a random share."""
     if len(candidates) <= limit:
         return candidates
     best = seen.codes[np.nanargmax(seen.objective)]

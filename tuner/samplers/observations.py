@@ -1,4 +1,4 @@
-"""What a model can learn from the trials so far."""
+"""Trials as arrays for models."""
 
 import math
 from collections.abc import Sequence
@@ -12,46 +12,45 @@ from .encoding import Encoding, stack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """The trials as arrays, one row each; trials whose configuration the space does not know are left out."""
+    """Trials as arrays, one row each. Trials whose configuration is not in the space are left out."""
 
     codes: np.ndarray
     """Encoded configurations, `int32` of shape (n, knobs)."""
     objective: np.ndarray
-    """What is maximised, shape (n,): the log of the throughput; NaN for failed and pending trials."""
+    """Value to maximise, shape (n,): the log of the throughput; NaN for failed and pending trials."""
     violation: np.ndarray
-    """How far a trial was from working, shape (n,): above 0 failed, below 0 worked, NaN pending."""
+    """Constraint violation, shape (n,): above 0 for failed trials, below 0 for successful ones, NaN for pending ones."""
 
     @property
     def ok(self) -> np.ndarray:
-        """Which trials worked, shape (n,)."""
+        """Mask of successful trials, shape (n,)."""
         return np.isfinite(self.objective)
 
     @property
     def failed(self) -> np.ndarray:
-        """Which trials failed, shape (n,)."""
+        """Mask of failed trials, shape (n,)."""
         return self.violation > 0
 
     @property
     def pending(self) -> np.ndarray:
-        """Which trials have no outcome yet, shape (n,)."""
+        """Mask of pending trials, shape (n,)."""
         return np.isnan(self.violation)
 
     @property
     def poor(self) -> float:
-        """The lower quartile of the objectives: what a model is told of a failure, so that it learns from it.
+        """Lower quartile of the objectives: the value that models get for a failure.
 
-        The lowest of all would be safer, but what is fastest mostly lies next to what runs out of memory,
-        and a model that is told of a cliff keeps away from its edge. `bench/samplers.py` says the same.
+        The lowest value would be safer, but the fastest configurations are mostly next to those that run out of
+        memory, and a model that sees a cliff avoids its edge. `bench/samplers.py` confirms this.
         """
         return float(np.nanquantile(self.objective, 0.25))
 
 
 def observe(encoding: Encoding, trials: Sequence[Trial]) -> Observations:
-    """The trials as arrays.
+    """Converts trials to arrays.
 
-    Where every throughput is positive the objective is its logarithm: twice as fast is worth the same
-    everywhere, and the noise of a throughput grows with it. Callables may return zero or less; then the
-    throughputs are taken as they are.
+    If every throughput is positive the objective is its logarithm: a factor of two has the same value everywhere, and
+    the noise of a throughput grows with it. Callables may return zero or less; then throughputs are used as they are.
     """
     codes, throughputs, violations = [], [], []
     for trial in trials:
@@ -70,16 +69,16 @@ def observe(encoding: Encoding, trials: Sequence[Trial]) -> Observations:
 
 
 def _throughput(measurement: Measurement | None) -> float:
-    """The throughput of a trial that worked, NaN of any other; `ok` without a finite number did not work."""
+    """Throughput of a successful trial; NaN of any other, and of `ok` without a finite number."""
     if measurement is None or not measurement.ok or measurement.throughput is None:
         return math.nan
     return float(measurement.throughput) if math.isfinite(measurement.throughput) else math.nan
 
 
 def _violation(measurement: Measurement | None) -> float:
-    """log2 of peak memory over the limit where both are known, so that a model sees the wall coming.
+    """log2 of peak memory over the limit if both are known, so that a model sees how close trials are to the limit.
 
-    A doubling of the need beyond the limit counts as much as a failure of unknown degree.
+    A need of twice the limit counts as much as a failure of unknown degree.
     """
     if measurement is None:
         return math.nan

@@ -21,10 +21,10 @@ from .observations import Observations
 
 
 def distributions(encoding: Encoding) -> dict[str, BaseDistribution]:
-    """A distribution per free knob, over its codes: ordered knobs as integers, all others as categories.
+    """Returns a distribution per free knob, over its codes: ordered knobs as integers, all others as categories.
 
-    A conditional knob is absent below its lowest value, so that every trial has every parameter: Optuna's
-    models leave trials aside that lack one.
+    An absent conditional knob gets a code below its lowest value, so that every trial has every parameter: Optuna's
+    models ignore trials that lack one.
     """
     out: dict[str, BaseDistribution] = {}
     for column, name in enumerate(encoding.names):
@@ -37,10 +37,10 @@ def distributions(encoding: Encoding) -> dict[str, BaseDistribution]:
 
 
 def build_study(sampler: BaseSampler, encoding: Encoding, seen: Observations) -> Study:
-    """A study in memory that maximises the objective and holds every trial seen.
+    """Returns an in-memory study that maximises the objective and contains every trial seen.
 
-    Failures are told as completed trials of poor value that violate a constraint. It is built afresh for
-    each proposal, which costs milliseconds: a sampler that keeps nothing proposes the same in a resumed run.
+    Failures are completed trials of poor value that violate a constraint. The study is built again for each proposal,
+    which takes milliseconds: a sampler without state proposes the same in a resumed run.
     """
     with quiet():
         study = optuna.create_study(sampler=sampler, direction="maximize")
@@ -53,14 +53,14 @@ def _trial(space: dict[str, BaseDistribution], seen: Observations, row: int) -> 
     params = dict(zip(space, seen.codes[row].tolist()))
     if seen.pending[row]:
         return create_trial(state=TrialState.RUNNING, params=params, distributions=space)
-    # A sampler takes constraints for granted in every trial or in none, and models them at a cost.
+    # A sampler expects constraints in every trial or in none, and modelling them takes time.
     constraints = {"works": float(seen.violation[row])} if seen.failed.any() else None
     value = seen.poor if seen.failed[row] else float(seen.objective[row])
     return create_trial(params=params, distributions=space, value=value, constraints=constraints)
 
 
 def ask(study: Study, encoding: Encoding) -> np.ndarray:
-    """The code that the study's sampler proposes, shape (knobs,); it need not be valid or new."""
+    """Code that the study's sampler proposes, shape (knobs,); it need not be valid or new."""
     with quiet():
         params = study.ask(distributions(encoding)).params
     return np.array([params[name] for name in encoding.names], dtype=np.int32)
@@ -68,7 +68,7 @@ def ask(study: Study, encoding: Encoding) -> np.ndarray:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Optuna from logging that a study was created, and puts its verbosity back."""
+    """Suppresses Optuna's message about a new study, and restores its verbosity."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
     try:
@@ -78,11 +78,10 @@ def quiet() -> Iterator[None]:
 
 
 class TPESampler(ModelSampler):
-    """Draws where good trials are dense and bad, failed and pending ones are not.
+    """Draws from regions dense with good trials and sparse in bad, failed and pending ones.
 
-    Multivariate TPE with the constant liar (https://arxiv.org/abs/2304.11127); failures violate a
-    constraint and count among the bad. Of the points that TPE draws, the best that is valid and new is
-    taken; where none is, the nearest one that is.
+    Multivariate TPE with the constant liar (https://arxiv.org/abs/2304.11127); failures violate a constraint and count
+    as bad. Chooses the best valid and new point that TPE draws; if there is none, the nearest valid and new one.
     """
 
     name = "tpe"
@@ -94,11 +93,11 @@ class TPESampler(ModelSampler):
 
 
 def _without_surplus_failures(seen: Observations) -> Observations:
-    """The trials with all failures beyond twice the successes as pending ones.
+    """Returns the trials with failures beyond twice the successes marked as pending.
 
-    TPE counts a tenth of all finished trials as good. Where most of them failed (a space may be full of
-    configurations that are known not to fit) that would be every success, fast or slow, and failures too.
-    Pending trials count as bad whatever their number.
+    TPE counts a tenth of all finished trials as good. If most of them failed (a space may be full of configurations
+    that are known not to fit) the good ones would include every success, fast or slow, and failures too. Pending
+    trials always count as bad.
     """
     surplus = np.flatnonzero(seen.failed)[2 * int(seen.ok.sum()) :]
     violation = seen.violation.copy()
@@ -107,13 +106,13 @@ def _without_surplus_failures(seen: Observations) -> Observations:
 
 
 class _ConfinedTPE(OptunaTPESampler):
-    """TPE that prefers, among the points it draws, those that can be proposed."""
+    """TPE that prefers points that can be proposed."""
 
     def __init__(self, candidates: Candidates, *, seed: int) -> None:
         super().__init__(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True, n_ei_candidates=64)
         self._candidates = candidates
 
-    # Optuna calls this with the points it drew. Were it not to any longer, `closest` would still see to it
+    # Optuna calls this with the points it drew. If it stops doing so, `closest` still ensures
     # that only valid and new configurations are proposed.
     def _compute_acquisition_func(self, samples: dict[str, np.ndarray], *estimators: object) -> np.ndarray:
         score = super()._compute_acquisition_func(samples, *estimators)
@@ -133,18 +132,18 @@ class _ConfinedTPE(OptunaTPESampler):
 
 
 LIMIT = 4096
-"""Candidates that are scored, at most."""
+"""Largest number of candidates that are scored."""
 CHUNK = 256
-"""Candidates that are scored at once: memory grows with this times trials times knobs."""
+"""Number of candidates that are scored at once: memory grows with this times trials times knobs."""
 
 
 class GPSampler(ModelSampler):
-    """Takes the candidate with the largest expected improvement times the chance that it works.
+    """Chooses the candidate with the largest expected improvement times probability of success.
 
     Optuna's Gaussian process with a Matern 5/2 kernel and log constrained expected improvement
-    (https://arxiv.org/abs/2310.20708); a second process learns how far trials are from failing, and
-    pending trials are integrated over. Optuna searches the acquisition function's maximum over a box; here
-    it is evaluated on the valid configurations themselves, which is both exact and quicker.
+    (https://arxiv.org/abs/2310.20708). A second process models how far trials are from failing, and pending trials are
+    integrated over. Optuna maximises the acquisition function over a box; here it is evaluated on the valid
+    configurations themselves, which is both exact and faster.
     """
 
     name = "gp"
@@ -171,8 +170,8 @@ class _ConfinedGP(OptunaGPSampler):
         self._names = tuple(search_space)
         return super().sample_relative(study, trial, search_space)
 
-    # Optuna offers this method for overriding but promises nothing for later versions. Were it not to call
-    # it any longer, `closest` would still see to it that only valid and new configurations are proposed.
+    # Optuna allows overriding this method, but later versions may not call it. `closest` ensures even then
+    # that only valid and new configurations are proposed.
     def _optimize_acqf(self, acqf: Any, best_params: np.ndarray | None) -> np.ndarray:
         points = _normalised(self._candidates.encoding, self._candidates.codes, self._names)
         scores = [acqf.eval_acqf_no_grad(points[i : i + CHUNK]) for i in range(0, len(points), CHUNK)]
@@ -180,8 +179,9 @@ class _ConfinedGP(OptunaGPSampler):
 
 
 def _normalised(encoding: Encoding, codes: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-    """Codes as Optuna's processes take them, shape (n, names): integers in the middle of equal parts of
-    0 to 1, categories as their number."""
+    """Codes as Optuna's processes take them, shape (n, names): integers in the middle of equal parts of 0 to 1,
+    categories as their index.
+    """
     columns = [encoding.names.index(name) for name in names]
     start = codes[:, columns] + encoding.optional[columns]
     parts = encoding.sizes[columns] + encoding.optional[columns]

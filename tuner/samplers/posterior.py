@@ -1,4 +1,4 @@
-"""What is believed of candidates: how fast they are and whether they work, from an estimate and the trials so far."""
+"""Posterior of the candidates: their speed and probability of success, from an estimate and the trials so far."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,39 +17,40 @@ from .prior import Answers, Correction, Predictions, Prior, ShapePrior
 from .surrogate import Belief, chance_below, limit_model, throughput_model
 
 LIMIT = 8192
-"""Largest space of which every candidate is scored in every round."""
+"""Largest space in which every candidate is scored in every round."""
 DRAWN = 4096
-"""Candidates of a larger one that are scored in a round, beside the prior's favourites."""
+"""Number of candidates of a larger space that are scored in a round, in addition to the prior's favourites."""
 CLIMBS = 24
-"""Rounds in which the neighbours of what the prior likes most are looked at, in a space larger than that."""
+"""Number of rounds that expand the neighbours of the prior's favourites, in a space larger than that."""
 CLIMBERS = 8
-"""Configurations whose neighbours are looked at in a round."""
+"""Number of configurations expanded in a round."""
 FAVOURITES = 512
-"""Of these, what is among the candidates of every round."""
+"""Number of favourites among the candidates of every round."""
 LEADERS = 5
-"""Best trials whose neighbours are always among the candidates."""
+"""Number of best trials whose neighbours are always candidates."""
 LEVEL = 2.0
-"""How far off the common factor of all throughputs may be: so far that no model is judged by it."""
+"""Prior deviation of the common factor of all throughputs: so large that no model is judged by it."""
 STATED_LEVEL = 0.3
-"""The same of an estimate that names the factors it is unsure of: what they do not explain."""
+"""The same for an estimate that states its uncertain factors: the part that they do not explain."""
 SLOPE = 0.1
-"""How far off the power may be to which the estimate's throughput is taken."""
+"""Prior deviation of the power to which the estimate's throughput is taken."""
 TRUST = 0.95
-"""Probability before any trial that the estimate is of use."""
+"""Prior probability that the estimate is useful."""
 STATED_TRUST = 0.99
-"""The same of one that names the factors it is unsure of: these can come out otherwise without its being wrong."""
+"""The same for an estimate that states its uncertain factors, which may differ without making it wrong."""
 HOPELESS = 0.02
-"""Chance of working of what the estimate rules out without a number."""
+"""Probability of success of a configuration that the estimate rules out without a number."""
 NO_LIMIT = 0.5
-"""Chance that memory is no matter at all, where a default prior is all that speaks of it: above what is set aside."""
+"""Probability that memory does not matter, if only a default prior is available: above `SET_ASIDE`."""
 SET_ASIDE = 0.4
-"""Chance of working below which a candidate is set aside, as long as there are others."""
+"""Probability of success below which a candidate is set aside, as long as there are others."""
 CAUTION = 2.0
-"""Power of the chance of working in the acquisition. At 1 a failure would cost no more than a trial that gains
-nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
+"""Power of the probability of success in the acquisition. At 1 a failure would cost no more than a trial without
+gain. Squared, it costs about one trial more, like an OOM on a cluster.
+"""
 
-# Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
-# factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
+# Natural logarithms throughout. With an estimate the rest to learn is small; without, a knob typically
+# changes throughput by a factor of 1.6. The priors of the scales are wide: a factor of e is plausible.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
 WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
 WITH_SHAPE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
@@ -60,15 +61,15 @@ FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
 
 
 class SurrogatePrior:
-    """What is known of a space before any trial, and does not change in a search.
+    """Knowledge of a space before any trial, which does not change during a search.
 
     Args:
         space: the valid configurations.
         seed: seed of every random choice.
-        prior: an estimate: `prior(config) -> Estimate | throughput`, with `.table(configs)` where it has it.
-        warn: told of what is wrong with the prior, once.
-        headroom: share of memory that is to stay free, 0 to 0.5.
-        relative: whether of what the prior states only ratios mean anything.
+        prior: an estimate: `prior(config) -> Estimate | throughput`, optionally with `.table(configs)`.
+        warn: receives warnings about the prior, once each.
+        headroom: share of memory to keep free, 0 to 0.5.
+        relative: True if only ratios of the prior's values are meaningful.
 
     Raises:
         UsageError: the headroom is out of range.
@@ -90,36 +91,36 @@ class SurrogatePrior:
         self.encoding = Encoding(space)
         self.features = Features(self.encoding)
         self.estimates: list[tuple[Answers, float]] = []
-        """Rival estimates, and the share of each in what estimates are trusted; the prior itself comes first."""
+        """Rival estimates with their shares of the trust in estimates; the prior itself comes first."""
         self.relative = relative or (isinstance(prior, Correction) and prior.beneath is None)
-        """Whether of what the prior states only ratios mean anything."""
+        """True if only ratios of the prior's values are meaningful."""
         if prior is not None:
             weight = prior.weight if isinstance(prior, Correction) else 1.0
             self.estimates.append((Answers(Prior(prior, warn=warn), self.encoding), weight))
         if isinstance(prior, Correction) and prior.beneath is not None and prior.weight < 1:
-            # What is wrong with it the correction tells.
+            # The correction itself reports problems of the prior beneath.
             beneath = Prior(prior.beneath, warn=lambda message: None)
             self.estimates.append((Answers(beneath, self.encoding), 1 - prior.weight))
         self.answers = self.estimates[0][0] if self.estimates else None
         self.shape_prior = prior if isinstance(prior, ShapePrior) else None
-        """The prior, where it knows no scale."""
+        """The prior, if it does not know the scale."""
         self.headroom = headroom
         self._favourites: list[Config] | None = None
 
     @property
     def small(self) -> bool:
-        """Whether every valid configuration is scored in every round."""
+        """True if every valid configuration is scored in every round."""
         return self.encoding.listed is not None and len(self.encoding.listed) <= LIMIT
 
     def favourites(self) -> list[Config]:
-        """What the prior likes most of a space too large to be scored in every round.
+        """The prior's best configurations of a space too large to be scored in every round.
 
-        Found by climbing from a sample where it does not answer for the whole space at once.
+        If the prior does not predict the whole space at once, they are found by climbing from a sample.
         """
         if self.answers is None or self.small:
             return []
-        if self._favourites is None and (said := self.answers.of_all()) is not None:
-            self._favourites = self.space.take(_liking(said)[:FAVOURITES].tolist())
+        if self._favourites is None and (found := self.answers.of_all()) is not None:
+            self._favourites = self.space.take(_liking(found)[:FAVOURITES].tolist())
         if self._favourites is None:
             known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
             expanded: set[Config] = set()
@@ -135,29 +136,28 @@ class SurrogatePrior:
         return self._favourites
 
     def _by_prior(self, configs: list[Config]) -> list[Config]:
-        """The configurations, what the prior likes most first."""
+        """Sorts the configurations by the prior, best first."""
         assert self.answers is not None
         return [configs[i] for i in _liking(self.answers.of(configs))]
 
 
-def _liking(said: Predictions) -> np.ndarray:
-    """The rows of predictions, what the prior likes most first."""
-    worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
-    chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
+def _liking(found: Predictions) -> np.ndarray:
+    """Sorts the rows of predictions, best first."""
+    worth = np.where(np.isfinite(found.log_throughput), found.log_throughput, -np.inf)
+    chance = np.where(np.isfinite(found.fits), found.fits, 1.0)
     return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
 
 class SearchPosterior:
-    """What is believed after some trials of what may be tried next.
+    """Posterior of the candidates after some trials.
 
-    Log throughput is the estimate, rescaled, plus a Gaussian process; beside it stands the process alone, and
-    the two are weighted by how well they explain the trials (`surrogate.Mixture`). Log peak memory likewise,
-    where an OOM says only "more than the limit"; other failures have a process of their own. See
-    docs/search.md.
+    Log throughput is the rescaled estimate plus a Gaussian process. A rival model is the process alone; the two are
+    weighted by how well they explain the trials (`surrogate.Mixture`). Log peak memory is modelled in the same way,
+    where an OOM only means "more than the limit". Other failures have their own process. See docs/search.md.
 
     Args:
-        knowledge: of the space.
-        trials: in the order of their numbers; those without a measurement are pending.
+        knowledge: prior of the space.
+        trials: ordered by number; those without a measurement are pending.
         surrogate: makes the models of throughput.
     """
 
@@ -195,13 +195,13 @@ class SearchPosterior:
         return left.take(np.unique(np.concatenate(rows)))
 
     def observe(self, index: int) -> None:
-        """Takes a candidate for measured at its mean."""
+        """Conditions on the candidate's posterior mean."""
         self.taken.append(index)
         if self.speed is not None:
             self.speed.observe(index)
 
     def considered(self) -> np.ndarray:
-        """The open candidates that are not set aside, as rows."""
+        """Rows of the open candidates that are not set aside."""
         rows = np.flatnonzero(self.open)
         return rows[self.works[rows] >= min(SET_ASIDE, float(self.works[rows].max()))]
 
@@ -247,7 +247,7 @@ class SearchPosterior:
     def _chance(
         self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
     ) -> np.ndarray:
-        """Chance that each candidate works, shape (m,)."""
+        """Probability of success of each candidate, shape (m,)."""
         memory = self._memory(points, at, everything, predictions)
         return memory * self._others(points, at)
 
@@ -263,7 +263,7 @@ class SearchPosterior:
                 values.append(max(np.log(peak), bound) if peak and limit else bound)
                 signs.append(1.0)
             elif over is None:
-                continue  # another failure says nothing of memory
+                continue  # another failure does not determine memory
             elif peak and limit:
                 values.append(np.log(peak))
                 signs.append(0.0)
@@ -272,9 +272,9 @@ class SearchPosterior:
                 signs.append(-1.0)
             rows.append(row)
         shape_prior = self.knowledge.shape_prior
-        told = predictions if (limit is not None or shape_prior) and _any_memory(predictions) else None
-        unheard = not any(sign >= 0 for sign in signs)
-        if unheard and told is None:
+        known = predictions if (limit is not None or shape_prior) and _any_memory(predictions) else None
+        unconstrained = not any(sign >= 0 for sign in signs)
+        if unconstrained and known is None:
             return np.ones(len(at))
         rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
         here = everything[rows_all]
@@ -282,7 +282,7 @@ class SearchPosterior:
         middle_of = at.mean(axis=0)
         sign = self.features.memory_sign
         towards = (here - middle_of) * sign
-        trust = 0.0 if told is None else shape_prior.weight if shape_prior else 0.9
+        trust = 0.0 if known is None else shape_prior.weight if shape_prior else 0.9
         beliefs.append(
             Belief(
                 mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
@@ -291,40 +291,40 @@ class SearchPosterior:
                 weight=1.0 - trust,
             )
         )
-        if told is not None:
-            # A measured peak is that of the device that reports; whether it fits, the fullest decides.
+        if known is not None:
+            # A measured peak is that of the reporting device; the fullest device decides whether it fits.
             exact = np.array([*(sign == 0 for sign in signs), *[False] * len(at)])
-            estimate = np.where(exact, told.log_memory[rows_all], told.log_need[rows_all])
+            estimate = np.where(exact, known.log_memory[rows_all], known.log_need[rows_all])
             middle = float(np.nanmean(estimate))
             estimate = np.where(np.isfinite(estimate), estimate, middle)
             basis = np.column_stack(
-                [np.full(len(here), 0.15), 0.2 * (estimate - middle), told.memory_effects[rows_all]]
+                [np.full(len(here), 0.15), 0.2 * (estimate - middle), known.memory_effects[rows_all]]
             )
-            if shape_prior:  # as above: what is common to all is near the limit
+            if shape_prior:  # as above: the common level is near the limit
                 estimate = bound - 0.7 + estimate - middle
             scales = MEMORY_WITH_SHAPE if shape_prior else MEMORY_WITH
             beliefs.append(Belief(mean=estimate, basis=basis, scales=scales, weight=trust))
         mixture = limit_model(beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at)
         if limit is not None:
-            # A default prior knows no scale: bounds alone, which only raise it, leave its figures too large.
+            # A default prior does not know the scale: bounds alone only raise it, and its values would be too large.
             self.need = mixture.parts()[0][1] if shape_prior else mixture.mean
         chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
-        if shape_prior and unheard:
+        if shape_prior and unconstrained:
             chance = NO_LIMIT + (1.0 - NO_LIMIT) * chance
         if predictions is not None:
-            # No number but a plain no: more pipeline stages than blocks, say.
+            # Ruled out without a number, for example by more pipeline stages than blocks.
             hopeless = (predictions.fits == 0) & ~np.isfinite(predictions.log_need)
             chance = np.where(hopeless[-len(at) :], np.minimum(chance, HOPELESS), chance)
         return chance
 
     def _limit(self, predictions: Predictions | None) -> float | None:
-        """Memory of a device, MiB; None where nothing tells."""
-        told = [t.measured.memory_limit_mib for t in self.known if t.measured.memory_limit_mib]
-        if told:
-            return float(np.median(told))
+        """Memory of a device, MiB; None if unknown."""
+        limits = [t.measured.memory_limit_mib for t in self.known if t.measured.memory_limit_mib]
+        if limits:
+            return float(np.median(limits))
         peaks = [t.measured.peak_memory_mib for t in self.known if t.ok and t.measured.peak_memory_mib]
         if predictions is not None and _any_memory(predictions):
-            # Where the estimate passes from fitting to not fitting.
+            # The need at which the estimate changes from fitting to not fitting.
             fits, needs = predictions.fits, predictions.log_need
             known = np.isfinite(needs)
             under, over = needs[known & (fits >= 0.5)], needs[known & (fits < 0.5)]
@@ -333,20 +333,20 @@ class SearchPosterior:
         return 1.1 * max(peaks) if peaks else None
 
     def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Chance not to fail otherwise than by memory, shape (m,)."""
+        """Probability not to fail for another reason than memory, shape (m,)."""
         failed = [_other_failure(t.measured) for t in self.known]
         rows = np.flatnonzero([each is not None for each in failed])
         bad = np.array([bool(failed[row]) for row in rows])
         if not bad.any():
             return np.ones(len(at))
-        # The inclination to fail: 0 is even odds, and before any trial one in ten fails.
+        # Tendency to fail: 0 is even odds, and before any trial one in ten fails.
         basis = np.zeros((len(rows) + len(at), 0))
         belief = Belief(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
         mixture = limit_model([belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
         return chance_below(mixture, 0.0)
 
     def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Expected seconds of a trial of each candidate relative to the mean, shape (m,)."""
+        """Expected time of a trial of each candidate relative to the mean, shape (m,)."""
         seconds = {row: t.measured.seconds_total or 0.0 for row, t in enumerate(self.known) if t.ok}
         rows = [row for row, each in seconds.items() if each > 0]
         if len(rows) < 4:
@@ -363,25 +363,25 @@ class SearchPosterior:
 
 
 def _estimated(predictions: Predictions, share: float, scales: Scales) -> Belief:
-    """The model of log throughput that rests on an estimate.
+    """Model of log throughput based on an estimate.
 
     Args:
-        predictions: at every point that matters.
-        share: of the trust in estimates that is this one's.
-        scales: of what is left to learn.
+        predictions: at every point.
+        share: this estimate's share of the trust in estimates.
+        scales: scales of the Gaussian process for the rest.
     """
     estimate = predictions.log_throughput
     middle = np.nanmean(estimate)
-    # Of what it knows nothing it may be anything, which is no reason to try that first.
+    # Configurations without an estimate get a low one, so that they are not tried first.
     low = np.nanquantile(estimate, 0.25) - middle
     estimate = np.where(np.isfinite(estimate), estimate - middle, low)
     effects = predictions.effects
     stated = effects.shape[1] > 0
-    # The weights: a common factor, a power to which the estimate is raised, and what it is unsure of.
+    # Weights: a common factor, a power of the estimate, and its uncertain factors.
     level = np.full(len(estimate), STATED_LEVEL if stated else LEVEL)
     own = None
     if np.isfinite(predictions.log_std).all():
-        # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
+        # The smallest remaining variance is common to all candidates: the error of the whole estimate.
         rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
         own = rest - rest.min()
     return Belief(
@@ -394,7 +394,7 @@ def _estimated(predictions: Predictions, share: float, scales: Scales) -> Belief
 
 
 def _need(measurement: Measurement) -> tuple[float | None, bool | None]:
-    """Peak memory, and whether it was too much; None where that is not known."""
+    """Peak memory, and True if it was too much; None if unknown."""
     if measurement.did_not_fit:
         return measurement.peak_memory_mib, True
     return measurement.peak_memory_mib, False if measurement.ok else None
@@ -405,7 +405,7 @@ def _any_memory(predictions: Predictions | None) -> bool:
 
 
 def _other_failure(measurement: Measurement) -> bool | None:
-    """Whether a trial failed for another reason than memory; None where that was not found out."""
+    """True if a trial failed for another reason than memory; None if unknown."""
     if measurement.status in (Status.OOM, Status.SKIPPED):
         return None
     return not measurement.ok or measurement.throughput is None or not np.isfinite(measurement.throughput)

@@ -1,4 +1,4 @@
-"""An estimate as the search sees it: numbers where it has any, unknown elsewhere."""
+"""Interface of priors: numbers where a prior has any, NaN elsewhere."""
 
 import math
 import warnings
@@ -15,80 +15,86 @@ from .candidates import Candidates
 from .encoding import Encoding
 
 COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
-"""What a prior's table may have, one array each; beside them `log_throughput_effects` and `log_memory_effects`, of
-shape (n, factors) each."""
+"""Optional arrays of a prior's table; in addition `log_throughput_effects` and `log_memory_effects`, of shape (n,
+factors) each.
+"""
 EFFECTS = ("log_throughput_effects", "log_memory_effects")
 UNKNOWN = (math.nan,) * len(COLUMNS)
 REMEMBERED = 65_536
-"""Answers that are kept, at most, of a space that is too large to be listed; of a listed one, those that a table is
-asked for at once."""
+"""Largest number of answers that are kept for a space too large to be listed; for a listed space, the number
+requested in one table.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a prior says of some configurations."""
+    """Predictions of a prior for some configurations."""
 
     numbers: np.ndarray
-    """A row a configuration: the five of `COLUMNS`, then the effects on throughput, then those on memory; shape
-    (n, 5 + factors)."""
+    """One row per configuration: the five of `COLUMNS`, then the effects on throughput, then those on memory; shape
+    (n, 5 + factors).
+    """
     factors: int = 0
-    """How many of the effects are on throughput."""
+    """Number of effects on throughput."""
 
     @property
     def log_throughput(self) -> np.ndarray:
-        """Natural logarithm, NaN where unknown; shape (n,)."""
+        """Natural logarithm, NaN if unknown; shape (n,)."""
         return self.numbers[:, 0]
 
     @property
     def log_memory(self) -> np.ndarray:
-        """Natural logarithm of the peak in MiB, NaN where unknown; shape (n,)."""
+        """Natural logarithm of the peak in MiB, NaN if unknown; shape (n,)."""
         return self.numbers[:, 1]
 
     @property
     def log_need(self) -> np.ndarray:
-        """What decides whether it fits: the fullest device's peak, where that is not the one reported; (n,)."""
+        """The memory that decides whether a configuration fits: the fullest device's peak if it differs from the
+        reported one; (n,).
+        """
         return self.numbers[:, 2]
 
     @property
     def fits(self) -> np.ndarray:
-        """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
+        """Probability to fit according to the prior, NaN if unknown; shape (n,)."""
         return self.numbers[:, 3]
 
     @property
     def log_std(self) -> np.ndarray:
-        """Standard deviation of `log_throughput` as the prior itself sees it, NaN where unknown; shape (n,)."""
+        """Standard deviation of `log_throughput` according to the prior, NaN if unknown; shape (n,)."""
         return self.numbers[:, 4]
 
     @property
     def effects(self) -> np.ndarray:
-        """By how much `log_throughput` moves with each factor that the prior is unsure of, a standard deviation of
-        it: what one trial says of such a factor holds for all. Shape (n, factors); no columns where it names none."""
+        """Change of `log_throughput` per standard deviation of each uncertain factor of the prior. A trial informs
+        about such a factor for all configurations. Shape (n, factors); no columns if the prior states none.
+        """
         return self.numbers[:, len(COLUMNS) : len(COLUMNS) + self.factors]
 
     @property
     def memory_effects(self) -> np.ndarray:
-        """The same of `log_memory` and `log_need`."""
+        """The same for `log_memory` and `log_need`."""
         return self.numbers[:, len(COLUMNS) + self.factors :]
 
     def rows(self, order: np.ndarray) -> "Predictions":
-        """Those of these rows, in this order."""
+        """Returns the given rows, in this order."""
         return Predictions(self.numbers[order], self.factors)
 
     def joined(self, other: "Predictions") -> "Predictions":
-        """These, then those of `other`."""
+        """Returns these predictions, then those of `other`."""
         return Predictions(np.concatenate([self.numbers, other.numbers]), self.factors)
 
 
 class Correction(ABC):
-    """A prior that corrects another one, or nothing, by what was learnt elsewhere.
+    """A prior that corrects another prior, or none, by experience from elsewhere.
 
-    What it corrects stays a rival: how likely either is of use follows from `weight`.
+    The corrected prior remains a rival; their probabilities follow from `weight`.
     """
 
     beneath: Any
-    """The prior that it corrects; None for none: then only ratios of its throughputs mean anything."""
+    """The prior that is corrected; None if there is none: then only ratios of throughputs are meaningful."""
     weight: float
-    """Probability before any trial that it is of use, where what is beneath would be, 0 to 1."""
+    """Prior probability that the correction is useful, given that the prior beneath would be, 0 to 1."""
 
     @abstractmethod
     def table(self, configs: Sequence[Config]) -> Any:
@@ -96,10 +102,10 @@ class Correction(ABC):
 
 
 class ShapePrior(Correction):
-    """A prior that knows how things depend on each other, not how large they are: that of a model nobody named.
+    """A prior that knows ratios but not the scale, for an unknown model.
 
-    Of memory too only ratios mean anything, and nothing is ruled out by them. As likely as not it is of no use, since the
-    knobs mean something else.
+    Ratios of memory are all that is known too, so nothing is ruled out. It is as likely as not to be useless, since
+    the knobs may have another meaning.
     """
 
     beneath = None
@@ -107,14 +113,14 @@ class ShapePrior(Correction):
 
 
 class Prior:
-    """Wraps `prior(config) -> Estimate | throughput`, or whatever has `.table(configs)` beside it.
+    """Wraps `prior(config) -> Estimate | throughput`, which may also have `.table(configs)`.
 
-    What is not a positive finite number, and configurations for which the prior raises, are unknown. That is
-    said once, not once a configuration.
+    Values that are not positive finite numbers, and configurations for which the prior raises, are unknown. It warns
+    once, not for each configuration.
 
     Args:
         source: the prior. `None` results count as unknown.
-        warn: told once of unusable answers.
+        warn: receives one warning about unusable answers.
 
     Raises:
         UsageError: the prior is not callable and has no `table`.
@@ -127,15 +133,15 @@ class Prior:
         self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
         self._said = False
         self._factors: tuple[int, int] | None = None
-        """Factors of throughput and of memory that the first table named; None before."""
+        """Number of factors of throughput and of memory in the first table; None before."""
 
     @property
     def tabular(self) -> bool:
-        """Whether it answers for many configurations at once."""
+        """True if the prior predicts many configurations at once."""
         return hasattr(self.source, "table")
 
     def unasked(self) -> Predictions:
-        """The predictions for no configuration."""
+        """Predictions for no configuration."""
         speed, memory = self._factors or (0, 0)
         return Predictions(np.empty((0, len(COLUMNS) + speed + memory)), speed)
 
@@ -145,34 +151,34 @@ class Prior:
         if self.tabular:
             try:
                 return self.table(configs)
-            except Exception as error:  # somebody's own code: asked one by one below, it may do better
+            except Exception as error:  # user code: it may succeed one by one below
                 problem = f"its table raised {type(error).__name__}: {error}"
         rows = []
         for config in configs:
             try:
                 rows.append(_row_of(self.source(config)) if callable(self.source) else UNKNOWN)
-            except Exception as error:  # any configuration it cannot answer for is unknown to it
+            except Exception as error:  # user code: a configuration that it fails for is unknown
                 problem = problem or f"it raised {type(error).__name__}: {error} for {dict(config)}"
                 rows.append(UNKNOWN)
         array = np.array(rows, dtype=float).reshape(len(configs), len(UNKNOWN))
-        # One by one it names no factors.
+        # Single predictions have no factors.
         effects = [np.zeros((len(configs), width)) for width in self._factors or (0, 0)]
         return self._predictions(array, effects, problem)
 
     def table(self, configs: Sequence[Config]) -> Predictions:
-        """Predictions for these configurations, all by one call; what it raises goes on."""
+        """Predictions for these configurations by one call, whose exceptions are not caught."""
         table = self.source.table(list(configs))
         effects = [_effects_of(table, name, len(configs)) for name in EFFECTS]
         return self._predictions(_rows_of(table, len(configs)), effects, "")
 
     def _predictions(self, array: np.ndarray, effects: list[np.ndarray], problem: str) -> Predictions:
         usable = np.isfinite(array[:, :3]) & (array[:, :3] > 0)
-        bad = int((~usable[:, 0] & (array[:, 3] != 0)).sum())  # what cannot fit needs no speed
+        bad = int((~usable[:, 0] & (array[:, 3] != 0)).sum())  # configurations that cannot fit need no speed
         if bad and not problem:
             problem = "its throughput is not a positive finite number"
         if problem:
             self._say(
-                f"the prior says nothing of {bad} of {len(array)} configurations ({problem}); they count as unknown"
+                f"the prior predicts nothing for {bad} of {len(array)} configurations ({problem}); they count as unknown"
             )
         logs = np.full((len(array), 3), np.nan)
         logs[usable] = np.log(array[:, :3][usable])
@@ -182,7 +188,7 @@ class Prior:
         widths = effects[0].shape[1], effects[1].shape[1]
         if self._factors is None:
             self._factors = widths
-        if widths != self._factors:  # it answered one by one before, which names no factors
+        if widths != self._factors:  # earlier single predictions have no factors
             effects = [np.zeros((len(array), width)) for width in self._factors]
         return Predictions(np.column_stack([logs[:, :2], need, chance, std, *effects]), self._factors[0])
 
@@ -193,7 +199,7 @@ class Prior:
 
 
 def _row_of(answer: Any) -> tuple[float, ...]:
-    """One row, in the order of `COLUMNS`; NaN where not given."""
+    """One row, in the order of `COLUMNS`; NaN if not given."""
     if answer is None:
         return UNKNOWN
     if isinstance(answer, (int, float, np.number)):
@@ -209,7 +215,7 @@ def _row_of(answer: Any) -> tuple[float, ...]:
 
 
 def _rows_of(table: Any, count: int) -> np.ndarray:
-    """The columns of `COLUMNS`, shape (count, 5); NaN where not given."""
+    """The columns of `COLUMNS`, shape (count, 5); NaN if not given."""
     unknown = np.full(count, np.nan)
     columns = [getattr(table, name, None) for name in COLUMNS]
     return np.column_stack(
@@ -232,25 +238,25 @@ def _number(value: Any) -> float:
 
 
 class Answers:
-    """A prior's predictions, each asked for once.
+    """Cached predictions of a prior.
 
     Args:
-        prior: who is asked.
-        encoding: of the space.
+        prior: the prior.
+        encoding: encoding of the space.
     """
 
     def __init__(self, prior: Prior, encoding: Encoding) -> None:
         self._prior, self._encoding = prior, encoding
         self._kept: dict[Config, tuple[float, ...]] = {}
-        """Predictions of configurations that have no row in a listed space."""
+        """Predictions of configurations without a row in a listed space."""
         self._table: np.ndarray | None = None
-        """Predictions of a listed space, a row a configuration; `_asked` where there are."""
+        """Predictions of a listed space, one row per configuration; valid where `_asked` is set."""
         self._asked = np.zeros(0 if encoding.listed is None else len(encoding.listed), dtype=bool)
-        # Most of what a table costs, it costs for one configuration as for thousands.
+        # A table takes almost as long for one configuration as for thousands.
         self._at_once = prior.tabular and 0 < len(self._asked) <= REMEMBERED
 
     def knows(self, config: Config) -> bool:
-        """Whether that was asked for."""
+        """True if the configuration was predicted."""
         rows = self._rows([config])
         return config in self._kept if rows is None else bool(self._asked[rows[0]])
 
@@ -274,18 +280,18 @@ class Answers:
         return self._of_rows(candidates.rows)
 
     def of_all(self) -> Predictions | None:
-        """The predictions for a whole listed space; None where the prior does not make them at once."""
+        """Predictions for a whole listed space; None if the prior does not make them at once."""
         if self._at_once:
             self._at_once = False
             try:
                 found = self._prior.table(list(self._encoding.space))
-            except Exception:  # somebody's own code: `predict` asks it for less, and says what it raises
+            except Exception:  # user code: `predict` requests less, and reports the exception
                 return None
             self._keep(np.arange(len(self._asked)), found)
         return self._of_rows(np.arange(len(self._asked))) if len(self._asked) and self._asked.all() else None
 
     def _rows(self, configs: Sequence[Config]) -> np.ndarray | None:
-        """Where they stand in a listed space; None where one of them does not."""
+        """Row of each configuration in a listed space; None if one has no row."""
         if self._encoding.listed is None:
             return None
         rows = self._encoding.rows(configs)

@@ -11,7 +11,7 @@ from .encoding import Encoding
 from .sampler import StepwiseSampler
 
 DRAWS = 8
-"""Draws from the whole space before what is left of it is looked for."""
+"""Draws from the whole space before the rest of it is enumerated."""
 
 
 class RandomSampler(StepwiseSampler):
@@ -27,7 +27,7 @@ class RandomSampler(StepwiseSampler):
 
     def next(self, trials: Sequence[Trial]) -> Config | None:
         rng = np.random.default_rng([self.seed, len(trials)])
-        # As long as most of the space is left, a draw or two find some of it, in no time.
+        # While most of the space is left, a few draws find an untried configuration quickly.
         tried = self._tried.of(trials)
         for config in self._draw(rng):
             if config not in tried:

@@ -1,4 +1,4 @@
-"""The interface every sampler stands behind, and the template of those that choose one at a time."""
+"""Interface of samplers, and the base class of those that choose one configuration at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,11 +12,10 @@ from ...space import Config, Space
 class Sampler(ABC):
     """Proposes the next configurations from the trials so far.
 
-    A sampler keeps no history of its own that a resumed run could not rebuild: everything it learns
-    comes with `trials`, which holds finished, failed and pending trials alike. The same seed and the
-    same trials give the same proposals, in any process.
+    A sampler keeps no state that a resumed run could not rebuild: it learns only from `trials`, which contains
+    finished, failed and pending trials. The same seed and the same trials give the same proposals, in any process.
 
-    A new sampler proves itself by inheriting `redline.testing.samplers.SamplerConformance`.
+    Test a new sampler by inheriting from `redline.testing.samplers.SamplerConformance`.
 
     Args:
         space: the valid configurations.
@@ -27,9 +26,9 @@ class Sampler(ABC):
     """
 
     name: ClassVar[str]
-    """The name on the command line and in the `sampler` column."""
+    """Name on the command line and in the `sampler` column."""
     learns: ClassVar[bool] = True
-    """Whether measurements steer the proposals; False where only what was tried already counts."""
+    """True if measurements influence the proposals; False if only the set of tried configurations does."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -39,10 +38,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
-        """Up to `count` valid configurations, none of which is in `trials` already.
+        """Returns up to `count` valid configurations that are not in `trials`.
 
-        Fewer than `count` means that the space is exhausted; an empty list, that nothing is left.
-        `trials` come in the order of their numbers; those without a measurement are pending.
+        Fewer than `count` mean that the space is exhausted; an empty list means that nothing is left. `trials` are
+        ordered by number; those without a measurement are pending.
 
         Raises:
             UsageError: `count` is below 1.
@@ -52,7 +51,7 @@ class Sampler(ABC):
 class StepwiseSampler(Sampler):
     """A sampler that chooses one configuration at a time.
 
-    A batch is what asking one by one would give: each proposal is pending when the next is chosen.
+    A batch equals the proposals of single calls: each proposal is pending when the next is chosen.
     """
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
@@ -66,7 +65,7 @@ class StepwiseSampler(Sampler):
 
     @abstractmethod
     def next(self, trials: Sequence[Trial]) -> Config | None:
-        """One valid configuration that is not in `trials`; None when there is none left."""
+        """Returns a valid configuration that is not in `trials`; None if there is none left."""
 
 
 def check_count(count: int) -> None:

@@ -1,4 +1,4 @@
-"""What is believed of every candidate: how fast it is, and whether it works. Each from two rival models."""
+"""Models of each candidate's speed and memory, as mixtures of rival models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,41 +10,45 @@ from scipy.special import expit, ndtr
 from .gaussian_process import Kernel, Posterior, Scales, fit_scales, left_out
 
 LIMIT = 400
-"""Trials that a posterior is conditioned on at most."""
+"""Largest number of trials that a posterior is conditioned on."""
 FEW = 64
-"""Trials up to which the scales are fitted again once outliers are known."""
+"""Number of trials up to which the scales are fitted again after outliers are known."""
 SOFTNESS = 0.1
-"""Scale of the logistic likelihood of an OOM, in log memory. Its tails are those of an outlier-tolerant
-likelihood: one fluke moves the belief by a bounded amount."""
+"""Scale of the logistic likelihood of an OOM, in log memory. It tolerates outliers: a single fluke changes the
+posterior by a bounded amount.
+"""
 DEGREES = 4.0
-"""Degrees of freedom of a throughput's Student t: on a cluster some runs stall, and are several times slower."""
+"""Degrees of freedom of the Student t of a throughput: on a cluster some runs stall, and are several times slower."""
 
 STALL = 2.0
-"""Evidence against a model, in natural logarithms, of an outlier however far out: now and then a run stalls, and
-that speaks neither for nor against an estimate that knows nothing of it."""
+"""Largest evidence of an outlier against a model, in natural logarithms: a run that stalls should not count for or
+against an estimate.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Belief:
-    """A model before any trial: a mean, functions whose weights are open, and scales of the rest."""
+    """A model before any trial: a mean, functions with unknown weights, and scales of the rest."""
 
     mean: np.ndarray
-    """Mean at every point that matters, trials first, then candidates: shape (n + m,)."""
+    """Mean at every point, trials first, then candidates: shape (n + m,)."""
     basis: np.ndarray
     """Functions times the deviations of their weights, shape (n + m, functions)."""
     scales: Scales
-    """Medians of the hyperparameters of what is left."""
+    """Medians of the hyperparameters of the rest."""
     own: np.ndarray | None = None
-    """Variance at every point of what is its own and no neighbour's, beside the noise: shape (n + m,); None for 0."""
+    """Variance at every point that is independent of its neighbours, in addition to the noise: shape (n + m,); None
+    for 0.
+    """
     weight: float = 1.0
-    """Probability of this model before any trial, up to a factor common to all."""
+    """Prior probability of this model, up to a common factor."""
 
 
 class Mixture:
-    """Posteriors of rival models, weighted by how well each explains what was measured.
+    """Posteriors of rival models, weighted by how well each explains the measurements.
 
-    An estimate enters as the mean of one model, while another does without: so a wrong estimate costs the
-    few trials that show it (Bayesian model averaging; Hoeting et al. 1999).
+    An estimate is the mean of one model, while another has none. A wrong estimate therefore costs only the few trials
+    that show it (Bayesian model averaging; Hoeting et al. 1999).
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Mixture:
         ]
 
     def outcomes(self) -> list[tuple[float, np.ndarray, np.ndarray]]:
-        """As `parts`, the variances those of a measurement: what is a candidate's own can make it the best."""
+        """As `parts`, with the variances of measurements: a candidate's own deviation can make it the best."""
         return [
             (weight, mean, variance + noise)
             for (weight, mean, variance), noise in zip(self.parts(), self.noise, strict=True)
@@ -84,13 +88,13 @@ class Mixture:
         return sum(weight * (variance + (each - mean) ** 2) for weight, each, variance in self.parts())
 
     def observe(self, index: int) -> None:
-        """Conditions every model on candidate `index` turning out as it expects."""
+        """Conditions every model on its posterior mean at candidate `index`."""
         for posterior, noise in zip(self.posteriors, self.noise):
             posterior.observe(index, float(noise[index]))
 
 
 def throughput_model(beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray) -> Mixture:
-    """The models of log throughput given measured ones.
+    """Models of log throughput given measurements.
 
     Args:
         beliefs: the rival models; their means and bases cover `points`, then `at`.
@@ -118,21 +122,21 @@ def throughput_model(beliefs: Sequence[Belief], points: np.ndarray, values: np.n
 def _robust_scales(
     points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales, own: np.ndarray
 ) -> tuple[Scales, float, np.ndarray]:
-    """Scales, log evidence, and how far the noise of each value must be inflated (n,), 1 or more.
+    """Scales, log evidence, and the factor by which the noise of each value is inflated (n,), 1 or more.
 
-    A Student t is a Gaussian whose variance is itself drawn from an inverse gamma distribution; what is
-    returned maximises over those variances, by turns with the scales (Rasmussen and Williams 2006, section 9.3).
+    A Student t is a Gaussian whose variance has an inverse gamma distribution. The result maximises over those
+    variances and the scales alternately (Rasmussen and Williams 2006, section 9.3).
     """
     count = len(values)
     inflation, scales = np.ones(count), prior
     if not 3 <= count <= LIMIT:
         return *fit_scales(points, values, basis, prior, extra=own, inflation=inflation), inflation
-    # It begins with the scales expected: fitted to an outlier they would make it look ordinary.
+    # Starts from the expected scales: scales fitted to an outlier would make it look ordinary.
     for _ in range(2 if count <= FEW else 1):
         for _ in range(3):
             noise = (scales.noise**2 + own) * inflation
             away = left_out(Kernel(scales, points.shape[1]), points, values, noise, basis)
-            # Of what is left out, the noise is one part; the part of an outlier is nearly all.
+            # The noise explains part of the leave-one-out residual; for an outlier, nearly all of it.
             inflation = np.maximum(1.0, (DEGREES + away**2 * inflation) / (DEGREES + 1.0))
         scales, score = fit_scales(points, values, basis, prior, extra=own, inflation=inflation)
     penalty = (DEGREES / 2 + 1) * np.log(inflation) + DEGREES / 2 * (1.0 / inflation - 1.0)
@@ -146,13 +150,13 @@ def limit_model(
     sign: np.ndarray,
     at: np.ndarray,
 ) -> Mixture:
-    """The models of a quantity that works below 0: log memory over the limit, or a mere inclination to fail.
+    """Models of a quantity that must stay below 0: log memory over the limit, or a tendency to fail.
 
     Args:
         beliefs: the rival models.
         points: features of the trials, shape (n, columns).
-        values: the quantity where it was measured; where `sign` is not 0, the bound it is known to be
-            above (1) or below (-1); shape (n,).
+        values: the quantity if it was measured; if `sign` is not 0, the bound that it is above (1) or below (-1);
+            shape (n,).
         sign: 0 for a measurement, 1 for more than the value, -1 for less; shape (n,).
         at: features of the candidates, shape (m, columns).
     """
@@ -201,10 +205,10 @@ def expected_improvement(mean: np.ndarray, variance: np.ndarray, best: float) ->
 def _pseudo(
     covariance: np.ndarray, values: np.ndarray, sign: np.ndarray, noise: float
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Gaussian observations that stand for the bounds among `values`: Laplace's approximation.
+    """Gaussian observations that replace the bounds among `values`: Laplace's approximation.
 
     Returns:
-        Targets and noise variances, each (n,), and the loss in log evidence that the bounds cost.
+        Targets and noise variances, each (n,), and the loss in log evidence caused by the bounds.
     """
     censored = sign != 0
     targets, variances = values.copy(), np.full(len(values), noise**2)
@@ -221,7 +225,7 @@ def _pseudo(
         noisy = covariance + np.diag(variances + 1e-8)
         factor = cho_factor(noisy, lower=True, check_finite=False)
         step = covariance @ cho_solve(factor, targets, check_finite=False) - function
-        # A full Newton step may leap over the knee of a bound; a unit of log memory at a time does not.
+        # A full Newton step may overshoot the knee of a bound; steps of one unit of log memory do not.
         step *= min(1.0, 1.0 / max(np.abs(step).max(), 1e-12))
         function = function + step
         if np.abs(step).max() < 1e-4:

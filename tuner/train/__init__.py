@@ -1,1 +1,1 @@
-"""`redline train`: the winner on real data, through every change of strategy."""
+"""`redline train`: trains the winner on real data, through every change of strategy."""

@@ -1,4 +1,4 @@
-"""A configuration that a training has, and why it is that one."""
+"""A configuration of a training, and the reason for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,19 +9,17 @@ from ...space import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A configuration of a training, and why it is that."""
+    """A configuration of a training, and the reason for it."""
 
     config: Config
-    """The configuration."""
     devices: int
-    """On how many."""
     why: str
-    """In a sentence for people."""
+    """Reason, in a sentence."""
     step: int = 0
-    """Steps that were done before."""
+    """Number of steps done before it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As train.yaml keeps it."""
+        """Converts to the form of train.yaml."""
         return {
             "step": self.step,
             "devices": self.devices,
@@ -31,7 +29,7 @@ class Strategy:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> "Strategy":
-        """From what `to_dict` returned."""
+        """Converts back from `to_dict`."""
         return Strategy(
             step=document["step"],
             devices=document["devices"],
@@ -41,5 +39,5 @@ class Strategy:
 
 
 def in_words(devices: int) -> str:
-    """How many devices, for a sentence."""
+    """Number of devices, as text."""
     return f"{devices} device{'s'[: devices > 1]}"

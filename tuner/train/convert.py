@@ -1,4 +1,4 @@
-"""`redline convert`: a training's checkpoint as one of another tool."""
+"""`redline convert`: converts a training's checkpoint to another tool's format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +28,16 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertRequest:
-    """What is asked of a conversion.
+    """Request of a conversion.
 
     Raises:
-        UsageError: a value is none that is known, or means nothing for the layout.
+        UsageError: a value is unknown, or has no effect on the layout.
     """
 
     to: Annotated[str, Asked(f"Whose checkpoint: {either(LAYOUTS)}.", metavar="NAME")] = "hf"
-    """Whose checkpoint it becomes."""
+    """Layout of the result."""
     step: Annotated[int | None, Asked("Of which step.  [default: the latest]", type=int, metavar="N")] = None
-    """Of which step; None for the latest."""
+    """Step of the checkpoint; None for the latest."""
     dtype: Annotated[
         str | None,
         Asked(
@@ -45,11 +45,13 @@ class ConvertRequest:
             metavar="NAME",
         ),
     ] = None
-    """What weights are rounded to; None for what those that the training began with were stored in, if it began with some."""
+    """Dtype of the written weights; None for the dtype of the weights that the training began with, if any."""
     tokenizer: Annotated[
         str | None, Asked("Folder of the tokenizer.  [default: the training's, else that of --from]", metavar="DIR")
     ] = None
-    """Whose files go with a Hugging Face checkpoint; None for the training's, or that of the weights it began with."""
+    """Folder of the tokenizer of a Hugging Face checkpoint; None for the training's, or that of the weights it began
+    with.
+    """
     average: Annotated[bool, Asked("The moving average of the weights, where one was kept.")] = False
     """Take the moving average instead of the weights."""
     merge: Annotated[bool, Asked("Add adapters to the weights that they adapt.")] = False
@@ -64,40 +66,39 @@ class ConvertRequest:
             if getattr(self, name) is not None and self.to != "hf":
                 raise UsageError(f"--{name} is for a Hugging Face checkpoint, and has no effect on {self.to}")
         if self.merge and self.to == "peft":
-            raise UsageError("--merge makes plain weights, and peft's checkpoints are adapters; give --to hf")
+            raise UsageError("--merge makes plain weights, but peft's checkpoints contain adapters; give --to hf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What was converted."""
+    """Result of a conversion."""
 
     checkpoint: Checkpoint
-    """Which one."""
     rounded_to: str | None
-    """The dtype that weights were rounded to though none was asked for: of those that the training began with."""
+    """Dtype that weights were rounded to without a request: the dtype of the weights that the training began with."""
 
 
 def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Converted:
-    """Writes a checkpoint of a training as another tool's; one file of it is in memory at a time.
+    """Writes a training's checkpoint in another tool's format. One file of it is in memory at a time.
 
     Args:
-        folder: the training's.
-        out: a folder that is not there yet, or empty.
-        request: what it is to become.
+        folder: folder of the training.
+        out: a folder that does not exist, or is empty.
+        request: format of the result.
 
     Raises:
         StudyError: there is no such checkpoint, or it is damaged.
-        UsageError: the layout does not go with the model, or `out` cannot be written.
+        UsageError: the layout does not support the model, or `out` cannot be written.
     """
     path = path_of(folder)
     if not holds_training(path):
-        raise StudyError(f"'{folder}' holds no training; give the --out of `redline train`")
+        raise StudyError(f"'{folder}' contains no training; give the --out of `redline train`")
     document = read_document(path)
     trained = TrainRequest.again(folder, document["asked"])
     workload = Source.from_dict(document["source"]).workload(trained)
     if not isinstance(workload.model, Architecture):
         raise UsageError(
-            f"{workload.name} is built by code of its own, for which no other tool has a checkpoint; its weights are in the "
+            f"{workload.name} is built by the user's code, for which no other tool has a format; its weights are in the "
             "folders of checkpoints, which torch.distributed.checkpoint reads"
         )
     found = _checkpoint(path, request.step)
@@ -115,23 +116,23 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
 
 
 def _dtype_of(weights: Weights) -> str:
-    """The dtype that most of the weights have."""
+    """Most frequent dtype of the weights."""
     return str(main_dtype(weights.shapes.values())).removeprefix("torch.")
 
 
 def _check_adapters(request: ConvertRequest, architecture: Architecture, folder: str | Path) -> None:
-    """Refuses a layout that has no place for adapters, or nothing else than those, where there are some, or none."""
+    """Checks that the layout and the training either both have adapters, or both have none."""
     if isinstance(architecture, AdaptedArchitecture):
         if request.to != "peft" and not request.merge:
             raise UsageError(
-                f"the training in '{folder}' is one of adapters: give --to peft, or --merge for a whole model"
+                f"the training in '{folder}' trains adapters: give --to peft, or --merge for a whole model"
             )
     elif request.merge or request.to == "peft":
-        raise UsageError(f"the training in '{folder}' has no adapters; it was of all weights")
+        raise UsageError(f"the training in '{folder}' has no adapters; it trains all weights")
 
 
 def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) -> dict[str, Any]:
-    """What a layout is written with beside the weights."""
+    """Options for writing a layout, apart from the weights."""
     if request.to == "hf":
         import torch
 
@@ -139,7 +140,7 @@ def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) 
         own = None if began is None else own_tokenizer(began)
         given = request.tokenizer or trained.tokenizer
         tokenizer = own if given is None else None if given == BYTES else Path(given)
-        # In another tokenizer another token ends a text.
+        # With another tokenizer, another token ends a text.
         generation = own_generation(began) if began is not None and tokenizer == own else None
         return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer, "generation": generation}
     if request.to == "peft":

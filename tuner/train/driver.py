@@ -1,4 +1,6 @@
-"""`redline.train`: starts the ranks of a training, and starts them again: elsewhere, otherwise, behind whatever ended them."""
+"""`redline.train`: starts the ranks of a training, and restarts them after failures, if necessary in another
+configuration.
+"""
 
 import contextlib
 import json
@@ -46,65 +48,64 @@ from ...training.hyperparameters import Hyperparameters
 from ...training.loop import Ended, LoopPlan
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
-from .listener import Begun, TrainListener
+from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import Source, after_oom, anew, read_source, winner
 
 LOSSES = 3
-"""How often in a row ranks are started again that were lost before they came to another checkpoint."""
+"""Number of restarts in a row of lost ranks that reach no further checkpoint."""
 REPLACE_S, RETRY_S = 120.0, 5.0
-"""How long devices that were lost may take to be replaced, and how often it is tried, s."""
-NOTHING_SAVED = "there is no checkpoint, and --resume begins anew"
+"""Time limit and retry interval for the replacement of lost devices, s."""
+NOTHING_SAVED = "there is no checkpoint, and --resume starts from step 0"
 FULL_MIB = 1.0
-"""Free space of a training's disk below which it is said to be full, MiB."""
+"""Free space of a training's disk below which it counts as full, MiB."""
 LOOK_S = 0.2
-"""How often the log is looked at, s."""
+"""Interval between reads of the log, s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of a training."""
+    """Result of a training."""
 
     folder: Path
-    """Where it is kept."""
     step: int
-    """Steps that are done."""
+    """Number of steps done."""
     stopped: bool
-    """Whether it was ended before the last one."""
+    """True if it was ended before the last step."""
     measurement: Measurement | None
-    """How the last configuration did; None where all steps had been done before."""
+    """Measurement of the last configuration; None if all steps were done before."""
     strategies: tuple[Strategy, ...]
-    """Those that it had, in order."""
+    """All configurations of the training, in order."""
     predicted: float | None = None
-    """Throughput that a dry run of the same measured, in the last configuration; None where none was made."""
+    """Throughput of a dry run of the last configuration; None if there was none."""
     exports_to: str | None = None
-    """The layout that `redline convert` writes it in as it is; None where no other tool has one."""
+    """Layout that `redline convert` writes without further options; None if no other tool has one."""
 
 
 def train(request: TrainRequest, listener: TrainListener | None = None) -> Trained:
-    """Trains, from the first step or from the latest checkpoint on, until the last step or until it is told to stop.
+    """Trains from the first step or from the latest checkpoint until the last step, or until it is stopped.
 
     Raises:
-        UsageError: something asked for is invalid; nothing was started.
+        UsageError: the request is invalid; nothing was started.
         NothingFound: no configuration fits on the devices.
-        TrainingFailed: the ranks ended otherwise than by running out of memory.
-        RunnerError: the machinery that runs them failed, again and again.
+        TrainingFailed: the ranks failed for another reason than memory.
+        RunnerError: the machinery that runs the ranks failed repeatedly.
     """
     with contextlib.ExitStack() as held:
         return Driver(request, listener or TrainListener(), held).run()
 
 
 class Driver:
-    """One call of `train`: what is asked, the folder, and the configurations so far.
+    """State of one call of `train`: the request, the folder, and the configurations so far.
 
     Args:
-        request: what is asked.
-        listener: hears of progress.
+        request: the request.
+        listener: receives the events of the training.
         held: keeps the folder's lock.
-        again: go on where the folder holds a training, as a launcher starts the same command again.
+        again: continue a training in the folder, because a launcher restarts the same command.
 
     Raises:
-        UsageError: something asked for is invalid, or contradicts the training in the folder.
+        UsageError: the request is invalid, or contradicts the training in the folder.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Driver:
         source = None if request.resume else read_source(request.source)
         if source is not None and path is None:
             path = Path("train", source.name) if again else fresh_folder(source.name)
-        assert path is not None, "what is taken up again has a folder"
+        assert path is not None, "a resumed training has a folder"
         self.document: dict[str, Any] = {}
         note = ""
         if request.resume or (again and holds_training(path)):
@@ -124,13 +125,13 @@ class Driver:
             request, note = with_schedule(request, before, CheckpointFolder(path / CHECKPOINTS).step)
             source = Source.from_dict(self.document["source"])
         elif holds_training(path):
-            raise StudyError(f"'{path}' holds a training already; go on with it by --resume, or give another --out")
+            raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
         assert source is not None, "it is read or kept"
         self.request, self.path = request, path
         self.workload = source.workload(request)
-        self.source = replace(source, spec=str(self.workload.spec))  # which is found from any folder
+        self.source = replace(source, spec=str(self.workload.spec))  # an absolute path
         if self.workload.optimizer is not None and request.lr is not None:
-            raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
+            raise UsageError(f"{self.workload.name} has its own optimizer, whose learning rate --lr does not set")
         self._notes = [note] if note else []
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         if obstacle := self.checkpoints.obstacle():
@@ -143,48 +144,48 @@ class Driver:
         self.device = detect()
         self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
-        """What the samples say of themselves."""
+        """Description of the training data."""
         self._weights_dtype: str | None = self.document.get("weights_dtype")
-        """What the weights that it began with were stored in; None where it began with none."""
+        """Dtype of the weights that the training began with; None if it began with none."""
         self._failed: list[Config] = []
         self._end: Ended | None = None
-        """What the ranks reported of how they ended: their log is on a disk that may be full."""
+        """The ranks' report of their end; the disk with their log may be full."""
 
     @property
     def step(self) -> int:
-        """Steps that the latest checkpoint has behind it."""
+        """Number of steps in the latest checkpoint."""
         return self.checkpoints.step
 
     @property
     def done(self) -> bool:
-        """Whether the training in the folder has come to its last step, and that is whole."""
+        """True if the training in the folder has reached its last step, with a whole checkpoint."""
         last = next(iter(self.checkpoints.all()), None)
         return last is not None and last.step >= self.request.steps and not check(last, None)
 
     @property
     def strategy(self) -> Strategy:
-        """The one that it is in."""
+        """Current configuration."""
         return self.strategies[-1]
 
     def prepare(self) -> None:
         """Reads the data, and decides on a configuration.
 
         Raises:
-            UsageError: the data cannot be read, or is another than before; or the weights to begin with are another model's.
+            UsageError: the data cannot be read, or has changed; or the initial weights are of another model.
             NothingFound: no configuration fits on the devices.
         """
         for note in self._notes:
-            self.listener.said(note)
-        self.listener.waiting("reading the data")
+            self.listener.on_message(note)
+        self.listener.on_wait("reading the data")
         if not self.document:
-            self.request = with_tokenizer(self.request, self.listener.said)
+            self.request = with_tokenizer(self.request, self.listener.on_message)
         plan = self.request.section(DataPlan)
-        samples = training_data(plan, self.workload, self.path / DATA, self.listener.reading)
+        samples = training_data(plan, self.workload, self.path / DATA, self.listener.on_read)
         self.data = samples.describe()
         before = self.document.get("data", {}).get("digest", self.data["digest"])
         if before != self.data["digest"]:
             raise UsageError(
-                f"the data is another than the training in '{self.path}' had so far; start another one, or give back the old"
+                f"the data differs from that of the training in '{self.path}'; start another training, or restore the data"
             )
         if self.request.eval_every and samples.num_evaluation < self.workload.global_batch:
             raise UsageError(
@@ -192,45 +193,45 @@ class Driver:
                 f"{samples.num_evaluation} are held out; give a larger --held-out"
             )
         if skipped := self.data.get("skipped_rows"):
-            self.listener.said(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
+            self.listener.on_message(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
         if self.data.get("made_up"):
-            self.listener.said(
+            self.listener.on_message(
                 f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "
-                "and teaches it nothing; --data names files to learn from"
+                "but it learns nothing; --data names training files"
             )
         if self.request.weights is not None and not self.step:
-            begun = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
-            dtype = main_dtype(begun.shapes.values())
+            start = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            dtype = main_dtype(start.shapes.values())
             self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         if self.document and not self.step:
-            self.listener.said("there is no checkpoint to go on from: it begins anew")
+            self.listener.on_message("there is no checkpoint to continue from: the training starts from step 0")
         self._take(self._begin())
         self._heed_note()
 
     def discard(self) -> None:
-        """Removes the folders that a start has made which is refused before anything was trained."""
+        """Removes the folders of a start that was refused before any training."""
         if self._made and not holds_training(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # somebody else has put something there
+            with contextlib.suppress(OSError):  # not empty: another process has created something there
                 for each in self._made[1:]:
                     each.rmdir()
 
     def safer(self, reason: str) -> None:
-        """Takes the next-safer configuration, behind one that ran out of memory.
+        """Takes the next safer configuration after an out-of-memory failure.
 
         Raises:
             NothingFound: there is none.
         """
-        self.listener.said(reason)
+        self.listener.on_message(reason)
         self._failed.append(self.strategy.config)
         self._take(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
-        self.listener.said(f"going on from step {self.step} in a safer configuration")
+        self.listener.on_message(f"continuing from step {self.step} in a safer configuration")
 
     def run(self) -> Trained:
-        """Starts ranks here, or where a runner has devices, until they have ended well."""
+        """Starts ranks here, or on the runner's devices, until they have ended successfully."""
         if self.done:
             steps = self.request.steps
-            self.listener.said(f"all {steps} steps are done already; a higher --steps goes on")
+            self.listener.on_message(f"all {steps} steps are done already; a higher --steps continues")
             return self._trained(None)
         try:
             self.prepare()
@@ -242,7 +243,7 @@ class Driver:
             if measured.ok:
                 return self._ended(measured)
             if measured.status is not Status.OOM:
-                then = f"--resume goes on from the checkpoint of step {self.step}" if self.step else NOTHING_SAVED
+                then = f"--resume continues from the checkpoint of step {self.step}" if self.step else NOTHING_SAVED
                 raise TrainingFailed(
                     f"the training ended at step {self.step} or later ({measured.status}): {measured.reason}; what its "
                     f"ranks printed is in {self.path / measured.log}; {then}"
@@ -250,7 +251,7 @@ class Driver:
             self.safer(f"out of memory: {measured.reason}")
 
     def program(self) -> TrainRank:
-        """What its ranks are to do."""
+        """Returns the work of the ranks."""
         request = self.request
         flops_of(self.workload)  # once here, rather than on every rank
         return TrainRank(
@@ -266,11 +267,11 @@ class Driver:
             peak_flops=_peak(self.device, self.strategy.config),
         )
 
-    def begun(self) -> Begun:
-        """What it sets out to do."""
+    def training_start(self) -> TrainingStart:
+        """Describes the training for its listener."""
         strategy = self.strategy
         count = f"{strategy.devices} x " if strategy.devices > 1 else ""
-        return Begun(
+        return TrainingStart(
             name=self.source.name or self.workload.name,
             folder=self.path,
             strategy=strategy,
@@ -283,46 +284,46 @@ class Driver:
         )
 
     def _begin(self) -> Strategy:
-        """The configuration to start with: one that is known, or else one that is planned."""
+        """Returns the first configuration: the known one, or a plan."""
         request, before = self.request, self.strategies[-1] if self.strategies else None
         known = winner(request, self.source) if before is None else self._as_before(before)
         if known is not None:
             if request.tune_trials and (before is None or request.resume):
-                self.listener.said(
-                    "--tune-trials has no effect: the configuration is known; other --devices or another --memory-limit would "
-                    "have it planned"
+                self.listener.on_message(
+                    "--tune-trials has no effect: the configuration is known; only other --devices or another --memory-limit "
+                    "require a new plan"
                 )
             return known
         if before is None:
-            self.listener.waiting("planning")
+            self.listener.on_wait("planning")
             devices = request.devices or self.source.devices or self.device.count
             return anew(request, self.workload, devices, like=self.source.config, step=0)
-        self.listener.waiting("planning anew")
+        self.listener.on_wait("replanning")
         devices = request.devices or before.devices
         taken = anew(request, self.workload, devices, like=before.config, step=self.step)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
         after = f", after {before.devices}" if devices != before.devices else ""
-        self.listener.said(f"planned anew for {in_words(devices)}{of}{after}: {taken.why}")
+        self.listener.on_message(f"replanned for {in_words(devices)}{of}{after}: {taken.why}")
         return taken
 
     def _as_before(self, before: Strategy) -> Strategy | None:
-        """The configuration of before; None where other devices, another memory or other knobs are asked for."""
+        """Returns the previous configuration; None if other devices, memory or knobs are requested."""
         asked = self.document["asked"]
         same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
         return before if same and self.request.devices in (None, before.devices) else None
 
     def _heed_note(self) -> None:
-        """Takes a safer configuration where ranks of a launcher have left a note that this one ran out of memory."""
+        """Takes a safer configuration if ranks of a launcher have left a note that this one ran out of memory."""
         note = self.path / OUT_OF_MEMORY
         if not note.exists():
             return
-        told = json.loads(note.read_text())
+        failed = json.loads(note.read_text())
         note.unlink()
-        if told["configuration"] == dict(self.strategy.config):  # and it was not planned anew since
-            self.safer(f"out of memory: {told['reason']}")
+        if failed["configuration"] == dict(self.strategy.config):  # and it was not replanned since
+            self.safer(f"out of memory: {failed['reason']}")
 
     def _take(self, strategy: Strategy) -> None:
-        """Notes a configuration before it is used, so that whoever takes the training up again knows of it."""
+        """Saves a configuration before it is used, for a resumed training."""
         if not self.strategies or strategy != self.strategy:
             self.strategies.append(strategy)
         self.document = {
@@ -339,7 +340,7 @@ class Driver:
         write_document(self.path, self.document)
 
     def _start(self) -> Measurement:
-        """One start of the ranks; how they ended by themselves."""
+        """Starts the ranks once and returns how they ended."""
         request, strategy = self.request, self.strategy
         terms = TrialTerms(
             device=self.device,
@@ -349,22 +350,22 @@ class Driver:
             threads=max(1, usable_cores() // strategy.devices) if self.device.type == "cpu" else None,
             seed=request.seed,
         )
-        self.listener.waiting("starting ranks")
+        self.listener.on_wait("starting ranks")
         work = Trainings(self.program())
         with runner_on(request.runner, work, terms, address=request.ray_address) as runner:
-            self.listener.began(self.begun())
+            self.listener.on_start(self.training_start())
             measured = self._watched(runner)
         self._end = work.ended
         for line in self._end.unlogged if self._end is not None else ():
-            self.listener.line(line)
+            self.listener.on_line(line)
         return measured
 
     def _kept_up(self) -> Measurement:
-        """Starts the ranks, again where they are lost, and on fewer devices where nothing takes the place of those; how they
-        ended by themselves.
+        """Starts the ranks, again if they are lost, and on fewer devices if lost devices are not replaced. Returns
+        how they ended.
 
         Raises:
-            RunnerError: they were lost `LOSSES` times without coming to another checkpoint.
+            RunnerError: they were lost `LOSSES` times without reaching another checkpoint.
         """
         losses, lost_at = 0, 0.0
         while True:
@@ -375,20 +376,20 @@ class Driver:
                 losses, lost_at = (1 if self.step > before else losses + 1), time.monotonic()
                 if losses > LOSSES:
                     raise
-                self.listener.said(f"ranks were lost ({error}); going on from step {self.step}")
+                self.listener.on_message(f"ranks were lost ({error}); continuing from step {self.step}")
             except UsageError as error:  # there are fewer devices than before
                 if not losses or self.strategy.devices < 2:
                     raise
                 if time.monotonic() - lost_at < REPLACE_S:
-                    self.listener.waiting("waiting for devices in the place of those that were lost")
+                    self.listener.on_wait("waiting for devices to replace the lost ones")
                     time.sleep(RETRY_S)
                     continue
                 fewer = self.strategy.devices // 2
-                self.listener.said(f"{error}; planning for {in_words(fewer)}")
+                self.listener.on_message(f"{error}; planning for {in_words(fewer)}")
                 self._take(anew(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
 
     def _watched(self, runner: Runner) -> Measurement:
-        """One start of the ranks, while what they log is passed on. Ctrl-C has them save and end; a second one ends them."""
+        """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""
         log = self.path / LOGS / f"{1 + max((int(each.stem) for each in self._logs()), default=-1)}.log"
         log.parent.mkdir(exist_ok=True)
         reader = LogReader(self.path, log_size(self.path))
@@ -403,16 +404,16 @@ class Driver:
             return future.result()
 
     def _ask_to_stop(self) -> None:
-        """Has the ranks save a checkpoint and end."""
+        """Requests the ranks to save a checkpoint and end."""
         try:
             (self.path / STOP).touch()
         except OSError as error:
             why = error.strerror or error
-            self.listener.said(
-                f"the ranks cannot be asked to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
+            self.listener.on_message(
+                f"the ranks cannot be requested to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
             )
         else:
-            self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
+            self.listener.on_message("saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint")
 
     def _logs(self) -> Iterator[Path]:
         return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
@@ -422,37 +423,37 @@ class Driver:
         while not over:
             over = future.done()
             for line in reader.lines():
-                self.listener.line(line)
+                self.listener.on_line(line)
             was, full = full, free_mib(self.path) < FULL_MIB
             if full and not was:
-                self.listener.said(
+                self.listener.on_message(
                     f"THE DISK OF '{self.path}' IS FULL: no checkpoint can be saved and no line logged until there is room"
                 )
             if not over:
                 time.sleep(LOOK_S)
 
     def _ended(self, measured: Measurement) -> Trained:
-        """What came of it.
+        """Returns the result.
 
         Raises:
-            TrainingFailed: its last step could not be saved.
+            TrainingFailed: the last step could not be saved.
         """
-        assert self._end is not None, "ranks that ended well have reported"
+        assert self._end is not None, "ranks that succeed report their end"
         self.check_saved(self._end)
         return self._trained(measured)
 
     def check_saved(self, end: Ended) -> None:
-        """Refuses to take a training for one that ended well whose last step has no checkpoint.
+        """Checks that the last step has a checkpoint.
 
         Raises:
-            TrainingFailed: says why, and what there is.
+            TrainingFailed: it has none; the message says why.
         """
         if end.failure:
             kept = NOTHING_SAVED
             if self.step:
-                kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
+                kept = f"the latest checkpoint is of step {self.step}, and --resume continues from there"
             raise TrainingFailed(
-                f"the training came to step {end.step}, which could not be saved: {end.failure}; {kept}"
+                f"the training reached step {end.step}, which could not be saved: {end.failure}; {kept}"
             )
 
     def _trained(self, measured: Measurement | None) -> Trained:
@@ -479,7 +480,7 @@ def _layout(workload: Workload) -> str | None:
 
 @contextlib.contextmanager
 def _closed_on_interrupt(runner: Runner) -> Iterator[None]:
-    """Ends the ranks where whoever waits for them is interrupted."""
+    """Ends the ranks if the waiting thread is interrupted."""
     try:
         yield
     except KeyboardInterrupt:
@@ -488,6 +489,6 @@ def _closed_on_interrupt(runner: Runner) -> Iterator[None]:
 
 
 def _peak(device: Device, config: Mapping[str, Any]) -> float | None:
-    """FLOPs per second that a device can do; None where that is not known, as for a CPU."""
+    """Peak FLOP/s of a device; None if unknown, as for a CPU."""
     hardware = recognise(device.name, device.memory_mib) if device.type == "cuda" else None
     return None if hardware is None else hardware.rate(str(config.get("precision", "fp32")))

@@ -1,7 +1,7 @@
-"""A training whose ranks a launcher has started: torchrun, or whatever sets the variables that it sets.
+"""A training whose ranks were started by a launcher, such as torchrun.
 
-Rank 0 decides as `redline train` does by itself, and tells the others. A rank that runs out of memory leaves a note of it in
-the folder, by which the next start, as of torchrun's `--max-restarts`, takes a safer configuration.
+Rank 0 decides as `redline train` does, and sends the decision to the others. A rank that runs out of memory leaves a
+note in the folder. The next start, such as by torchrun's `--max-restarts`, then takes a safer configuration.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from .request import TrainRequest
 
 
 def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> bool:
-    """What this rank does; whether the training was ended before its last step.
+    """Runs the training on this rank. Returns True if it was ended before its last step.
 
     Raises:
-        RedlineError: on every rank, where rank 0 refuses what is asked.
-        TrainingFailed: on rank 0, where the last step could not be saved.
+        RedlineError: on every rank, if rank 0 refuses the request.
+        TrainingFailed: on rank 0, if the last step could not be saved.
     """
     import torch
     import torch.distributed as dist
 
     with contextlib.ExitStack() as held:
-        told, drivers = [listener], list[Driver]()
-        program, joined = decided(place, lambda: _decide(request, place, told, drivers, held))
+        listeners, drivers = [listener], list[Driver]()
+        program, joined = decided(place, lambda: _decide(request, place, listeners, drivers, held))
         if dist.is_initialized():
             held.callback(dist.destroy_process_group)
         meter: MemoryMeter = HostMemoryMeter()
@@ -58,18 +58,18 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         if request.limit_mib is not None:
             meter.limit(request.limit_mib)
         reader = LogReader(program.folder, log_size(program.folder))
-        following = replace(program, heard=lambda: _follow(reader, told[0])) if place.rank == 0 else program
+        following = replace(program, on_line=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
         try:
             ended = following(context)
         except (RuntimeError, MemoryError) as error:
             if failure.is_oom(error):
                 note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
-                with contextlib.suppress(OSError):  # what ended the rank is what is to be heard
+                with contextlib.suppress(OSError):  # the original error is more important
                     write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
             raise
         for driver in drivers:
             for line in ended.unlogged:
-                told[0].line(line)
+                listeners[0].on_line(line)
             driver.check_saved(ended)
         return ended.stopped
 
@@ -77,28 +77,29 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
 def _decide(
     request: TrainRequest,
     place: Place,
-    told: list[TrainListener],
+    listeners: list[TrainListener],
     drivers: list[Driver],
     held: contextlib.ExitStack,
 ) -> TrainRank:
-    """What all ranks are to do; adds the driver. Who hears of it from then on, trackers too, takes the place of `told`'s only
-    one."""
+    """Returns the work of all ranks, and adds the driver to `drivers`. Replaces the single listener in `listeners` by
+    the driver's, which includes trackers.
+    """
     if request.devices not in (None, place.size):
         raise UsageError(
-            f"devices={request.devices} contradicts the launcher, whose ranks are {place.size}; leave --devices out"
+            f"devices={request.devices} contradicts the launcher's number of ranks, {place.size}; leave --devices out"
         )
-    driver = Driver(replace(request, devices=place.size), told[0], held, again=True)
+    driver = Driver(replace(request, devices=place.size), listeners[0], held, again=True)
     try:
         driver.prepare()
     except RedlineError:
         driver.discard()
         raise
     drivers.append(driver)
-    told[0] = driver.listener
-    driver.listener.began(driver.begun())
+    listeners[0] = driver.listener
+    driver.listener.on_start(driver.training_start())
     return driver.program()
 
 
 def _follow(reader: LogReader, listener: TrainListener) -> None:
     for line in reader.lines():
-        listener.line(line)
+        listener.on_line(line)

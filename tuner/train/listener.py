@@ -1,4 +1,4 @@
-"""What a training tells while it runs."""
+"""Events of a training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,43 +9,40 @@ from .chosen import Strategy
 
 
 class TrainListener:
-    """Hears of a training's progress; by default does nothing."""
+    """Receives the events of a training. Override any method; by default each does nothing."""
 
-    def began(self, training: "Begun") -> None:
-        """The training starts, or goes on."""
+    def on_start(self, training: "TrainingStart") -> None:
+        """Called when the training starts or continues."""
 
-    def waiting(self, what: str) -> None:
-        """Something slow is being prepared."""
+    def on_wait(self, what: str) -> None:
+        """Called before a slow preparation step, which `what` describes."""
 
-    def reading(self, share: float) -> None:
-        """So much of the data is read, from 0 to 1; told now and then."""
+    def on_read(self, share: float) -> None:
+        """Called now and then with the share of the data that is read, from 0 to 1."""
 
-    def line(self, line: Mapping[str, Any]) -> None:
-        """A line of the log."""
+    def on_line(self, line: Mapping[str, Any]) -> None:
+        """Called with each line of the log."""
 
-    def said(self, message: str) -> None:
-        """Something the user should know."""
+    def on_message(self, message: str) -> None:
+        """Called with a note or warning for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
-    """What a training sets out to do."""
+class TrainingStart:
+    """A training as it starts or continues."""
 
     name: str
-    """What is trained."""
+    """Name of the target."""
     folder: Path
-    """Where."""
     strategy: Strategy
-    """In which configuration."""
     where: str
-    """On what, in words."""
+    """Description of the hardware."""
     data: Mapping[str, Any]
-    """What on: what the samples say of themselves."""
+    """Description of the training data."""
     steps: int
-    """Steps in all."""
+    """Number of steps in all."""
     step: int
-    """Steps that are done."""
+    """Number of steps done."""
     unit: str
-    """What throughput counts."""
+    """Unit that throughput counts."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    """How it learns."""

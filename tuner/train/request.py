@@ -1,4 +1,4 @@
-"""The request for a training: the form that `redline.train` and the command line fill in, and what a resumed one may change."""
+"""Request of a training: the arguments of `redline.train` and of the command line, and rules for resuming."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,14 +21,15 @@ from ..loggers import logger_names
 
 
 def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "TrainRequest":
-    """The request, with the tokenizer of the checkpoint that it begins with where it names none and its data is text.
+    """Returns the request with the tokenizer of the checkpoint that it starts from, if its data is text and it names
+    no tokenizer.
 
     Args:
-        request: what is asked.
-        say: told what a user should know: that another tokenizer is given than the weights were learnt with, or none is there.
+        request: the request.
+        say: receives a message if another tokenizer is given than the weights were trained with, or if there is none.
 
     Raises:
-        WorkloadError: the data is not there, or a tokenizer cannot be loaded.
+        WorkloadError: the data does not exist, or a tokenizer cannot be loaded.
     """
     if request.weights is None or not request.paths or find_sources(request.paths)[0].kind in OF_TOKENS:
         return request
@@ -40,35 +41,36 @@ def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "Trai
             f"'{request.weights}' has no tokenizer and none is given: text is read by bytes; --tokenizer names a folder of one"
         )
     elif own is not None and request.tokenizer == BYTES:
-        say(f"text is read by bytes, as asked, but the weights were learnt with the tokenizer in '{own}'")
+        say(f"text is read by bytes, as requested, but the weights were trained with the tokenizer in '{own}'")
     elif own is not None and (how := difference(Path(request.tokenizer), own)):
         say(
-            f"the tokenizer in '{request.tokenizer}' is another than the one in '{own}', with which the weights were learnt: "
-            f"{how}; without --tokenizer the checkpoint's is taken"
+            f"the tokenizer in '{request.tokenizer}' differs from the one in '{own}', with which the weights were trained: "
+            f"{how}; without --tokenizer the checkpoint's is used"
         )
     return request
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What is trained, where, and what is kept.
+    """What is trained, where, and what is saved.
 
     Args:
-        source: a run's folder or its best.yaml, whose winner it is; a model, for which a configuration is planned; or, to
-            resume, the training's own folder.
+        source: a run's folder or its best.yaml, to train its winner; a model, for which a configuration is planned;
+            or, to resume, the training's own folder.
         out: folder of the training; by default `train/NAME`.
-        resume: go on with the training in it.
-        devices: how many; by default as many as the configuration is for, or as before. For others it is planned anew.
-        memory_limit: of a device, MiB or as in `8GiB`; for another one than before it is planned anew.
-        tune_trials: dry runs for planning anew; 0 takes the estimate's word for it.
-        runner: who places the ranks, a name in `redline.runners.registry.RUNNERS`.
+        resume: continue the training in the folder.
+        devices: number of devices; by default that of the configuration, or the previous one. Another number is
+            replanned.
+        memory_limit: memory of a device, MiB or as in `8GiB`; another limit than before is replanned.
+        tune_trials: dry runs for a new plan; 0 uses the estimate's best.
+        runner: runner of the ranks, a name in `redline.runners.registry.RUNNERS`.
         ray_address: a Ray cluster to join.
-        weights: a checkpoint of another tool to begin with, such as a Hugging Face model's folder.
+        weights: a checkpoint of another tool to start from, such as a Hugging Face model's folder.
         lora: train adapters only, such as `r=16`.
         seq_len: tokens of a sample, in place of the run's.
         global_batch: samples of an optimizer step, in place of the run's.
         fix: knobs of the configuration, in place of the winner's.
-        log_to: trackers that the training is written to, see `redline.tuner.loggers.logger_names()`.
+        log_to: trackers that the training is logged to, see `redline.tuner.loggers.logger_names()`.
     """
 
     source: str | Path = field(kw_only=False)
@@ -78,15 +80,13 @@ class LaunchRequest:
     resume: Annotated[bool, Asked("Continue the training in the folder.")] = False
     devices: Annotated[
         int | None,
-        Asked("Devices; another number is planned anew.  [default: as before]", type=int, metavar="N"),
+        Asked("Devices; another number is replanned.  [default: as before]", type=int, metavar="N"),
     ] = None
     memory_limit: Annotated[
         str | float | None,
-        Asked("Memory of a device, such as 8GiB; another limit is planned anew.", metavar="SIZE"),
+        Asked("Memory of a device, such as 8GiB; another limit is replanned.", metavar="SIZE"),
     ] = None
-    tune_trials: Annotated[
-        int, Asked("Dry runs for planning anew; 0 relies on the estimate.", type=int, metavar="N")
-    ] = 0
+    tune_trials: Annotated[int, Asked("Dry runs for replanning; 0 relies on the estimate.", type=int, metavar="N")] = 0
     runner: Annotated[str, Asked(f"Where ranks run: {either(RUNNERS)}.", metavar="NAME")] = "local"
     ray_address: Annotated[
         str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
@@ -114,20 +114,20 @@ class LaunchRequest:
 
     @cached_property
     def limit_mib(self) -> float | None:
-        """Memory of a device that was asked for, MiB. Raises UsageError where it is none."""
+        """Requested memory limit of a device, MiB. Raises UsageError if it is invalid."""
         return parse_memory(self.memory_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
-    """What is asked of a training, in four sections. Paths become absolute: it may be taken up again from another folder.
+    """Request of a training, in four sections. Paths become absolute, because it may be resumed from another folder.
 
     Raises:
         UsageError: a value is out of its range.
     """
 
     stated: tuple[str, ...] = ()
-    """Fields that are asked for in so many words: they count even where they say what is the default."""
+    """Fields that were given explicitly: they count even if they equal the default."""
 
     def __post_init__(self) -> None:
         for section in (LoopPlan, Hyperparameters, DataPlan):
@@ -149,22 +149,22 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
 
     @staticmethod
     def again(source: str | Path, asked: Mapping[str, Any], **starts: Any) -> "TrainRequest":
-        """A request for what train.yaml says was asked.
+        """Restores a request from train.yaml.
 
         Args:
-            source: where that lies.
-            asked: of it.
-            starts: what is asked for this time.
+            source: folder of the training.
+            asked: its request.
+            starts: arguments of this start.
         """
         known: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in asked.items()}
         return TrainRequest(**{**known, "source": source, **starts})
 
     def section(self, kind: type) -> Any:
-        """One of its sections by itself: `Hyperparameters`, `LoopPlan` or `DataPlan`."""
+        """Returns one of its sections: `Hyperparameters`, `LoopPlan` or `DataPlan`."""
         return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
 
     def given(self) -> dict[str, Any]:
-        """What asks for something, and not for the default unless that is `stated`, by name."""
+        """Values that differ from the default or are `stated`, by name."""
         out = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -175,12 +175,12 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
 
 
 def as_listed(value: Any) -> Any:
-    """A value as train.yaml gives it back: a sequence as a list."""
+    """Converts a value to its form in train.yaml: a sequence to a list."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 OF_A_START = ("source", "out", "resume", "stated", "tune_trials", "runner", "ray_address")
-"""What belongs to a start rather than to the training."""
+"""Fields of a start rather than of the training."""
 MAY_CHANGE = (
     *OF_A_START,
     "devices",
@@ -191,40 +191,40 @@ MAY_CHANGE = (
     "lr_steps",
     *(each.name for each in fields(LoopPlan)),
 )
-"""What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
+"""Fields that may change when a training is resumed: they do not affect what is learned, only how long."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
-"""Of a request, as they are read."""
+"""Sections of a request, in reading order."""
 
 
 def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
-    """A request to go on with what was asked before.
+    """Returns the request to continue a training.
 
     Raises:
-        UsageError: it contradicts that; names what.
+        UsageError: it contradicts the training's request; the message names the field.
     """
     before, given = TrainRequest.again(request.source, asked), request.given()
     was = before.given()
     for name, value in given.items():
         if name not in MAY_CHANGE and value != as_listed(getattr(before, name)):
             raise UsageError(
-                f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot go "
-                f"on with {value!r}; start another one for that"
+                f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot "
+                f"continue with {value!r}; start another one for that"
             )
     starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
     return TrainRequest.again(request.source, asked, **{**given, **starts})
 
 
 def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:
-    """A request that has other steps than the training had so far, with a learning rate that goes on by the schedule of
-    before; and what a user should know of that, empty where there is nothing to know.
+    """Returns a request with another number of steps, whose learning rate continues by the previous schedule, and a
+    note for the user, which may be empty.
 
-    The schedule moves along with the steps only where that changes nothing at the step the training goes on from, as in the
-    stable part of `wsd`; otherwise the rate would jump.
+    The schedule is stretched to the new number of steps only if that does not change the learning rate at the current
+    step, as in the stable part of `wsd`; otherwise the rate would jump.
 
     Args:
-        request: what is asked.
-        before: what was asked until now.
-        step: steps that are done.
+        request: the new request.
+        before: the previous request.
+        step: number of steps done.
     """
     old, new = before.section(Hyperparameters), request.section(Hyperparameters)
     was, horizon = old.lr_factor(step), old.lr_steps or old.steps
@@ -233,10 +233,10 @@ def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tup
     if request.lr_steps == before.lr_steps:
         request = replace(request, lr_steps=horizon)
         kept = request.section(Hyperparameters)
-        end = f" and stays at {_rate(kept, horizon)} behind it" if request.steps > horizon else ""
+        end = f" and stays at {_rate(kept, horizon)} after it" if request.steps > horizon else ""
         return request, (
-            f"the learning rate goes on by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
-            f"--lr-steps {request.steps} has it fall over all {request.steps}, from {_rate(new, step)}"
+            f"the learning rate continues by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
+            f"--lr-steps {request.steps} lets it fall over all {request.steps}, from {_rate(new, step)}"
         )
     return request, (
         f"by --lr-steps {request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
@@ -244,6 +244,6 @@ def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tup
 
 
 def _rate(hyper: Hyperparameters, step: int) -> str:
-    """The learning rate of a step, in words."""
+    """Learning rate of a step, as text."""
     factor = hyper.lr_factor(step)
     return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"

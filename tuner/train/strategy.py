@@ -1,4 +1,4 @@
-"""In which configuration a training goes on: the run's winner, that of before, or one that is planned anew."""
+"""Chooses the configuration that a training continues in: the run's winner, the previous one, or a new plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,39 +20,38 @@ from .request import TrainRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is trained, and in which configuration it would be."""
+    """What is trained, and its known configuration."""
 
     spec: str
-    """The model, as it was asked for."""
+    """The model, as requested."""
     seq_len: int | None = None
-    """Tokens of a sample; None for the model's usual."""
+    """Tokens of a sample; None for the model's default."""
     global_batch: int | None = None
-    """Samples of a step; None for the model's usual."""
+    """Samples of a step; None for the model's default."""
     lora: str | None = None
-    """Adapters that are trained; None where all weights are."""
+    """Adapters to train; None for all weights."""
     config: Config | None = None
-    """The configuration; None where none is known."""
+    """Known configuration, or None."""
     devices: int | None = None
-    """How many it is for."""
+    """Number of devices of the configuration."""
     limit_mib: float | None = None
-    """Memory of a device, MiB, if that was limited."""
+    """Memory limit of a device, MiB, if there was one."""
     name: str = ""
-    """What people call it."""
     predicted: float | None = None
-    """Throughput that was measured of it; None where none was."""
+    """Measured throughput of the configuration; None if there is none."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As train.yaml keeps it."""
+        """Converts to the form of train.yaml."""
         return {**vars(self), "config": None if self.config is None else self.config.to_dict()}
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> "Source":
-        """From what `to_dict` returned."""
+        """Converts back from `to_dict`."""
         config = document.get("config")
         return Source(**{**document, "config": None if config is None else Config(config)})
 
     def workload(self, request: TrainRequest) -> Workload:
-        """What is trained, as the request has it.
+        """Returns the workload of the request.
 
         Raises:
             WorkloadError: there is no such model.
@@ -66,11 +65,11 @@ class Source:
 
 
 def read_source(given: str | Path, *, of_model: bool = True) -> Source:
-    """What a run's folder, its best.yaml, a plan of `redline estimate`, or a model's name says.
+    """Reads a run's folder, its best.yaml, a plan of `redline estimate`, or a model's name.
 
     Args:
         given: one of these.
-        of_model: whether it must say which model it is of; a configuration alone serves whoever has the model.
+        of_model: require the model; a configuration alone is enough for a caller that has the model.
 
     Raises:
         StudyError: a run is damaged, or of a command.
@@ -79,9 +78,7 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     path = path_of(given)
     if is_plan(path):
         found = load(path)
-        measured = (
-            None if found.trains.get("simulated") or found.trains.get("emulated") else found.trial.measured.throughput
-        )
+        measured = None if found.trains.get("emulated") else found.trial.measured.throughput
         return _source(found.trains, Config(found.trial.config), measured, str(path), of_model)
     if path.name == BEST and path.is_file():
         path = path.parent
@@ -102,7 +99,7 @@ def _of_run(path: Path, of_model: bool) -> Source:
 def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool) -> Source:
     what = asked.get("workload") or {}
     if "command" in what or (of_model and not what.get("spec")):
-        kind = "a command" if "command" in what else "a callable, or of a model that is not known"
+        kind = "a command" if "command" in what else "a callable, or of an unknown model"
         raise StudyError(f"'{where}' is of {kind}; redline trains models and workloads that have a name or a file")
     return Source(
         spec=str(what.get("spec") or ""),
@@ -113,12 +110,12 @@ def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, 
         devices=(asked.get("devices") or {}).get("used"),
         limit_mib=asked.get("memory_limit_mib"),
         name=str(asked.get("model") or ""),
-        predicted=throughput,
+        predicted=None if asked.get("simulated") else throughput,
     )
 
 
 def winner(request: TrainRequest, source: Source) -> Strategy | None:
-    """The run's winner; None where there is none, or the training has other devices or another memory than that was found for."""
+    """Returns the run's winner; None if there is none, or if other devices or another memory limit are requested."""
     if source.config is None or source.devices is None:
         return None
     if request.devices not in (None, source.devices) or request.limit_mib not in (None, source.limit_mib):
@@ -128,7 +125,7 @@ def winner(request: TrainRequest, source: Source) -> Strategy | None:
 
 
 def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int) -> Strategy:
-    """A configuration for devices that none is known for.
+    """Plans a configuration for devices without a known one.
 
     Raises:
         NothingFound: none fits on them.
@@ -148,7 +145,7 @@ def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Confi
 
 
 def after_oom(request: TrainRequest, workload: Workload, ran: Strategy, failed: list[Config], step: int) -> Strategy:
-    """The next-safer configuration behind one that ran out of memory.
+    """Returns the next safer configuration after an out-of-memory failure.
 
     Raises:
         NothingFound: there is none.

@@ -1,4 +1,4 @@
-"""What the dashboard answers."""
+"""HTTP endpoints of the dashboard."""
 
 import json
 from typing import Any
@@ -13,19 +13,19 @@ from .library import Library
 from .trainings import PRINTED_BYTES
 
 LOG_BYTES = 256 * 1024
-"""The end of a log that is shown; the whole can be downloaded."""
+"""Bytes shown from the end of a log; the whole log can be downloaded."""
 
 PAGES = ("api", "list", "watch", "curves", "training", "overlay", "main")
-"""The dashboard's own scripts, after those it shares with the report."""
+"""The scripts of the dashboard itself, loaded after those that it shares with the report."""
 
 
 def make_app(library: Library) -> Any:
-    """The FastAPI application over a library's runs; without the guard (see `serve`)."""
+    """Returns the FastAPI application over a library's runs, without the guard (see `serve`)."""
     from fastapi import FastAPI, Request
     from fastapi.responses import PlainTextResponse, Response, StreamingResponse
     from starlette.middleware.gzip import GZipMiddleware
 
-    # No generated documentation: it would load its scripts from elsewhere.
+    # No generated documentation: its scripts would be loaded from other hosts.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
 
@@ -34,7 +34,7 @@ def make_app(library: Library) -> Any:
         return Response(text.encode("utf-8", "replace"), media_type="application/json")
 
     @app.exception_handler(StudyError)
-    def not_there(request: Request, error: StudyError) -> Response:
+    def not_found(request: Request, error: StudyError) -> Response:
         return PlainTextResponse(str(error), status_code=404)
 
     @app.get("/")
@@ -83,7 +83,7 @@ def make_app(library: Library) -> Any:
     def log(run: str, trial: int) -> Response:
         name = library.trial(run, trial).measured.log
         if not name:
-            return answer({"why": "No log is named in the table."})
+            return answer({"why": "The table names no log."})
         try:
             text, size = tail_inside(library.folder(run), name, at_most=LOG_BYTES)
         except OSError as error:
@@ -123,18 +123,18 @@ def make_app(library: Library) -> Any:
 
 
 def own(name: str) -> str:
-    """A file of the dashboard's own, as text."""
+    """Returns a file of the dashboard as text."""
     from importlib.resources import files
 
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 def scripts() -> str:
-    """All scripts as one: the report's that draw a run, then the dashboard's pages."""
+    """Returns all scripts as one: those of the report that draw a run, then the pages of the dashboard."""
     return bundle(SCRIPTS, *(own(f"{name}.js") for name in PAGES))
 
 
 def attachment(name: str) -> dict[str, str]:
-    """The header that makes a browser save what it gets, under a plain name."""
+    """Returns the header that makes a browser save the response under a plain file name."""
     plain = "".join(each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name)
     return {"content-disposition": f'attachment; filename="{plain}"'}

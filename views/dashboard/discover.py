@@ -1,4 +1,4 @@
-"""The runs and the trainings under a folder."""
+"""Search for the runs and trainings below a folder."""
 
 import os
 import threading
@@ -11,45 +11,45 @@ from ...results.names import LEDGER, LOGS, RUN, TABLE
 from ...results.trained import CHECKPOINTS, DATA, DOCUMENT
 
 DISCOVERY_SECONDS = 1.0
-"""How long a list of folders is believed, or ten times as long as it took to make, in a folder that is huge."""
+"""Seconds for which a list of folders is reused, or ten times the duration of the search if that is longer."""
 
 DEEPEST = 12
-"""Levels below the folder after which is not looked further."""
+"""Depth below the root to which folders are searched."""
 
 MOST_FOLDERS = 50_000
-"""Folders that are looked into at most."""
+"""Folders that are searched at most."""
 
 _OF_RUNS = frozenset({RUN, LEDGER, TABLE})
 _NEVER = frozenset({"node_modules", "__pycache__", "site-packages", LOGS})
 
 
 def runs_under(root: Path) -> list[str]:
-    """Paths, relative to `root` with `/` and `.` for itself, of the folders that hold a run, sorted.
+    """Returns the sorted paths of the folders that contain a run, relative to `root`, with `/`; `.` is `root` itself.
 
-    A run is told by a run.yaml, study.log or trials.csv that is a regular file. Links are not followed, hidden
-    folders not entered, unreadable ones passed over.
+    A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
+    folders are skipped.
     """
     return found_under(root).runs
 
 
 class Found(NamedTuple):
-    """What lies under a folder, as paths like those of `runs_under`."""
+    """The runs and trainings below a folder, as paths like those of `runs_under`."""
 
     runs: list[str]
     """Folders of searches."""
     trainings: list[str]
-    """Folders of trainings, which are told by a train.yaml."""
+    """Folders with a train.yaml."""
 
 
 def found_under(root: Path) -> Found:
-    """The runs as `runs_under` has them, and trainings, which are found alike."""
+    """Returns the runs as in `runs_under`, and the trainings, which are found in the same way."""
     found = list(_walk(root))
     runs = sorted(path for path, files in found if files & _OF_RUNS)
     return Found(runs, sorted(path for path, files in found if DOCUMENT in files))
 
 
 class Folders:
-    """What lies under `root`, looked for now and then. May be used from several threads."""
+    """The runs and trainings below `root`, searched for at intervals. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,7 +58,7 @@ class Folders:
         self._lock = threading.Lock()
 
     def found(self) -> Found:
-        """What was there the last time that it was looked for."""
+        """Returns the runs and trainings of the last search."""
         with self._lock:
             begin = time.monotonic()
             if begin >= self._until:
@@ -69,7 +69,7 @@ class Folders:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, set[str]]]:
-    """Folders that hold something, and the names of their files."""
+    """Yields the folders that contain a run or training, with the names of their files."""
     todo = [("", 0)]
     seen = 0
     while todo and seen < MOST_FOLDERS:
@@ -77,7 +77,7 @@ def _walk(root: Path) -> Iterator[tuple[str, set[str]]]:
         seen += 1
         try:
             entries = list(os.scandir(root / relative))
-        except OSError:  # gone in between, or not ours to read
+        except OSError:  # removed in the meantime, or not readable
             continue
         files = {each.name for each in entries if each.is_file(follow_symlinks=False)}
         if files & {*_OF_RUNS, DOCUMENT}:

@@ -1,4 +1,4 @@
-"""Who may see the dashboard, and what a browser may do with its pages."""
+"""Access control of the dashboard, and security headers of its responses."""
 
 import hmac
 import re
@@ -8,10 +8,10 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 COOKIE = "redline-token"
-"""What the cookie's name starts with; a dash and the port follow."""
+"""Prefix of the cookie's name; a dash and the port follow."""
 
 HEADERS = {
-    # Scripts and styles only from this server's own files: a text that looks like HTML stays a text.
+    # Scripts and styles only from files of this server, so that text which looks like HTML has no effect.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -29,13 +29,13 @@ _NAME = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::[0-9]{1,5})?")
 
 
 class Guard:
-    """An ASGI application in front of another: checks the Host header or the token, adds `HEADERS`.
+    """An ASGI middleware that checks the Host header or the token and adds `HEADERS`.
 
     Args:
-        app: what is guarded.
-        token: what a visitor must bring, once as `?token=` (then kept in a cookie) or as a bearer token; None
-            on this machine's own addresses.
-        hosts: names the Host header may have; None for any. Without this a page of somebody else's site could
+        app: the guarded application.
+        token: the token that a visitor must send, once as `?token=` (then kept in a cookie) or as a bearer token;
+            None on the loopback addresses of this machine.
+        hosts: names that the Host header may have; None for any. Without this check a page of another site could
             reach the server under its own name, by DNS rebinding.
     """
 
@@ -60,38 +60,34 @@ class Guard:
 
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if self.hosts is not None and _host(headers.get("host", "")) not in self.hosts:
-            await _answer(guarded, 400, "This dashboard answers to this machine's own names only.")
+            await _answer(guarded, 400, "This dashboard accepts only the names of this machine.")
             return
         if self.token is not None:
-            # Cookies are shared by all ports of a host, and each may have a dashboard of its own.
+            # Cookies are shared by all ports of a host, and each port may have its own dashboard.
             cookie = f"{COOKIE}-{(scope.get('server') or ('', ''))[1]}"
             query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            brought = next((value for name, value in query if name == "token"), None)
-            if brought is not None and self._right(brought):
+            given = next((value for name, value in query if name == "token"), None)
+            if given is not None and self._is_token(given):
                 rest = urlencode([each for each in query if each[0] != "token"])
                 where = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
                 kept = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
                 await _answer(guarded, 303, "", {"location": where + ("?" + rest if rest else ""), "set-cookie": kept})
                 return
-            if not self._right(_cookie(headers, cookie)) and not self._right(_bearer(headers)):
+            if not self._is_token(_cookie(headers, cookie)) and not self._is_token(_bearer(headers)):
                 await _answer(
                     guarded,
                     401,
-                    "This dashboard needs its token: open the address it printed when it was started, with ?token=...",
+                    "This dashboard needs its token: open the address with ?token=... that it printed at its start.",
                 )
                 return
         await self.app(scope, receive, guarded)
 
-    def _right(self, brought: str | None) -> bool:
-        return (
-            brought is not None
-            and self.token is not None
-            and hmac.compare_digest(brought.encode(), self.token.encode())
-        )
+    def _is_token(self, given: str | None) -> bool:
+        return given is not None and self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
 def _host(header: str) -> str:
-    """The whole name in a Host header, without its port (RFC 9110, 7.2); empty where it is anything else."""
+    """Returns the host name in a Host header, without the port (RFC 9110, 7.2); empty if the header has any other form."""
     found = _NAME.fullmatch(header.strip().lower())
     return found[1] if found else ""
 
@@ -111,12 +107,12 @@ def _bearer(headers: dict[str, str]) -> str | None:
 
 async def _answer(send: Any, status: int, text: str, headers: dict[str, str] | None = None) -> None:
     body = text.encode()
-    told = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(headers or {})}
+    all_headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(headers or {})}
     await send(
         {
             "type": "http.response.start",
             "status": status,
-            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()],
+            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()],
         }
     )
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""The runs under a folder as the pages ask for them: read when their files change, otherwise remembered."""
+"""Cache of the runs below a folder for the pages: a run is read again when its files change."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from .discover import Folders
 from .trainings import Trainings
 
 DOCUMENTS = 8
-"""Runs that are remembered whole; of the others only the line in the list is."""
+"""Runs of which the whole document is cached; of the others only the line in the list is."""
 
 SPARKS = 48
 """Points of a sparkline at most."""
@@ -31,24 +31,24 @@ _FILES = (TABLE, RUN, BEST, ".lock")
 
 
 class NoSuchRun(StudyError):
-    """There is no such run, or no longer."""
+    """The run does not exist, or no longer."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What is remembered of a run."""
+    """The cached state of a run."""
 
     signature: tuple[Any, ...]
     line: dict[str, Any]
     reads: int
-    """Which reading of files this is, counted over all runs; part of the version that pages hold."""
+    """Number of this reading, counted over all runs; part of the version that pages send."""
     source: Source | None
-    """What was read, until a page takes it."""
+    """The contents of the files, until a page takes them."""
 
 
 @dataclass(slots=True)
 class _Whole:
-    """A run as its page holds it, and since which reading each row is as it is."""
+    """A run as its page shows it, with the reading in which each row last changed."""
 
     reads: int
     source: Source
@@ -56,14 +56,14 @@ class _Whole:
     rows: dict[int, tuple[tuple[Any, ...], int]]
     columns: list[str]
     begun: int
-    """The reading from which on rows were only added or changed, under the same columns."""
+    """The reading since which rows were only added or changed, with the same columns."""
 
 
 class Library:
-    """The runs under `root`. May be used from several threads.
+    """The runs under `root`. Thread-safe.
 
     Args:
-        root: the folder; nothing outside it is ever read.
+        root: the folder; nothing outside it is read.
 
     Raises:
         StudyError: there is no such folder.
@@ -79,14 +79,14 @@ class Library:
         self._entries: dict[str, _Entry] = {}
         self._wholes: OrderedDict[str, _Whole] = OrderedDict()
         self._lock = threading.RLock()
-        # A run is read by one thread at a time: two readings never get one number.
+        # A run is read by one thread at a time, so that no two readings get the same number.
         self._reading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
         self._counter = itertools.count(1)
-        # With the start of this process in the version, a page that outlives it starts anew.
+        # The version contains the start of this process, so that a page that is older requests everything again.
         self._epoch = f"{os.getpid():x}-{time.time_ns():x}"
 
     def ids(self) -> list[str]:
-        """The runs there are, by their paths below the root."""
+        """Returns the runs, as paths below the root."""
         found = list(self._folders.found().runs)
         with self._lock:
             for gone in self._entries.keys() - set(found):
@@ -95,17 +95,17 @@ class Library:
         return found
 
     def folder(self, run: str) -> Path:
-        """The folder of a run.
+        """Returns the folder of a run.
 
         Raises:
-            NoSuchRun: there is no such run; a path is never tried, only looked up.
+            NoSuchRun: there is no such run; an unknown path is never opened.
         """
         if run not in self.ids():
             raise NoSuchRun(unknown("run", run, self.ids()[:20]))
         return self.root / run
 
     def lines(self) -> list[dict[str, Any]]:
-        """One line a run, those that changed last first."""
+        """Returns one line for each run, the running ones first and then those that changed last."""
         out = []
         for run in self.ids():
             try:
@@ -115,7 +115,7 @@ class Library:
         return sorted(out, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
 
     def source(self, run: str) -> Source:
-        """A run's files, as they are now.
+        """Returns the files of a run as they are now.
 
         Raises:
             NoSuchRun: there is no such run.
@@ -123,7 +123,7 @@ class Library:
         return self._whole(run).source
 
     def trial(self, run: str, number: int) -> Trial:
-        """A trial of a run.
+        """Returns a trial of a run.
 
         Raises:
             StudyError: there is no such run or trial.
@@ -134,10 +134,10 @@ class Library:
         raise StudyError(f"run '{run}' has no trial {number}")
 
     def changes(self, run: str, have: str = "") -> dict[str, Any] | None:
-        """What a page that holds the version `have` of a run must learn; None if nothing is new.
+        """Returns the changes of a run since the version `have` of a page; None if there are none.
 
-        `version` is what it holds then, `document` everything but the rows, `rows` the columns of all rows, or,
-        where `added` is true, only those that are new or other than in `have`.
+        `version` is the new version, `document` everything but the rows. `rows` has the columns of all rows or, if
+        `added` is true, only of those that are new or changed since `have`.
 
         Raises:
             NoSuchRun: there is no such run.
@@ -156,10 +156,12 @@ class Library:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _entry(self, run: str, *, keep: bool = False) -> _Entry:
-        """What is known of a run, read anew where its files have changed; `keep` what was read for its page."""
+        """Returns the cached entry of a run, read again if its files have changed; `keep` keeps the contents for its
+        page.
+        """
         folder = self.folder(run)
         with self._reading[run]:
-            signature = _signature(folder)  # before the files: what changes in between is read again
+            signature = _signature(folder)  # before the files: a change in between is then read next time
             known = self._entries.get(run)
             if known is not None and known.signature == signature:
                 return known
@@ -180,16 +182,16 @@ class Library:
             if known is not None and known.reads == entry.reads:
                 return known
             source, entry.source = entry.source or _read(run, self.folder(run)), None
-            made = _gather(source, entry.reads, known)
+            whole = _gather(source, entry.reads, known)
             with self._lock:
-                self._wholes[run] = made
+                self._wholes[run] = whole
                 while len(self._wholes) > DOCUMENTS:
                     self._wholes.popitem(last=False)
-            return made
+            return whole
 
 
 def _read(run: str, folder: Path) -> Source:
-    """What can be read of a run.
+    """Returns the readable contents of a run.
 
     Raises:
         NoSuchRun: its folder was deleted, moved or emptied since it was found.
@@ -199,11 +201,11 @@ def _read(run: str, folder: Path) -> Source:
     except StudyError as error:
         if holds_run(folder):
             return Source.unreadable(folder, str(error))
-        raise NoSuchRun(f"run '{run}' is no longer there: its folder was deleted, moved or renamed") from None
+        raise NoSuchRun(f"run '{run}' no longer exists: its folder was deleted, moved or renamed") from None
 
 
 def _signature(folder: Path) -> tuple[Any, ...]:
-    """Changes whenever what a page shows of the run may have changed."""
+    """Returns a value that changes when the contents of the run's page may have changed."""
     found: list[Any] = [run_state.is_running(folder)]
     for name in _FILES:
         try:
@@ -251,7 +253,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
 
 
 def _climb(trials: list[Trial], top: float) -> list[float | None]:
-    """The best so far, up to the winner's: what was faster once did not hold up, or was not measured again."""
+    """Returns the best so far, cut off at the winner's throughput: a faster first result was not confirmed."""
     return [each if each is None else min(each, top) for each in summary.best_so_far(trials)]
 
 
@@ -265,17 +267,17 @@ def _gather(source: Source, reads: int, before: _Whole | None) -> _Whole:
     columns = rows(source)
     names = list(columns)
     before = before if before is not None and before.columns == names else None
-    old = before.rows if before is not None else {}
+    previous = before.rows if before is not None else {}
     found: dict[int, tuple[tuple[Any, ...], int]] = {}
     for cells in zip(*columns.values()):
         number = cells[names.index("trial")]
-        was = old.get(number)
-        found[number] = was if was is not None and was[0] == cells else (cells, reads)
+        known = previous.get(number)
+        found[number] = known if known is not None and known[0] == cells else (cells, reads)
     return _Whole(
         reads=reads,
         source=source,
         document=document(source, with_rows=False),
         rows=found,
         columns=names,
-        begun=before.begun if before is not None and old.keys() <= found.keys() else reads,
+        begun=before.begun if before is not None and previous.keys() <= found.keys() else reads,
     )

@@ -1,4 +1,4 @@
-"""Serving the dashboard: the address, the port, the token."""
+"""Server of the dashboard: its address, port and token."""
 
 import ipaddress
 import re
@@ -17,7 +17,7 @@ from .library import Library
 
 PORT = 8420
 TRIES = 100
-"""Ports that are tried from the one asked for on."""
+"""Ports that are tried, from the requested one upwards."""
 
 SHORTEST_TOKEN = 12
 
@@ -35,22 +35,22 @@ def serve(
 
     Args:
         root: the folder.
-        host: address to listen on. Any but this machine's own (127.0.0.1, ::1, localhost) needs a token.
+        host: address to listen on. Any but the loopback addresses (127.0.0.1, ::1, localhost) needs a token.
         port: the first port to try; 0 for any.
-        token: what visitors must bring; None makes one up where one is needed.
-        say: told the address, and that another port was taken.
-        started: given the uvicorn server before it runs; its `should_exit` ends it.
+        token: the token that visitors must send; with None one is generated where it is needed.
+        say: receives the lines to print: the address, and a port in use.
+        started: receives the uvicorn server before it runs; its `should_exit` ends it.
 
     Raises:
-        StudyError: there is no such folder, no run or training in it, or none of which anything can be read.
+        StudyError: there is no such folder, no run or training in it, or none that can be read.
         UsageError: the address or token cannot be used.
         MissingDependency: FastAPI or uvicorn is not installed.
     """
     library = Library(root)
     if not library.ids() and not library.trainings.ids():
         raise StudyError(
-            f"'{root}' holds no run and no training, not in its folders either: no run.yaml, study.log, trials.csv or "
-            "train.yaml was found; give the folder above your runs' --out"
+            f"'{root}' and its subfolders contain no run and no training: there is no run.yaml, study.log, trials.csv or "
+            "train.yaml; give the folder that contains the --out folders of your runs"
         )
     _readable(library)
     try:
@@ -66,8 +66,8 @@ def serve(
     local = is_local(host)
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{SHORTEST_TOKEN},}}", token):
         raise UsageError(
-            f"--token must have at least {SHORTEST_TOKEN} characters out of letters, digits and -_.~; "
-            "leave it out to have one made up"
+            f"--token must have at least {SHORTEST_TOKEN} characters from letters, digits and -_.~; "
+            "without it one is generated"
         )
     if not local and token is None:
         token = secrets.token_urlsafe(24)
@@ -75,7 +75,7 @@ def serve(
     chosen = listening.getsockname()[1]
     if port not in (0, chosen):
         say(f"port {port} is in use; serving on {chosen} instead")
-    # The address on a line of its own, which terminals let one click.
+    # On a line of its own the address can be clicked in terminals.
     say(f"redline dashboard of {library.root}, {_counted(library)}:\n{address(host, chosen, token)}")
     hosts = ("localhost", "127.0.0.1", "[::1]", host.lower()) if local and token is None else None
     config = uvicorn.Config(
@@ -84,18 +84,18 @@ def serve(
     )  # fmt: skip
     server = uvicorn.Server(config)
     started(server)
-    # What the first page shows is read while the browser is still being opened.
+    # Reads the contents of the first page while the browser starts.
     threading.Thread(target=library.lines, daemon=True).start()
     try:
         server.run(sockets=[listening])
-    except KeyboardInterrupt:  # the way to end it
+    except KeyboardInterrupt:  # the usual end
         say("stopped")
     finally:
         listening.close()
 
 
 def _readable(library: Library) -> None:
-    """Raises what is wrong with the first run if nothing can be read of any; else pages say what is wrong."""
+    """Raises the error of the first run if no run can be read; otherwise pages show the errors."""
     if library.trainings.ids():
         return
     first: StudyError | None = None
@@ -111,11 +111,11 @@ def _readable(library: Library) -> None:
 
 def _counted(library: Library) -> str:
     counts = {"run": len(library.ids()), "training": len(library.trainings.ids())}
-    return " and ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
+    return " and ".join(f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items() if count)
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach what listens on that address."""
+    """Returns True if only this machine can reach a server on that address."""
     if host.lower() == "localhost":
         return True
     try:
@@ -125,28 +125,28 @@ def is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the first free port from `port` on.
+    """Returns a socket that listens on the first free port from `port` upwards.
 
     Raises:
-        UsageError: the address is none of this machine's, or no port is free.
+        UsageError: the address does not belong to this machine, or no port is free.
     """
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UsageError(f"--host {host}: {error.strerror or error}; give an address of this machine") from None
     last: OSError | None = None
     for each in range(port, min(port + TRIES, 65536)) if port else (0,):
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # What it accepts inherits this; else an answer in two pieces waits 40 ms for the first to be acknowledged.
+        # Accepted sockets inherit this. Without it a response in two pieces waits 40 ms for an acknowledgement.
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            found.bind((where[0], each))
+            found.bind((resolved[0], each))
             found.listen(128)
         except OSError as error:
             found.close()
             last = error
-            if error.errno not in (98, 48, 13):  # taken (Linux, macOS), not for this user
+            if error.errno not in (98, 48, 13):  # in use (Linux, macOS), not permitted
                 break
         else:
             return found
@@ -157,6 +157,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(host: str, port: int, token: str | None) -> str:
-    """What to open in a browser."""
+    """Returns the URL to open in a browser."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?{urlencode({'token': token})}" if token else "")

@@ -1,4 +1,4 @@
-"""The trainings under a folder as the pages ask for them: their logs are read on as they grow."""
+"""Cache of the trainings below a folder for the pages; logs are read further as they grow."""
 
 import itertools
 import os
@@ -17,24 +17,24 @@ from ..report.document import as_json
 from .discover import Folders
 
 READING_S = 0.5
-"""How long an answer reads on in a log at most; the next one goes on from there."""
+"""Seconds for which a request reads a log at most; the next request continues."""
 SPARKS = 48
 """Points of a sparkline at most."""
 STRATEGIES = 100
-"""Configurations of a training that are shown, the latest."""
+"""Configurations of a training that are shown at most, the latest ones."""
 PRINTED_BYTES = 64 * 1024
-"""The end of what ranks printed that is shown."""
+"""Bytes shown from the end of the output of the ranks."""
 
 
 class NoSuchTraining(StudyError):
-    """There is no such training, or no longer."""
+    """The training does not exist, or no longer."""
 
 
 class Trainings:
-    """The trainings under a folder. May be used from several threads.
+    """The trainings under a folder. Thread-safe.
 
     Args:
-        folders: what lies there; nothing else is ever read.
+        folders: the folders found; nothing else is read.
     """
 
     def __init__(self, folders: Folders) -> None:
@@ -43,7 +43,7 @@ class Trainings:
         self._lock = threading.Lock()
 
     def ids(self) -> list[str]:
-        """The trainings there are, by their paths below the root."""
+        """Returns the trainings, as paths below the root."""
         found = list(self._folders.found().trainings)
         with self._lock:
             for gone in self._followed.keys() - set(found):
@@ -51,17 +51,20 @@ class Trainings:
         return found
 
     def folder(self, training: str) -> Path:
-        """The folder of a training.
+        """Returns the folder of a training.
 
         Raises:
-            NoSuchTraining: there is no such training; a path is never tried, only looked up.
+            NoSuchTraining: there is no such training; an unknown path is never opened.
         """
         if training not in (found := self.ids()):
             raise NoSuchTraining(unknown("training", training, found[:20]))
         return self._folders.root / training
 
     def lines(self) -> list[dict[str, Any]]:
-        """One line a training, those that changed last first. Long logs are read on from one call to the next."""
+        """Returns one line for each training, the running ones first and then those that changed last.
+
+        A long log is read over several calls.
+        """
         until, out = time.monotonic() + READING_S, []
         for training in self.ids():
             try:
@@ -74,7 +77,7 @@ class Trainings:
         return sorted(out, key=lambda each: (each["state"] != state.RUNNING, -each["changed"], each["training"]))
 
     def changes(self, training: str, have: str = "") -> dict[str, Any] | None:
-        """What the page of a training shows, with the `version` that it is; None where that is `have`.
+        """Returns the contents of the page of a training with their `version`; None if that is `have`.
 
         Raises:
             NoSuchTraining: there is no such training.
@@ -86,11 +89,11 @@ class Trainings:
             return None if version == have else {"version": version, "training": training, **followed.document()}
 
     def printed(self, training: str) -> tuple[str, str, int]:
-        """What the ranks printed that were started last: the file's name, its end, and the size of the whole, bytes.
+        """Returns the output of the latest ranks: name of the file, its end, and its size, bytes.
 
         Raises:
             NoSuchTraining: there is no such training.
-            OSError: there is no such file, or it cannot be read.
+            OSError: the file does not exist or cannot be read.
         """
         folder = self.folder(training)
         names = [each for each in os.listdir(folder / LOGS) if each.endswith(".log") and each[:-4].isdecimal()]
@@ -102,20 +105,20 @@ class Trainings:
     def _of(self, training: str) -> "_Followed":
         folder = self.folder(training)
         if not holds_training(folder):
-            raise NoSuchTraining(f"training '{training}' is no longer there: its folder was deleted, moved or renamed")
+            raise NoSuchTraining(f"training '{training}' no longer exists: its folder was deleted, moved or renamed")
         with self._lock:
             return self._followed.setdefault(training, _Followed(folder))
 
 
 class _Followed:
-    """What is known of a training; used by one thread at a time, which holds `lock`."""
+    """The cached state of a training; used by one thread at a time, which holds `lock`."""
 
     _counter = itertools.count(1)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = threading.Lock()
-        # With the start of this process in the version, a page that outlives it starts anew.
+        # The version contains the start of this process, so that a page that is older requests everything again.
         self._epoch = f"{os.getpid():x}-{time.time_ns():x}"
         self._number = next(self._counter)
         self._history = History(folder)
@@ -126,22 +129,22 @@ class _Followed:
 
     @property
     def version(self) -> str:
-        """Another one whenever something has changed."""
+        """Changes with every change of the contents."""
         return f"{self._epoch}.{self._number}"
 
     def read(self, seconds: float) -> None:
-        """Reads what has changed; in a long log for about that long."""
+        """Reads the changes; a long log for about `seconds`."""
         signature = (state.is_running(self.folder, (LOG,)), _stamp(self.folder / DOCUMENT))
         changed = signature != self._signature
         if changed:
             self._signature = signature
             self._read_document()
-        said, self._unreadable = self._unreadable, ""
+        previous, self._unreadable = self._unreadable, ""
         try:
             changed = self._history.read(seconds) or changed
         except OSError as error:
             self._unreadable = f"{LOG} cannot be read: {error.strerror or error}"
-        if changed or said != self._unreadable:
+        if changed or previous != self._unreadable:
             self._number = next(self._counter)
 
     def _read_document(self) -> None:
@@ -154,14 +157,14 @@ class _Followed:
 
     @property
     def state(self) -> str:
-        """Whether it runs, has come to its last step, or neither."""
+        """Running, finished (the last step is done) or stopped."""
         if self._signature and self._signature[0]:
             return state.RUNNING
         end = self._history.end
         return state.FINISHED if end is not None and not end.get("stopped") else state.STOPPED
 
     def line(self) -> dict[str, Any]:
-        """What the list says of it."""
+        """Returns its line in the list."""
         history, whole = self._history, self._whole()
         losses = [value for _, value in history.curves["loss"].points()]
         held_out = history.held_out.points()
@@ -178,7 +181,7 @@ class _Followed:
         }
 
     def document(self) -> dict[str, Any]:
-        """What its page shows."""
+        """Returns the contents of its page."""
         history = self._history
         strategies = list(enumerate(self._found.get("strategies", []), start=1))[-STRATEGIES:]
         return {
@@ -194,8 +197,8 @@ class _Followed:
             "checkpoints": list(history.checkpoints),
             "resumed": list(history.resumed),
             "lines": list(history.lines),
-            "asked": _told(self._found.get("asked", {})),
-            "data": _told(self._found.get("data", {})),
+            "asked": _pairs(self._found.get("asked", {})),
+            "data": _pairs(self._found.get("data", {})),
         }
 
     def _whole(self) -> dict[str, Any]:
@@ -226,7 +229,7 @@ def _column(unit: str) -> str:
 
 
 def _columns(points: list[tuple[int, float]]) -> list[list[float]]:
-    """Steps and values, each by themselves."""
+    """Returns the steps and the values as two lists."""
     return [[step for step, _ in points], [value for _, value in points]]
 
 
@@ -243,8 +246,8 @@ def _strategy(found: Mapping[str, Any], position: int) -> dict[str, Any]:
     )
 
 
-def _told(found: Any) -> list[list[str]]:
-    """Names and values as texts."""
+def _pairs(found: Any) -> list[list[str]]:
+    """Returns names and values as texts."""
     return (
         [[str(name)[:80], str(_short(value))] for name, value in list(found.items())[:100]]
         if isinstance(found, dict)
@@ -261,7 +264,7 @@ def _short(value: Any) -> Any:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does; None where there is none."""
+    """Returns a value that changes with the file; None without a file."""
     try:
         about = os.stat(path, follow_symlinks=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page, made from trials.csv and what lies beside it."""
+"""The report of a run: one self-contained HTML page, written from trials.csv and the files beside it."""
 
 from .document import document
 from .page import page

@@ -1,4 +1,4 @@
-"""The figures a report begins with: winner, ratio, spread, memory, and where the device time went."""
+"""The main figures of a report: winner, ratio, spread, memory, and the use of the device time."""
 
 import math
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from ...results import summary
 from ...results.measurement import Status, Trial
 
 MOST_LANES = 64
-"""Devices that a timeline draws one by one; where there are more, a lane is a trial's."""
+"""Devices up to which a timeline draws one lane for each; above it has one lane for each trial."""
 
 RAN = (Status.OK, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.WRONG)
-"""Statuses of trials that took device time."""
+"""Statuses of trials that used device time."""
 
 
 def headline(trials: Sequence[Trial]) -> dict[str, Any]:
-    """What the search found and what it cost, JSON-ready; None where the trials do not tell.
+    """Returns the result and the cost of the search, JSON-ready; None where the trials lack the data.
 
-    `exact` is the best trial without lossy values, and `exactness` says what it has that lossy ones lack.
-    `spread` is relative: the half-width of the 95 % interval of a throughput. Device seconds are a trial's total time
-    times its devices (1 where not told); `lost` are those of trials that did not end as `ok`, `overhead` what
-    the successful ones spent outside build, warm-up and measurement.
+    `exact` is the best trial without lossy values; `exactness` describes its difference from lossy ones. `spread` is
+    relative: the half-width of the 95 % interval of a throughput. The device seconds of a trial are its total time
+    times its devices (1 where unknown); `lost` are those of trials that did not end as `ok`, `overhead` the time that
+    successful ones spent outside build, warm-up and measurement.
     """
     winner, base = summary.best(trials), summary.default(trials)
     exact = summary.best_exact(trials)
@@ -47,7 +47,7 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def entry(trial: Trial) -> dict[str, Any]:
-    """One trial's figures."""
+    """Returns the figures of one trial."""
     found = trial.measured
     return {
         "trial": trial.number,
@@ -67,13 +67,13 @@ def entry(trial: Trial) -> dict[str, Any]:
 
 
 def memory_limit(trials: Sequence[Trial]) -> float | None:
-    """The memory a rank could use, MiB: the most common one where trials differ."""
+    """Returns the memory that a rank could use, MiB: the most common value where trials differ."""
     limits = [each.measured.memory_limit_mib for each in trials if each.measured.memory_limit_mib]
     return max(sorted(set(limits)), key=limits.count) if limits else None
 
 
 def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
-    """Device seconds by status, lost and overhead, and the wall-clock span; None where no trial tells."""
+    """Returns device seconds by status, lost and overhead, and the wall-clock span; None if no trial recorded its time."""
     timed = [each.measured for each in trials if each.measured.status in RAN and each.measured.seconds_total]
     if not timed:
         return None
@@ -98,7 +98,7 @@ def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
 
 
 def frontier(trials: Sequence[Trial]) -> list[int]:
-    """Numbers of the `ok` trials that no other beats in throughput at no more memory, by memory."""
+    """Returns the numbers of the `ok` trials on the Pareto front of throughput and memory, by memory."""
     known = [
         (each.measured.peak_memory_mib, -each.throughput, each.number)
         for each in trials
@@ -113,8 +113,11 @@ def frontier(trials: Sequence[Trial]) -> list[int]:
 
 
 def predictions(trials: Sequence[Trial]) -> dict[str, Any]:
-    """How predictions held: for `throughput` and `memory` each None or count, median ratio measured over
-    predicted, median absolute relative error, and Spearman's rank correlation."""
+    """Returns the accuracy of the predictions of `throughput` and `memory`.
+
+    Each is None or has the count, the median ratio of measured to predicted, the median absolute relative error, and
+    Spearman's rank correlation.
+    """
     speed = [(each.predicted_throughput, each.throughput) for each in trials if each.ok and each.predicted_throughput]
     memory = [
         (each.predicted_memory_mib, each.measured.peak_memory_mib)
@@ -155,11 +158,11 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
-    """Where and when trials ran: `items` of [trial, first lane, lanes, start, end], s from the first start.
+    """Returns the times of the trials: `items` of [trial, first lane, lanes, start, end], s from the first start.
 
-    A lane is a device, or a trial where all use as many devices or more than `MOST_LANES` would be needed, as `of`
-    says. The table does not say on which devices a trial ran; each is laid on the lowest lanes free at its start. None
-    where no trial tells when it started.
+    A lane is a device; it is a trial where all trials use the same number of devices, or where more than `MOST_LANES`
+    lanes would be needed (see `of`). The table does not record the devices of a trial: each is drawn on the lowest
+    lanes that are free at its start. None if no trial recorded its start.
     """
     known = [(*each.measured.span, each) for each in trials if each.measured.span is not None]
     if not known:
@@ -169,22 +172,24 @@ def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     ran = [(begin - origin, end - origin, each.number) for begin, end, each in known]
     widths = [max(int(each.measured.devices or 1), 1) for _, _, each in known]
     alike = len(set(widths)) == 1 and widths[0] > 1
-    by_device = None if alike else _laid(ran, widths, MOST_LANES)
-    laid = by_device or _laid(ran, [1] * len(ran), len(ran))
+    by_device = None if alike else _placed(ran, widths, MOST_LANES)
+    laid = by_device or _placed(ran, [1] * len(ran), len(ran))
     assert laid is not None, "as many lanes as trials are enough"
     items, count = laid
     return {"lanes": count, "of": "devices" if by_device else "trials", "origin": origin, "items": items}
 
 
-def _laid(
+def _placed(
     ran: Sequence[tuple[float, float, int]], widths: Sequence[int], most: int
 ) -> tuple[list[list[Any]], int] | None:
-    """The trials, given begin, end and number of each, on lanes, and how many lanes those are; None where they are more
-    than `most`."""
+    """Returns the trials, given begin, end and number of each, placed on lanes, and the number of lanes.
+
+    None if more than `most` lanes are needed.
+    """
     busy: list[float] = []
     items = []
     for (begin, end, number), width in zip(ran, widths):
-        # A trial's end and the next one's start are taken by different clocks.
+        # The end of a trial and the start of the next one come from different clocks.
         free = [until <= begin + 0.02 for until in busy]
         first = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
         if first + width > most:

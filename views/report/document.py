@@ -1,4 +1,4 @@
-"""Everything a page shows of a run, as plain data."""
+"""The contents of the page of a run as plain data."""
 
 import math
 import time
@@ -12,15 +12,15 @@ from .failures import failures
 from .source import Source
 
 LOWEST, HIGHEST = -(2**53), 2**53
-"""Whole numbers that JavaScript holds exactly."""
+"""Range of the whole numbers that JavaScript represents exactly."""
 
 
 def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
-    """What the report and the dashboard show of a run, JSON-ready.
+    """Returns the contents of the report or dashboard page of a run, JSON-ready.
 
     Args:
         source: the run.
-        with_rows: whether the table itself is in it, under `rows`.
+        with_rows: True adds the table itself under `rows`.
     """
     trials = source.trials
     space = words.space(source.request, source.columns)
@@ -61,7 +61,7 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
 
 
 def rows(source: Source) -> dict[str, list[Any]]:
-    """The table by columns, without those in which every cell is empty."""
+    """Returns the table by columns, without those whose cells are all empty."""
     kept = ("trial", "status", "reason", "throughput")
     return {
         name: cells
@@ -71,7 +71,7 @@ def rows(source: Source) -> dict[str, list[Any]]:
 
 
 def as_json(value: Any) -> Any:
-    """`value` with what JSON or JavaScript has no number for written as texts."""
+    """Returns `value` with numbers that JSON or JavaScript cannot represent written as text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

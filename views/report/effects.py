@@ -1,4 +1,4 @@
-"""What each knob does to the throughput, told apart from the others."""
+"""The effect of each knob on the throughput, separated from the others."""
 
 import math
 from collections import Counter
@@ -8,61 +8,61 @@ from typing import Any
 from ...results.measurement import Trial
 
 MANY = 12
-"""Numeric values of a knob after which neighbours are taken together."""
+"""Number of numeric values of a knob above which neighbours are grouped."""
 
 
 def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) -> dict[str, Any]:
-    """Main effects and importance of the knobs over the `ok` trials, JSON-ready.
+    """Returns main effects and importance of the knobs over the `ok` trials, JSON-ready.
 
-    Log throughput is fitted as a sum of one term per value of each knob, by ridge regression with penalty 1.
-    `explained` is the fit's share of the variance of log throughput, each trial predicted from the others
-    (leave-one-out, hence honest where trials are few); a knob's `importance` is its part of that, in
-    proportion to the variance its own terms cause. Both are None where a fit says nothing.
+    Log throughput is fitted as a sum of one term for each value of each knob, by ridge regression with penalty 1.
+    `explained` is the share of the variance of log throughput that the fit explains, with each trial predicted from
+    the others (leave-one-out, so that it is not too high with few trials). The `importance` of a knob is its part group_of
+    that, in proportion to the variance of its own terms. Both are None without a fit.
 
-    Each entry of `knobs`, most important first, has `name` and `values`: a label, how many trials of it
-    ended as which status, the `low`, `median`, `high` (quartiles), `min` and `max` of its throughputs as they
-    were measured, and `effect`: the factor on the throughput with the other knobs held equal, with
-    `effect_low` and `effect_high` one standard error away.
+    Each entry of `knobs`, most important first, has `name` and `values`. A value has a label, the number of its trials
+    by status, the `low`, `median`, `high` (quartiles), `min` and `max` of its measured throughputs, and `effect`: the
+    factor on the throughput with the other knobs held equal, with `effect_low` and `effect_high` one standard error
+    away.
 
     Args:
         trials: finished trials.
-        knobs: the knobs to tell apart, with their values in order where that is known; derived ones would
-            only repeat others.
+        knobs: the knobs to separate, with their values in order where that is known; without derived ones, which
+            depend on the others.
     """
     import numpy as np
 
     good = [each for each in trials if each.ok and each.throughput > 0]
     speeds = np.array([each.throughput for each in good], dtype=float)
-    told: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
     blocks: list[Any] = []
     for name, declared in knobs.items():
-        labels, of = _groups(name, trials, declared or ())
+        labels, group_of = _groups(name, trials, declared or ())
         if len(labels) < 2:
             continue
-        place = np.array([of[each.number] for each in good], dtype=int)
+        groups = np.array([group_of[each.number] for each in good], dtype=int)
         counts: list[Counter[str]] = [Counter() for _ in labels]
         for each in trials:
-            counts[of[each.number]][str(each.measured.status)] += 1
+            counts[group_of[each.number]][str(each.measured.status)] += 1
         values = [
-            {"label": label, "counts": dict(counts[at])} | _quartiles(speeds[place == at])
+            {"label": label, "counts": dict(counts[at])} | _quartiles(speeds[groups == at])
             for at, label in enumerate(labels)
         ]
-        told.append({"name": name, "importance": None, "values": values})
-        blocks.append(np.eye(len(labels))[place] if len(good) else np.zeros((0, len(labels))))
-    explained = _fit(told, blocks, np.log(speeds)) if told and len(good) >= 3 else None
-    told.sort(key=lambda each: -(each["importance"] or 0.0))
-    return {"count": len(good), "explained": explained, "knobs": told}
+        described.append({"name": name, "importance": None, "values": values})
+        blocks.append(np.eye(len(labels))[groups] if len(good) else np.zeros((0, len(labels))))
+    explained = _fit(described, blocks, np.log(speeds)) if described and len(good) >= 3 else None
+    described.sort(key=lambda each: -(each["importance"] or 0.0))
+    return {"count": len(good), "explained": explained, "knobs": described}
 
 
-def _fit(told: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | None:
-    """Fills in effects and importances; returns the share of variance explained."""
+def _fit(described: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | None:
+    """Fills in effects and importances; returns the explained share of the variance."""
     import numpy as np
 
     count = len(y)
     total = float(((y - y.mean()) ** 2).sum())
     if total <= 1e-18:
         return None
-    # Columns are centred, so that the mean is not penalised.
+    # The columns are centred so that the mean is not penalised.
     x = np.concatenate(blocks, axis=1)
     x = x - x.mean(axis=0)
     gram = x.T @ x
@@ -75,7 +75,7 @@ def _fit(told: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | None:
     freedom = max(count - 1 - float(np.trace(inverse @ gram)), 1.0)
     covariance = inverse @ gram @ inverse * (float((residual**2).sum()) / freedom)
     variances, begin = [], 0
-    for knob, block in zip(told, blocks):
+    for knob, block in zip(described, blocks):
         end = begin + block.shape[1]
         share = block.mean(axis=0)
         own = terms[begin:end] - share @ terms[begin:end]
@@ -83,7 +83,7 @@ def _fit(told: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | None:
         for at, value in enumerate(knob["values"]):
             if not block[:, at].any():
                 continue
-            # The error of a value's distance from the knob's mean.
+            # The error of the distance of a value from the mean of the knob.
             against = np.eye(end - begin)[at] - share
             error = math.sqrt(max(float(against @ covariance[begin:end, begin:end] @ against), 0.0))
             value["effect"] = math.exp(own[at])
@@ -91,13 +91,13 @@ def _fit(told: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | None:
         begin = end
     if explained <= 0 or sum(variances) <= 0:
         return 0.0
-    for knob, variance in zip(told, variances):
+    for knob, variance in zip(described, variances):
         knob["importance"] = explained * variance / sum(variances)
     return explained
 
 
 def _groups(name: str, trials: Sequence[Trial], declared: Sequence[Any]) -> tuple[list[str], dict[int, int]]:
-    """Labels of a knob's values in order, and which of them each trial has."""
+    """Returns the labels of the values of a knob in order, and the index of the label of each trial."""
     given = {each.number: each.config.get(name) for each in trials}
     values = sorted(set(given.values()) - {None}, key=_order)
     numeric = values and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)

@@ -1,4 +1,4 @@
-"""Configurations in the formats people can copy."""
+"""The configurations of a run in the export formats."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from .source import Source
 
 
 def exports(source: Source, trial: Trial | None = None) -> list[dict[str, Any]]:
-    """A trial's configuration in each format there is, as `target`, `about` and `text`; what a text has no place
-    to state is in `notes`.
+    """Returns a trial's configuration in each export format, as `target`, `about`, `text` and `notes`.
 
-    A format that cannot hold it has the reason in place of the text, under `error`.
+    `notes` are the remarks that the text has no room for. A format that cannot represent the configuration has the
+    reason under `error` in place of the text.
 
     Args:
         source: the run.
-        trial: whose; None for the winner, and nothing where there is none.
+        trial: the trial; None for the winner. The list is empty without a winner.
     """
     trial = trial or summary.best(source.trials)
     if trial is None:
@@ -26,11 +26,11 @@ def exports(source: Source, trial: Trial | None = None) -> list[dict[str, Any]]:
     for name, target in export_targets().items():
         entry: dict[str, Any] = {"target": name, "about": target.about}
         try:
-            made = render(name, trial, source.request)
+            rendered = render(name, trial, source.request)
         except UsageError as error:
             entry["error"] = str(error)
         else:
-            entry["text"] = made.text
-            entry["notes"] = [] if made.comments_inside else list(made.notes)
+            entry["text"] = rendered.text
+            entry["notes"] = [] if rendered.comments_inside else list(rendered.notes)
         out.append(entry)
     return out

@@ -1,4 +1,4 @@
-"""Trials that did not end well, taken together by their reason."""
+"""Failed trials, grouped by their reason."""
 
 import re
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from ...results.columns import fold
 from ...results.measurement import Status, Trial
 
 LINES = 12
-"""Lines of a log that are shown."""
+"""Lines of a log that are shown at most."""
 
 GROUPS = 40
-"""Groups that are shown with a log; further ones are only counted."""
+"""Groups that are shown with a log; of further ones only the number of trials is shown."""
 
 _TAIL_BYTES = 16 * 1024
 _RANK = re.compile(r"rank (\d+):")
@@ -21,15 +21,15 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 
 
 def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any]]:
-    """Groups of trials that are not `ok`, largest first within a status, `skipped` last.
+    """Returns groups of the trials that are not `ok`, largest first within a status, `skipped` last.
 
-    Reasons that differ in numbers only belong together. An entry has `status`, `reason` (that of its last
-    trial), `alike` (whether others differ), `trials`, and of its last trial that left one the log's last lines (of
-    the rank its reason names, if it names one): `log`, `log_trial`, `log_path`, or `log_why` why there is none.
+    Reasons that differ only in numbers belong to one group. An entry has `status`, `reason` (that of its last trial),
+    `alike` (true if others differ) and `trials`. The last lines of a log come from its last trial with one (lines of
+    the rank that its reason names, if any): `log`, `log_trial`, `log_path`, or `log_why` if it has none.
 
     Args:
         trials: finished trials.
-        folder: the run's, from where logs are read; None for none.
+        folder: the folder of the run, from which logs are read; None for no logs.
     """
     groups: dict[tuple[Status, str], list[Trial]] = {}
     for each in trials:
@@ -42,34 +42,34 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
     for place, key in enumerate(order):
         members = groups[key]
         reasons = {fold(each.measured.reason) for each in members}
-        told = {
+        described = {
             "status": str(key[0]),
             "reason": fold(members[-1].measured.reason),
             "alike": len(reasons) > 1,
             "trials": [each.number for each in members],
         }
         if key[0] is not Status.SKIPPED and folder is not None and place < GROUPS:
-            told |= _log(members, folder)
-        out.append(told)
+            described |= _log(members, folder)
+        out.append(described)
     return out
 
 
 def _log(members: Sequence[Trial], folder: Path) -> dict[str, Any]:
     named = [each for each in members if each.measured.log]
     if not named:
-        return {"log_why": "no log is named in the table"}
+        return {"log_why": "the table names no log"}
     last = named[-1]
-    where = {"log_trial": last.number, "log_path": last.measured.log}
+    known = {"log_trial": last.number, "log_path": last.measured.log}
     try:
         text, _ = tail_inside(folder.resolve(), last.measured.log, at_most=_TAIL_BYTES)
     except OSError as error:
-        return where | {"log_why": f"its log cannot be shown: {error.strerror or error}"}
+        return known | {"log_why": f"its log cannot be shown: {error.strerror or error}"}
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
-    # What other ranks print last is how they noticed.
+    # The last output of other ranks only shows how they noticed the failure.
     rank = _RANK.match(last.measured.reason)
     lines = [line for line in lines if rank and line.startswith(f"[rank {rank[1]}]")] or lines
     if not lines:
-        return where | {"log_why": "it printed nothing"}
-    return where | {"log": "\n".join(line[:400] for line in lines[-LINES:])}
+        return known | {"log_why": "it printed nothing"}
+    return known | {"log": "\n".join(line[:400] for line in lines[-LINES:])}

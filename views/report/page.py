@@ -1,4 +1,4 @@
-"""The HTML of a report: one file that needs nothing else and fetches nothing."""
+"""The HTML of a report: a single file that loads nothing else."""
 
 import base64
 import hashlib
@@ -12,24 +12,24 @@ from typing import Any
 DRAWING = (
     "dom", "format", "draw/pen", "draw/scale", "draw/marks", "draw/words", "draw/frame", "draw/hover",
 )  # fmt: skip
-"""The drawing layer and what it builds on: by it, and by nothing else, the report and the dashboard draw."""
+"""The drawing layer and its dependencies; the report and the dashboard draw with it only."""
 
 SCRIPTS = (
     *DRAWING, "status", "copy", "rows", "details", "headline", "charts/trials", "charts/progress",
     "charts/memory", "charts/parallel", "charts/effects", "charts/predicted", "charts/timeline", "failures",
     "filter", "table", "space", "environment", "run",
 )  # fmt: skip
-"""The scripts that show a run, in the order they build on each other; the dashboard uses the same."""
+"""The scripts that show a run, in the order of their dependencies; the dashboard uses the same."""
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The report of a run as HTML.
+    """Returns the report of a run as HTML.
 
-    Nothing in `document` is ever read as HTML or as a script: it is embedded as JSON without `<`, the page
-    shows it as text only, and a content security policy forbids any script and style but the page's own.
+    Nothing in `document` is interpreted as HTML or script: it is embedded as JSON without `<`, the page shows it as
+    text only, and a content security policy forbids all scripts and styles but those of the page.
 
     Args:
-        document: what `document.document` returns.
+        document: the result of `document.document`.
     """
     style, script = asset("style.css"), bundle((*SCRIPTS, "report"))
     policy = (
@@ -52,7 +52,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def embed(data: Any) -> str:
-    """`data` as JSON that may stand inside an HTML script element."""
+    """Returns `data` as JSON that is safe inside an HTML script element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for each in "<>&\u2028\u2029":
         text = text.replace(each, f"\\u{ord(each):04x}")
@@ -61,13 +61,13 @@ def embed(data: Any) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A file of the package's own, as text."""
+    """Returns a file of this package as text."""
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 @cache
 def bundle(names: tuple[str, ...], *more: str) -> str:
-    """Scripts of the report and then `more`, as one in a scope of its own; each sees those before it."""
+    """Returns scripts of the report and then `more` as one script in a scope of its own; each sees those before it."""
     texts = [*(asset(f"js/{name}.js") for name in names), *more]
     return '(() => {\n"use strict";\n' + "\n".join(texts) + "\n})();\n"
 

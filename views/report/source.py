@@ -1,4 +1,4 @@
-"""What lies on disk of a run: the table, and the sidecars beside it as far as they can be read."""
+"""The files of a run: the table, and the files beside it where they can be read."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,28 +17,28 @@ from . import state
 
 @dataclass(kw_only=True, slots=True)
 class Source:
-    """A run as its files tell it. Nothing is locked or written, and optuna is not needed."""
+    """The contents of the files of a run. Nothing is locked or written, and optuna is not needed."""
 
     folder: Path
-    """Where the table lies; logs are looked for in here and nowhere else."""
+    """The folder of the table; logs are read from nowhere else."""
     table: str
-    """Name of the table in it."""
+    """File name of the table."""
     columns: dict[str, list[Any]]
-    """The table's cells by column, in the order of trials; None for an empty one."""
+    """Cells of the table by column, in the order of trials; None for an empty cell."""
     trials: list[Trial]
-    """The same as trials, the winner and the default with their re-measurements."""
+    """The rows as trials, the winner and the default with their repeated measurements."""
     request: dict[str, Any] | None
     """The contents of run.yaml; None without one."""
     best: dict[str, Any] | None
-    """The contents of best.yaml; None without one, or if it tells of other trials than the table."""
+    """The contents of best.yaml; None without one, or if it does not agree with the table."""
     state: str
     """See `state`."""
     problems: list[str] = field(default_factory=list)
-    """What is missing or damaged, in words."""
+    """Descriptions of missing or damaged files."""
 
     @property
     def name(self) -> str:
-        """What was tuned, or what the file is called."""
+        """The tuned model or the name of the file."""
         asked = (self.request or {}).get("asked", {})
         for key in ("model", "name"):
             if isinstance(asked.get(key), str) and asked[key]:
@@ -49,7 +49,7 @@ class Source:
 
     @property
     def simulated(self) -> bool:
-        """Whether nothing was run: all numbers are predictions."""
+        """True if all numbers are predictions."""
         return bool((self.request or {}).get("asked", {}).get("simulated"))
 
     @property
@@ -59,7 +59,7 @@ class Source:
 
     @classmethod
     def unreadable(cls, folder: Path, why: str) -> "Source":
-        """A run of which nothing can be read, as one without trials."""
+        """Returns a run that cannot be read, as one without trials."""
         columns, _ = parse(_NOTHING, TABLE)
         return cls(
             folder=folder, table=TABLE, columns=columns, trials=[], request=None, best=None, state=state.STOPPED,
@@ -68,15 +68,15 @@ class Source:
 
     @classmethod
     def read(cls, path: str | Path, *, lenient: bool = False) -> "Source":
-        """The run in a folder, or the table in a CSV file of any name (then without sidecars).
+        """Returns the run in a folder, or the table in a CSV file of any name (then without the other files).
 
         Args:
             path: the folder or file.
-            lenient: a table that is missing or lacks needed columns, and a run.yaml of another format, are
+            lenient: a missing table, a table without the required columns, and a run.yaml of another format become
                 problems of an empty run instead of errors.
 
         Raises:
-            StudyError: there is no run, its table lacks a needed column, or it has another format.
+            StudyError: there is no run, its table lacks a required column, or it has another format.
         """
         path = path_of(path)
         if path.is_dir():
@@ -84,32 +84,32 @@ class Source:
         elif path.exists():
             folder, name = path.parent, path.name
         else:
-            raise StudyError(f"there is no '{path}'; give the --out of a run, or a table of trials (CSV)")
+            raise StudyError(f"'{path}' does not exist; give the --out of a run, or a table of trials (CSV)")
         alone = path != folder and (name != TABLE or not holds_run(folder))
         if not alone and not holds_run(folder):
-            raise StudyError(f"'{path}' holds no run: neither {RUN} nor {TABLE} is there{_nearby(path)}")
+            raise StudyError(f"'{path}' contains no run: neither {RUN} nor {TABLE} is there{_nearby(path)}")
         problems: list[str] = []
-        asked = None if alone else _asked(folder, problems, lenient or path != folder)
-        columns = _table(folder, name, asked is not None, problems, lenient)
-        trials = trials_of(columns, lossy=lossy_of(asked))
+        request_document = None if alone else _request_of(folder, problems, lenient or path != folder)
+        columns = _table(folder, name, request_document is not None, problems, lenient)
+        trials = trials_of(columns, lossy=lossy_of(request_document))
         best = None if alone else read_best(folder, problems)
         running = not alone and state.is_running(folder)
         judged = confirmed(trials, best)
         if best is not None and judged is None:
             if not running:
-                problems.append(f"{BEST} tells of other trials than {TABLE}; the winner shown is the table's")
+                problems.append(f"{BEST} does not agree with {TABLE}; the winner shown is that of the table")
             best = None
         trials = trials if judged is None else judged
         if running:
-            now = state.RUNNING
-        elif asked is None:
-            now = state.TABLE_ONLY
+            current = state.RUNNING
+        elif request_document is None:
+            current = state.TABLE_ONLY
         elif best is None:
-            now = state.STOPPED
+            current = state.STOPPED
         else:
-            now = state.FINISHED if best.get("best") is not None else state.NOTHING
+            current = state.FINISHED if best.get("best") is not None else state.NOTHING
         return cls(
-            folder=folder, table=name, columns=columns, trials=trials, request=asked, best=best, state=now,
+            folder=folder, table=name, columns=columns, trials=trials, request=request_document, best=best, state=current,
             problems=problems,
         )  # fmt: skip
 
@@ -123,10 +123,10 @@ def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], l
     except FileNotFoundError:
         if not (may_be_missing or lenient):
             raise StudyError(
-                f"'{folder}' has no {name}, which is what a report is made from; it is written with the first "
-                "trial, and `redline tune --resume` writes it anew"
+                f"'{folder}' has no {name}, which a report needs; it is written with the first "
+                "trial, and `redline tune --resume` writes it again"
             ) from None
-        problems.append(f"{name} is not there (yet)")
+        problems.append(f"{name} does not exist (yet)")
         return parse(_NOTHING, name)[0]
     except OSError as error:
         if not lenient:
@@ -144,11 +144,11 @@ def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], l
     return sane(columns, problems)
 
 
-def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:
+def _request_of(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:
     document = schema.read_document(folder, RUN, problems)
     if document is None:
         if not (folder / RUN).exists() and (folder / LEDGER).exists():
-            problems.append(f"{RUN} is missing: what was asked, the space and the environment are not known")
+            problems.append(f"{RUN} is missing: the request, the space and the environment are unknown")
         return None
     try:
         document, faults = request.known_parts(document, folder / RUN)
@@ -157,7 +157,7 @@ def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] |
             problems.append(str(error))
             return None
         raise StudyError(
-            f"{str(error).partition('; ')[0]}. For a page of the table alone: redline report {folder / TABLE}"
+            f"{str(error).partition('; ')[0]}. For a report of the table alone: redline report {folder / TABLE}"
         ) from None
     problems += faults
     return document

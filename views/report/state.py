@@ -1,4 +1,4 @@
-"""Whether somebody is working on a run, found out without touching its lock."""
+"""Detection of running processes on a run without touching its lock."""
 
 import json
 import os
@@ -10,27 +10,30 @@ from ...base.reading import read_inside
 from ...results.names import LEDGER, TABLE
 
 RUNNING, FINISHED, NOTHING, STOPPED, TABLE_ONLY = "running", "finished", "nothing", "stopped", "table"
-"""A process holds the run's lock; best.yaml tells of all its trials, with a winner or without one; neither; there is
-only a table."""
+"""The states of a run.
+
+`running`: a process holds the lock of the run. `finished`: best.yaml covers all its trials and has a winner;
+`nothing`: it has none. `table`: there is only a table. `stopped`: any other run.
+"""
 
 _FRESH_SECONDS = 180.0
 
 
 def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool:
-    """Whether a process works on the run in `folder`, or on whatever else is locked like one.
+    """Returns True if a process works on the run in `folder`, or on another folder that is locked in the same way.
 
-    On this machine the kernel's list of locks tells (proc(5), /proc/locks). A run that another machine writes
-    on a shared disk counts as running while its files `written` change.
+    On this machine the kernel's list of locks is read (proc(5), /proc/locks). A run that another machine writes on a
+    shared disk counts as running while its files `written` change.
     """
     try:
         found = os.stat(folder / ".lock", follow_symlinks=False)
     except OSError:
         return False
     try:
-        who = json.loads(read_inside(folder, ".lock", at_most=4096))
+        holder = json.loads(read_inside(folder, ".lock", at_most=4096))
     except (OSError, ValueError):
-        who = None
-    host = who.get("host") if isinstance(who, dict) else None
+        holder = None
+    host = holder.get("host") if isinstance(holder, dict) else None
     if host is None or host == socket.gethostname():
         return _locked(found)
     return time.time() - _changed(folder, written) < _FRESH_SECONDS

@@ -1,4 +1,4 @@
-"""The space, what was asked, and where it ran: as people read it."""
+"""The request, the space and the environment of a run as readable text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _ASKED = {
 
 
 def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
-    """What run.yaml says was asked, as pairs of a name and a text."""
+    """Returns the request in run.yaml as pairs of a name and a text."""
     given = (request or {}).get("asked", {})
     out = []
     if given.get("simulated"):
@@ -45,7 +45,7 @@ def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
 
 
 def devices(request: Mapping[str, Any] | None) -> str:
-    """What a trial ran on, such as `8 × H100`, with how many there were if more; empty where run.yaml does not say."""
+    """Returns the devices of a trial, such as `8 × H100`, with the number present if more; empty without the data."""
     value = (request or {}).get("asked", {}).get("devices")
     if not isinstance(value, Mapping):
         return _text(value) if value is not None else ""
@@ -59,15 +59,15 @@ def devices(request: Mapping[str, Any] | None) -> str:
 
 
 def began(request: Mapping[str, Any] | None) -> str:
-    """When the run was begun, as run.yaml says it; empty where it does not."""
+    """Returns the start of the run according to run.yaml; empty without it."""
     return _moment((request or {}).get("created") or "")
 
 
 def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The knobs and constraints: those of run.yaml, else what the table's columns show.
+    """Returns the knobs and constraints: those of run.yaml, or those seen in the columns of the table.
 
-    Each of `knobs` has `name`, `values` (None for a derived one), `default`, `help`, `when`, `derived`;
-    each of `constraints` `text` and `reason`; `declared` tells whether the space is known or only seen.
+    Each of `knobs` has `name`, `values` (None for a derived one), `default`, `help`, `when`, `derived`; each of
+    `constraints` has `text` and `reason`. `declared` is true if the space comes from run.yaml.
     """
     document = (request or {}).get("asked", {}).get("space")
     seen = {name[len("knob.") :]: cells for name, cells in columns.items() if name.startswith("knob.")}
@@ -93,7 +93,7 @@ def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -
 
 
 def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | None) -> list[list[Any]]:
-    """Groups of facts about where it ran, each a title and pairs of a name and a text."""
+    """Returns groups of facts about the environment, each a title and pairs of a name and a text."""
     found = (best or {}).get("environment") or (request or {}).get("environment") or {}
     if not isinstance(found, Mapping):
         return []

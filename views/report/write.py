@@ -1,4 +1,4 @@
-"""`report.html`, written."""
+"""Writing of `report.html`."""
 
 from pathlib import Path
 
@@ -10,19 +10,19 @@ from .page import page
 from .source import Source
 
 NAME = "report.html"
-"""What a run's report is called in its folder."""
+"""File name of the report in the folder of a run."""
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     """Writes the report of a run and returns its path.
 
     Args:
-        run: the run's folder, finished or still running, or a table of trials (CSV).
-        output: the file to write; None for `report.html` in the run's folder, or for the table's name with
-            `.html` where there is only a table of another name.
+        run: the folder of the run, finished or still running, or a table of trials (CSV).
+        output: the file to write; None for `report.html` in the folder of the run, or, for a table of another
+            name, that name with `.html`.
 
     Raises:
-        StudyError: there is no run, what is needed of it is missing, or the file cannot be written.
+        StudyError: there is no run, a required file is missing, or the report cannot be written.
     """
     source = Source.read(run)
     if output is None:

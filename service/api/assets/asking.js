@@ -1,11 +1,11 @@
-// Asking the server: reads with the session's cookie alone, changes with the token against forged requests, too.
+// Requests to the server. Reads need the session cookie only; changes also need the token against forged requests.
 
 const connection = document.getElementById("connection");
 let session = null;
 
 function connected(fine) {
   connection.hidden = fine;
-  connection.textContent = fine ? "" : "The server does not answer; what is shown is what was known. Trying again.";
+  connection.textContent = fine ? "" : "The server does not answer. This page shows the last known state; reconnecting.";
 }
 
 class Refused extends Error {
@@ -39,7 +39,7 @@ async function ask(path, body, headers = {}, method = body === undefined ? "GET"
   return found;
 }
 
-// Calls `draw` now, whenever something happens, and every few seconds, until the returned function is called; never
+// Calls `draw` now, at every event, and every few seconds, until the returned function is called; never
 // twice at once, and not more often than a few times a second.
 const listeners = new Set();
 function live(draw, everyMs = 5000) {
@@ -66,10 +66,10 @@ function live(draw, everyMs = 5000) {
 }
 
 function complain(error) {
-  clear(document.getElementById("page")).append(el("div", { class: "problems", role: "alert" }, el("h2", {}, "This cannot be shown"), el("p", {}, error.message), el("p", {}, el("a", { href: "#/" }, "The queue"))));
+  clear(document.getElementById("page")).append(el("div", { class: "problems", role: "alert" }, el("h2", {}, "This page cannot be shown"), el("p", {}, error.message), el("p", {}, el("a", { href: "#/" }, "The queue"))));
 }
 
-// One stream for the whole page; a browser that loses it connects again and says what it saw last.
+// One stream for the whole page. A browser that loses it reconnects with the id of the last event it received.
 const happenings = [];
 const MOST_HAPPENINGS = 200;
 const KINDS = ["search", "dry_run", "worker", "plan", "placed", "started", "finished", "remeasuring", "waiting", "said", "ended", "held", "released", "changed", "deleted"];
@@ -77,12 +77,12 @@ function listen() {
   const source = new EventSource("v1/events");
   source.addEventListener("open", () => { connected(true); listeners.forEach((each) => each()); });
   source.addEventListener("error", () => connected(false));
-  const heard = (event) => {
+  const received = (event) => {
     happenings.unshift(JSON.parse(event.data));
     happenings.length = Math.min(happenings.length, MOST_HAPPENINGS);
     listeners.forEach((each) => each());
   };
-  KINDS.forEach((kind) => source.addEventListener(kind, heard));
+  KINDS.forEach((kind) => source.addEventListener(kind, received));
 }
 
 function when(unix) {
@@ -93,7 +93,7 @@ function state(name) {
   return el("span", { class: `state state-${name}` }, name);
 }
 
-// Where there is no room for columns, each cell says what it is.
+// On narrow screens each cell shows its column's name instead of a table header.
 function table(names, rows, label) {
   for (const row of rows) [...row.children].forEach((cell, at) => { cell.dataset.label = names[at]; });
   return el("table", { class: "service-table", "aria-label": label }, el("thead", {}, el("tr", {}, names.map((each, at) => el("th", { scope: "col", class: rows.length && rows[0].children[at].classList.contains("number") ? "number" : null }, each)))), el("tbody", {}, rows));
@@ -103,7 +103,7 @@ function bestOf(best) {
   return best ? `${number(best.throughput, 5)} ${best.unit || ""}` : MISSING;
 }
 
-// What the owner of a search, or an admin, may do with it as it is now.
+// Actions of the owner of a search, or an admin, by the search's state.
 const isOpen = (search) => ["queued", "running"].includes(search.state);
 const ACTIONS = {
   cancel: { label: "Cancel", fits: isOpen },
@@ -117,8 +117,8 @@ function mayChange(search) {
   return session.role === "admin" || (session.role !== "reader" && session.user === search.user);
 }
 
-// A button, or null where the action does not fit. One that asks back is clicked a second time within five seconds.
-function actionButton(name, search, told, done = () => listeners.forEach((each) => each())) {
+// A button, or null if the action is not available. Actions with `asks` need a second click within five seconds.
+function actionButton(name, search, alert, done = () => listeners.forEach((each) => each())) {
   const { label, fits, method, asks } = ACTIONS[name];
   if (!fits(search) || !mayChange(search)) return null;
   const button = el("button", { type: "button", [`data-${name}`]: search.id }, label);
@@ -131,13 +131,13 @@ function actionButton(name, search, told, done = () => listeners.forEach((each) 
       return;
     }
     button.disabled = true;
-    told.textContent = "";
+    alert.textContent = "";
     try {
       await (method ? ask(`v1/searches/${search.id}`, undefined, {}, method) : ask(`v1/searches/${search.id}/${name}`, {}));
       done();
     } catch (error) {
       if (!(error instanceof Refused) && !(error instanceof Unreachable)) throw error;
-      told.textContent = error instanceof Refused ? error.message : "The server does not answer; try again.";
+      alert.textContent = error instanceof Refused ? error.message : "The server does not answer; try again.";
       button.disabled = false;
     }
   });

@@ -1,6 +1,6 @@
 // The queue, the searches that ended, and the pool.
 
-function searchRow(each, told) {
+function searchRow(each, alert) {
   return el("tr", { "data-search": each.id },
     el("td", {}, el("a", { href: `#/search/${each.id}` }, each.name || each.id), el("span", { class: "under" }, ` ${each.id}`)),
     el("td", {}, each.user),
@@ -10,22 +10,22 @@ function searchRow(each, told) {
     el("td", { class: "number" }, number(each.trials)),
     el("td", { class: "number" }, bestOf(each.best)),
     el("td", { class: "whole" }, when(each.created)),
-    el("td", {}, actionButton("cancel", each, told)));
+    el("td", {}, actionButton("cancel", each, alert)));
 }
 
 const SEARCH_COLUMNS = ["search", "user", "state", "priority", "devices", "trials", "best", "submitted", ""];
 
 function queuePage(page) {
-  const told = el("p", { class: "wrong", role: "alert" });
+  const alert = el("p", { class: "wrong", role: "alert" });
   const counts = el("p", { class: "lead", role: "status" });
   const open = el("div"), ended = el("div");
-  page.append(el("h1", {}, "Queue"), counts, told, open, el("h2", {}, "Ended"), ended);
+  page.append(el("h1", {}, "Queue"), counts, alert, open, el("h2", {}, "Ended"), ended);
   return live(async () => {
     const [queue, all] = await Promise.all([ask("v1/queue"), ask("v1/searches?limit=50")]);
     counts.textContent = `${plural(queue.searches.length, "search", "searches")}; ${plural(queue.running, "dry run")} on ${queue.busy} of ${plural(queue.devices, "device")}, ${queue.waiting} waiting`;
-    clear(open).append(queue.searches.length ? table(SEARCH_COLUMNS, queue.searches.map((each) => searchRow(each, told)), "Queue") : el("p", {}, "Nothing runs and nothing waits. ", session.role === "reader" ? null : el("a", { href: "#/submit" }, "Submit a search")));
+    clear(open).append(queue.searches.length ? table(SEARCH_COLUMNS, queue.searches.map((each) => searchRow(each, alert)), "Queue") : el("p", {}, "No searches are running or queued. ", session.role === "reader" ? null : el("a", { href: "#/submit" }, "Submit a search")));
     const over = all.searches.filter((each) => !["queued", "running"].includes(each.state));
-    clear(ended).append(over.length ? table(SEARCH_COLUMNS, over.map((each) => searchRow(each, told)), "Ended") : el("p", { class: "under" }, "None yet."));
+    clear(ended).append(over.length ? table(SEARCH_COLUMNS, over.map((each) => searchRow(each, alert)), "Ended") : el("p", { class: "under" }, "None yet."));
   });
 }
 
@@ -34,15 +34,15 @@ function devicesPage(page) {
   page.append(el("h1", {}, "Devices"), place);
   return live(async () => {
     const { workers } = await ask("v1/workers");
-    clear(place).append(workers.length ? table(["worker", "user", "host", "device", "busy", "memory", "last heard of"], workers.map((each) => el("tr", { "data-worker": each.id },
+    clear(place).append(workers.length ? table(["worker", "user", "host", "device", "busy", "memory", "last report"], workers.map((each) => el("tr", { "data-worker": each.id },
       el("td", {}, each.name || each.id), el("td", {}, each.user), el("td", {}, each.host),
       el("td", {}, `${each.devices} × ${each.device.name || each.device.type || "device"}`),
       el("td", { class: "number" }, `${each.busy} of ${each.devices}`), el("td", { class: "number" }, memory(each.memory)), el("td", { class: "whole" }, when(each.seen)))), "Devices")
-      : el("p", {}, "No worker is in the pool: ", el("code", {}, "redline worker"), " joins one."));
+      : el("p", {}, "No worker is in the pool: ", el("code", {}, "redline worker"), " adds one."));
   });
 }
 
-// An event in words; one of a later server as it came.
+// Texts of events. Unknown kinds, of a later server, are shown as JSON.
 const WORDS = {
   search: (data) => `is ${data.state}${data.reason ? `: ${data.reason}` : ""}`,
   dry_run: (data) => `dry run ${data.key}: ${data.state}`,
@@ -67,9 +67,9 @@ function happened(event) {
 
 function eventsPage(page) {
   const list = el("ol", { class: "events", "aria-live": "off" });
-  page.append(el("h1", {}, "Events"), el("p", { class: "lead" }, "What happens from now on, the latest first."), list);
+  page.append(el("h1", {}, "Events"), el("p", { class: "lead" }, "New events, the latest first."), list);
   return live(async () => {
     clear(list).append(...happenings.map((each) => el("li", {}, el("time", {}, when(each.time)), el("span", {}, each.search ? el("a", { href: `#/search/${each.search}` }, each.search) : null, ` ${happened(each)}`))));
-    if (!happenings.length) list.append(el("li", {}, "Nothing yet."));
+    if (!happenings.length) list.append(el("li", {}, "No events yet."));
   });
 }

@@ -1,4 +1,4 @@
-// Which page the address asks for.
+// Routing: shows the page that the address names.
 
 let leave = null;
 

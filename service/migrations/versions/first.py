@@ -10,7 +10,7 @@ NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Makes them."""
+    """Creates the tables."""
     op.create_table(
         "redline_audit",
         sa.Column("id", NUMBER, autoincrement=True, nullable=False),

@@ -1,4 +1,4 @@
-"""Running totals, the placement's kind of device, holds, visibility, teams, and when tokens were used."""
+"""Adds running totals, a search's kind of device, holds, visibility, teams, and when tokens were used."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,7 +11,7 @@ DAY_S = 86400
 
 
 def upgrade() -> None:
-    """Adds them, and fills them from what there is."""
+    """Adds the columns and tables, and fills them from existing rows."""
     op.add_column("redline_users", sa.Column("team", sa.String(length=200), nullable=False, server_default=""))
     op.add_column("redline_users", sa.Column("disabled", sa.Float(), nullable=True))
     op.add_column("redline_tokens", sa.Column("used", sa.Float(), nullable=True))
@@ -57,17 +57,17 @@ def _fill() -> None:
     totals = sa.select(searches.c.user, day, had).join(searches, searches.c.id == runs.c.search).where(ended)
     usage = sa.table("redline_usage", sa.column("user"), sa.column("day"), sa.column("device_seconds"))
     op.execute(usage.insert().from_select(["user", "day", "device_seconds"], totals.group_by(searches.c.user, day)))
-    # Simulated searches have no dry runs, and of those that ended long ago there are no events.
+    # Simulated searches have no dry runs, and old searches have no events any more.
     events = sa.table("redline_events", sa.column("search"), sa.column("kind"))
     of_a_trial = runs.c.key.like("trial-%") & (runs.c.state == "done")
     run = sa.select(sa.func.count()).where(runs.c.search == searches.c.id, of_a_trial).scalar_subquery()
-    told = (
+    events_count = (
         sa.select(sa.func.count())
         .where(events.c.search == searches.c.id, events.c.kind == "finished")
         .scalar_subquery()
     )
-    counted = sa.case((told > run, told), else_=run)
-    # Of a request that names no runner the comparison is neither true nor false.
+    counted = sa.case((events_count > run, events_count), else_=run)
+    # The comparison is NULL for a request without a runner.
     simulated = sa.case((searches.c.request["runner"].as_string() == "simulate", sa.true()), else_=sa.false())
     op.execute(searches.update().values(trials=counted, simulated=simulated))
     begun = (

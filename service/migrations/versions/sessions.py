@@ -1,4 +1,4 @@
-"""Sessions of pages, the highest priority of a user; the server's own worker has the role of a worker."""
+"""Adds sessions of pages and a user's highest priority; gives the server's own worker the role of a worker."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "2_totals"
 
 
 def upgrade() -> None:
-    """Makes the table, and changes the role."""
+    """Creates the table and changes the role."""
     op.create_table(
         "redline_sessions",
         sa.Column("digest", sa.String(length=64), nullable=False),

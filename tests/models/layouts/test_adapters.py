@@ -141,7 +141,7 @@ def test_adapters_whose_base_is_not_here_say_which(tmp_path):
     made, _ = folders("llama", "r=4", tmp_path)
     path = tmp_path / "adapters" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "some/model"}))
-    with pytest.raises(WorkloadError, match="adapters alone, of the model 'some/model', which is not on this machine"):
+    with pytest.raises(WorkloadError, match="only adapters, of the model 'some/model', which is not on this machine"):
         find_weights(tmp_path / "adapters", made)
     save_file(
         load_file(tmp_path / "adapters" / "adapter_model.safetensors"), tmp_path / "adapters" / "other.safetensors"

@@ -66,7 +66,7 @@ def test_other_names_are_mapped_and_missing_ones_told(tmp_path):
     assert weights.shapes == {"big": (BIG.shape, torch.float32)}
     assert torch.equal(weights.read("big", (slice(1, 3),)), BIG[1:3])
     with pytest.raises(
-        WorkloadError, match=r"lacks 1 of the 2 tensors that it should hold: model/x; it holds model/big"
+        WorkloadError, match=r"lacks 1 of the 2 tensors that it should contain: model/x; it contains model/big"
     ):
         DcpWeights(tmp_path, {"big": "model/big", "x": "model/x"})
 
@@ -104,7 +104,7 @@ def test_metadata_that_would_run_code_is_refused_and_does_not(tmp_path):
 
 
 def test_a_damaged_folder_says_what_is_wrong(tmp_path):
-    with pytest.raises(WorkloadError, match=r"is no distributed checkpoint: it has no \.metadata"):
+    with pytest.raises(WorkloadError, match=r"is not a distributed checkpoint: it has no \.metadata"):
         dcp_tensors(tmp_path)
     write_dcp({"big": lazy(BIG)}, tmp_path)
     data = next(tmp_path.glob("*.distcp"))

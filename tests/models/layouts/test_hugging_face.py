@@ -142,7 +142,7 @@ def test_a_padded_vocabulary_is_cut_to_the_model_s_with_a_note_and_a_shorter_one
         ("llama", {"intermediate_size": 80},
          r"6 tensors have another shape: .*model\.layers\.0\.mlp\.gate_proj\.weight with \(64, 32\) there, \(80, 32\) in"),
         ("qwen2", {}, r"6 tensors are missing: model\.layers\.0\.self_attn\.q_proj\.bias"),
-        ("gpt2", {}, r"another model than this gpt2 \(GPT2LMHeadModel\)\. Its config\.json says it is a llama\."),
+        ("gpt2", {}, r"another model than this gpt2 \(GPT2LMHeadModel\)\. Its config\.json is that of a llama\."),
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other, said, tmp_path):
@@ -163,7 +163,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
     made = MADE["llama"]
     with pytest.raises(WorkloadError, match=r"there is no checkpoint '.*nothing'"):
         find_weights(tmp_path / "nothing", made)
-    with pytest.raises(WorkloadError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(WorkloadError, match=r"contains neither model\.safetensors nor model\.safetensors\.index\.json"):
         find_weights(tmp_path, made)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
@@ -173,7 +173,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
     shard = sorted(folder.glob("*.safetensors"))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(WorkloadError, match=r"is no whole safetensors file: .*; copy it again"):
+    with pytest.raises(WorkloadError, match=r"is not a complete safetensors file: .*; copy it again"):
         find_weights(folder, made)
     shard.unlink()
     with pytest.raises(WorkloadError, match=rf"lacks {shard.name}, which holds \d+ tensors"):
@@ -233,5 +233,5 @@ def test_a_tokenizer_s_files_are_copied_and_no_weights_or_code(tmp_path):
     copied = set(os.listdir(tmp_path / "out")) - {"config.json", "generation_config.json", "model.safetensors"}
     assert copied == set(names)
     assert (tmp_path / "out" / "config.json").read_text() != "config.json"
-    with pytest.raises(UsageError, match=r"'.*out.*' holds no tokenizer"):
+    with pytest.raises(UsageError, match=r"'.*out.*' contains no tokenizer"):
         write_hugging_face(weights_of(filled(made)), made, tmp_path / "more", tokenizer=tmp_path / "outside")

@@ -62,9 +62,9 @@ def samples(tmp_path):
     """`samples(*paths, seq_len=..., **plan)`: what `prepare` makes of them."""
 
     def make(*paths, seq_len=16, task="causal", vocab_size=600, pad_id=None, cache="cache", **plan):
-        heard = plan.pop("heard", lambda share: None)
+        on_read = plan.pop("on_read", lambda share: None)
         asked = DataPlan(paths=tuple(map(str, paths)), **plan)
         sizes = {"seq_len": seq_len, "task": task, "vocab_size": vocab_size, "pad_id": pad_id}
-        return prepare(asked, cache=tmp_path / cache, heard=heard, **sizes)
+        return prepare(asked, cache=tmp_path / cache, on_read=on_read, **sizes)
 
     return make

@@ -27,19 +27,19 @@ def zipped(data):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", b"", r"the data in .*a\.txt is empty: give files that hold something to train on"),
+        ("a.txt", b"", r"the data in .*a\.txt is empty: give files with data to train on"),
         ("a.jsonl", b"\n\n", r"the data in .*a\.jsonl is empty"),
         ("a.jsonl", b'{"text": ""}\n', r"the data in .*a\.jsonl is empty"),
-        ("a.bin", b"", r"a\.bin is empty: give one that holds tokens"),
+        ("a.bin", b"", r"a\.bin is empty: give one with tokens"),
         ("a.txt", b"x" * 99 + b"\xc3(", r"a\.txt is not UTF-8 text: byte 0xc3 at position 99"),
         ("a.txt", "é".encode() * 50 + b"\xe2\x82", r"a\.txt is not UTF-8 text: byte 0xe2 at position 100"),
         ("a.txt", b"y" * (3 << 20) + b"\xff", r"byte 0xff at position 3145728"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"a\.jsonl, line 2 is not UTF-8 text: byte 0xe9 at position 10"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON: .*each line must be a record"),
-        ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON: .*each line must be a record"),
+        ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is not JSON"),
         ("a.json", b'[{"text": "a"}]', r"line 1 must be a JSON object with the field 'text', but is list"),
         ("a.jsonl", b'{"txt": "a", "id": 1}', r"unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*by --field"),
-        ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must hold a text or a conversation .*, but holds int"),
+        ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must contain a text or a conversation .*, but contains int"),
         ("a.parquet", b"nothing", r"a\.parquet cannot be read as Parquet"),
         ("a.csv", b"a,b", r"a\.csv: unknown ending of a data file '\.csv'.* Known: \.bin, .*\.jsonl"),
         ("a.csv.gz", b"a,b", r"a\.csv\.gz: unknown ending of a data file '\.csv\.gz'.* Known: \.bin, .*\.jsonl\.gz"),
@@ -73,7 +73,7 @@ def test_one_sample_is_enough_but_not_to_hold_one_out(samples, write):
     path = write("a.txt", "x" * 15)
     made = samples(path)
     assert len(made) == 1 and made.ids(0, 3).tolist() == [0, 0, 0]
-    with pytest.raises(WorkloadError, match=r"has one sample of 16 tokens, of which none can be held out"):
+    with pytest.raises(WorkloadError, match=r"has one sample of 16 tokens, so none can be held out"):
         samples(path, held_out=0.1)
 
 
@@ -84,7 +84,7 @@ def test_tokens_of_another_vocabulary_are_refused(samples, write, tmp_path, bpe)
     refused(samples, tmp_path, r"a\.txt: the tokenizer in .* yields token \d+, but the model's vocabulary has 100; they do not",
             text, vocab_size=100, tokenizer=bpe[0])  # fmt: skip
     np.array([5, 599, 600, 3] * 9, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    refused(samples, tmp_path, r"a\.bin holds token 600, but the model's vocabulary has 600", tmp_path / "a.bin")
+    refused(samples, tmp_path, r"a\.bin contains token 600, but the model's vocabulary has 600", tmp_path / "a.bin")
 
 
 def test_tokens_that_are_there_already_are_held_against_another_model_s_vocabulary(samples, write, bpe):
@@ -101,26 +101,26 @@ def test_tokens_of_another_width_are_refused(samples, tmp_path):
 
 def test_documents_that_cannot_be_told_are_not_guessed(samples, tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(WorkloadError, match=r"without saying where documents begin, which packing=documents needs"):
+    with pytest.raises(WorkloadError, match=r"without the starts of documents, which packing=documents needs"):
         samples(tmp_path / "a.bin", packing="documents")
 
 
 def test_what_is_not_there_is_refused(samples, tmp_path, write):
     refused(samples, tmp_path, r"the data file or folder .*nothing\.txt does not exist", tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
-    refused(samples, tmp_path, r"the folder .*empty holds no data: no file ends in \.txt", tmp_path / "empty")
+    refused(samples, tmp_path, r"the folder .*empty contains no data: no file ends in \.txt", tmp_path / "empty")
     write("both/a.txt", "a"), write("both/b.jsonl", "b")
-    refused(samples, tmp_path, r"holds data of several kinds \(jsonl, text\); name the files", tmp_path / "both")
+    refused(samples, tmp_path, r"contains data of several kinds \(jsonl, text\); name the files", tmp_path / "both")
     write("splits/dataset_dict.json", "{}"), write("splits/test/state.json", "{}")
     refused(samples, tmp_path, r"has no split 'train'; give the folder of one of test", tmp_path / "splits")
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "a.bin")
     refused(
-        samples, tmp_path, r"a\.bin holds tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
+        samples, tmp_path, r"a\.bin contains tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
     )
     write("alone.idx", b"MMIDIDX")
     refused(samples, tmp_path, r"need a \.bin and an \.idx, but .*alone\.bin does not exist", tmp_path / "alone.idx")
     text = write("a.txt", "text")
-    refused(samples, tmp_path, r"holds no tokenizer; give the folder that its tokenizer\.json is in", text,
+    refused(samples, tmp_path, r"contains no tokenizer; give the folder that its tokenizer\.json is in", text,
             tokenizer=str(tmp_path / "both"))  # fmt: skip
 
 
@@ -161,11 +161,11 @@ BAD = [
 
 def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(samples, write):
     path = write("a.jsonl", GOOD.join([b"", *BAD, b""]))
-    with pytest.raises(WorkloadError, match=r"line 2 is no JSON"):
+    with pytest.raises(WorkloadError, match=r"line 2 is not JSON"):
         samples(path)
     made, good = samples(path, skip_bad_rows=True), samples(write("b.jsonl", GOOD * 7))
     about = made.describe()
-    assert about["skipped_rows"] == 6 and "a.jsonl, line 2 is no JSON" in about["first_skipped_row"]
+    assert about["skipped_rows"] == 6 and "a.jsonl, line 2 is not JSON" in about["first_skipped_row"]
     assert about["documents"] == 7 and about["tokens_digest"] == good.describe()["tokens_digest"]
     assert good.describe()["skipped_rows"] == 0
     assert samples(path, skip_bad_rows=True).describe() == about, "from the cache"
@@ -185,5 +185,5 @@ def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, t
 
 
 def test_where_no_row_is_good_the_first_is_refused(samples, write, tmp_path):
-    said = r"all 2 rows are bad, so that nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
+    said = r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
     refused(samples, tmp_path, said, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")

@@ -105,7 +105,7 @@ def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
 def test_a_template_that_rewrites_what_was_said_is_refused_unless_all_is_trained_on(conversation):
     forgetful = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'x' }}\n{% endfor %}"
     with pytest.raises(
-        WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 in another way"
+        WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 differently"
     ):
         conversation(forgetful, TALK)
     made, _ = conversation(forgetful, TALK, train_on="all")
@@ -140,8 +140,8 @@ def test_without_a_template_a_conversation_is_refused(conversation, samples, wri
             {"messages": [{"from": "humam", "value": "Hi"}]},
             r"line 2: unknown speaker of a conversation 'humam'; did you mean 'human'\? Known: assistant, chatgpt, gpt, human",
         ),
-        ({"messages": 7}, r"line 2: 'messages' must hold a text or a conversation .*, but holds int"),
-        ({"messages": None}, r"but holds NoneType"),
+        ({"messages": 7}, r"line 2: 'messages' must contain a text or a conversation .*, but contains int"),
+        ({"messages": None}, r"but contains NoneType"),
         ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),
     ],
 )
@@ -152,7 +152,5 @@ def test_what_is_no_conversation_is_named(samples, write, tokenizer_folder, reco
 
 
 def test_who_speaks_in_a_text_is_not_asked(samples, write):
-    with pytest.raises(
-        WorkloadError, match=r"holds text, in which nobody speaks; train_on=assistant needs conversations"
-    ):
+    with pytest.raises(WorkloadError, match=r"contains text; train_on=assistant needs conversations"):
         samples(write("a.txt", "text" * 10), train_on="assistant")

@@ -71,7 +71,7 @@ def test_how_much_is_read_grows_to_all_of_it(samples, write, tmp_path, monkeypat
     import pyarrow as arrow
     import pyarrow.parquet
 
-    monkeypatch.setattr(preparing, "HEARD_S", 0.0)
+    monkeypatch.setattr(preparing, "REPORT_S", 0.0)
     monkeypatch.setattr(documents, "PIECE", 5000)
     many = RECORDS * 20
     lines = "".join(json.dumps(each) + "\n" for each in many).encode()
@@ -86,14 +86,14 @@ def test_how_much_is_read_grows_to_all_of_it(samples, write, tmp_path, monkeypat
     ]  # fmt: skip
     for number, some in enumerate(paths):
         shares = []
-        samples(*some, heard=shares.append, cache=f"cache{number}")
+        samples(*some, on_read=shares.append, cache=f"cache{number}")
         assert shares == sorted(shares) and 0 <= shares[0] <= shares[-1] <= 1
         if number < 5:
             assert shares[-1] == 1 and len(shares) > 10
         else:
             assert shares == [0, 0.5]
     # What is there is not read again.
-    samples(*paths[0], heard=shares.append, cache="cache0")
+    samples(*paths[0], on_read=shares.append, cache="cache0")
     assert shares == [0, 0.5]
 
 
@@ -199,8 +199,8 @@ def damaged(data, at, new):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        (lambda data: b"MMIDIDY" + data[7:], r"is no index of Megatron's: it does not begin with MMIDIDX"),
-        (lambda data: b"", r"is no index of Megatron's"),
+        (lambda data: b"MMIDIDY" + data[7:], r"is not an index of Megatron: it does not begin with MMIDIDX"),
+        (lambda data: b"", r"is not an index of Megatron"),
         (lambda data: damaged(data, 9, b"\x02"), r"has version 2 and type 8; known are version 1"),
         (lambda data: damaged(data, 17, b"\x06"), r"has version 1 and type 6; known are version 1"),
         (lambda data: data[:-40], r"is cut short: it has \d+ bytes for 4 sequences"),

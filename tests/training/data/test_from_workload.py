@@ -42,7 +42,7 @@ def test_evaluation_has_samples_that_no_step_has(numbers):
     trained = set(data(0, 600)[0].flatten().tolist())
     held = set(data.evaluation(0, 8)[0].flatten().tolist())
     assert len(held) == 2 and not held & trained
-    with pytest.raises(IndexError, match="samples 6 to 9 were asked for, but 8 are held out"):
+    with pytest.raises(IndexError, match="samples 6 to 9 were requested, but 8 are held out"):
         data.evaluation(6, 4)
 
 

@@ -85,7 +85,7 @@ def test_an_epoch_trains_on_every_sample_once_and_never_on_what_is_held_out(samp
     held = made.evaluation(0, made.num_evaluation)["input_ids"].tolist()
     assert not rows & set(map(tuple, held))
     assert made.num_evaluation == pytest.approx(0.1 * (len(made) + made.num_evaluation), abs=1)
-    with pytest.raises(IndexError, match=rf"samples 0 to {made.num_evaluation} were asked for, but"):
+    with pytest.raises(IndexError, match=rf"samples 0 to {made.num_evaluation} were requested, but"):
         made.evaluation(0, made.num_evaluation + 1)
 
 

@@ -61,7 +61,7 @@ def test_its_tokenizer_is_taken_where_none_is_given(here, begun):
 def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, here, begun, tmp_path, dtype):
     more = ("--dtype", dtype) if dtype else ()
     text = words(run("convert", "went-on", tmp_path / "hf", *more))
-    rounded = ", rounded to bfloat16 as --from had them (--dtype float32 keeps all digits)"
+    rounded = ", rounded to bfloat16, the precision of --from (--dtype float32 keeps all digits)"
     assert text == f"wrote {tmp_path / 'hf'}: step 2 of went-on, for hf{'' if dtype else rounded}"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (begun / name).read_bytes()
@@ -75,9 +75,9 @@ def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, 
 def test_another_tokenizer_is_said_to_be_one(run, here, begun):
     make_tokenizer(here / "smaller", 280), make_tokenizer(here / "shuffled", 295, texts=3)
     shutil.copytree(begun, here / "same")
-    note = "with which the weights were learnt"
+    note = "with which the weights were trained"
     for name, said in (
-        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is taken"),
+        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
         ("shuffled", "of 295 tokens have another id, such as"),
         ("same", None),
     ):
@@ -87,7 +87,7 @@ def test_another_tokenizer_is_said_to_be_one(run, here, begun):
 
 def test_bytes_are_read_where_they_are_asked_for_or_nothing_else_is_there(run, here, begun, tmp_path):
     text = words(run(*trained("train", "llama", "by-bytes", "--from", "begun", "--tokenizer", "bytes", steps=1)))
-    assert "note: text is read by bytes, as asked, but the weights were learnt with the tokenizer in" in text
+    assert "note: text is read by bytes, as requested, but the weights were trained with the tokenizer in" in text
     assert "tokenizer bytes" in text
     words(run("convert", "by-bytes", tmp_path / "hf"))
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
@@ -111,8 +111,8 @@ def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here,
     assert code != 0 and "--resume takes them from there again" in " ".join(err.split())
     more = ("--steps", 6, "--lr-steps", 6)
     text = words(run("train", "mended", "--resume", *more))
-    assert "the weights that are not trained are taken from '" in text and "is damaged: it has" in text
-    assert "going on from step-00000004" in text
+    assert "the frozen weights are read from '" in text and "is damaged: it has" in text
+    assert "continuing from step-00000004" in text
     words(run("train", "never-damaged", "--resume", *more))
     one, other = (
         {name: each.read() for name, each in stored_in(CheckpointFolder(here / name / "checkpoints").all()[0]).items()}

@@ -21,7 +21,7 @@ asked = dict(
 )
 
 class Said(TrainListener):
-    def said(self, message):
+    def on_message(self, message):
         print("SAID", message, flush=True)
 
 def on_the_cluster():

@@ -34,7 +34,7 @@ def test_it_goes_on_from_another_folder_as_if_nothing_had_happened(run, here, tm
     monkeypatch.chdir(tmp_path)
     # What is asked for counts, be it the default, as 3 is.
     code, out, err = run("train", here / "begun-here", "--resume", "--steps", 6, "--keep", 3)
-    assert code == 0 and "going on from step-00000003" in out, out + err
+    assert code == 0 and "continuing from step-00000003" in out, out + err
     assert kept(here / "begun-here") == [6, 5, 4]
     assert [*tmp_path.iterdir()] == []
     whole = trained("train", here / "llama", tmp_path / "whole", *constant, steps=6)
@@ -66,7 +66,9 @@ def test_the_same_data_by_another_path_is_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = TrainRequest(source="here", resume=True, paths=(f"{tmp_path}/a.txt",))
     assert taken_up(again, was).paths == (f"{tmp_path}/a.txt",)
-    with pytest.raises(UsageError, match=r"has paths=\['.*/a\.txt'\], and cannot go on with \['.*/elsewhere/a\.txt'\]"):
+    with pytest.raises(
+        UsageError, match=r"has paths=\['.*/a\.txt'\], and cannot continue with \['.*/elsewhere/a\.txt'\]"
+    ):
         taken_up(TrainRequest(source="here", resume=True, paths=("a.txt",)), was)
 
 
@@ -76,7 +78,7 @@ def test_a_default_that_is_asked_for_is_asked_for():
     assert (silent.steps, silent.keep, silent.lr_schedule, silent.seed) == (500, 2, "linear", 3)
     assert taken_up(TrainRequest(source="here", resume=True, keep=4), was).keep == 4
     assert taken_up(TrainRequest(source="here", resume=True, steps=1000, stated=("steps",)), was).steps == 1000
-    said = "has lr_schedule=linear, and cannot go on with 'cosine'"
+    said = "has lr_schedule=linear, and cannot continue with 'cosine'"
     with pytest.raises(UsageError, match=said):
         taken_up(TrainRequest(source="here", resume=True, lr_schedule="cosine", stated=("lr_schedule",)), was)
     # The same command again, as a launcher starts it.

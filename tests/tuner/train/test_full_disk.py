@@ -35,8 +35,8 @@ def test_a_training_whose_disk_fills_fails_and_says_what_was_lost(here, launcher
     assert logged == {}, "the disk was full before the first line"
     assert code == 1, text
     assert "THE CHECKPOINT OF STEP 4 WAS NOT SAVED: " in text and NO_ROOM in text
-    assert "the training came to step 8, which could not be saved: " in text
-    assert "there is no checkpoint, and --resume begins anew" in text
+    assert "the training reached step 8, which could not be saved: " in text
+    assert "there is no checkpoint, and --resume starts from step 0" in text
     assert "ended early" not in text
     if not launcher:  # torchrun has a traceback of its own
         assert "THE DISK OF " in text and "Traceback" not in text
@@ -59,4 +59,4 @@ def test_one_that_is_interrupted_on_a_full_disk_is_no_training_to_start_again(he
     text = " ".join(text.split())
     assert code == 1, text
     assert "which could not be saved: " in text and NO_ROOM in text
-    assert "the latest checkpoint is that of step " in text and "--resume goes on from there" in text
+    assert "the latest checkpoint is of step " in text and "--resume continues from there" in text

@@ -50,13 +50,13 @@ def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, her
     assert {name: value for name, value in first["configuration"].items() if name in winner} == {
         **winner, "precision": "fp32", "fusion": False, "attention": "eager", "kernels": False,
     }  # fmt: skip
-    # On one device, where it is planned anew, and killed again; then on two in a configuration that is asked for.
+    # On one device, where it is replanned, and killed again; then on two in a configuration that is asked for.
     command = start("train", "killed", "--resume", "--devices", 1)
     command.until(out, steps_done(60))
     command.signal(signal.SIGKILL)
     _, text = command.wait()
     assert left_of(command.began) == []
-    assert "planned anew for 1 device, after 2" in text and "going on from step-" in text
+    assert "replanned for 1 device, after 2" in text and "continuing from step-" in text
     code, text = start("train", "killed", "--resume", "--devices", 2, *PLAIN, "--fix", "tp=2").wait()
     assert code == 0, text
     assert "trained: 150 steps" in text
@@ -80,7 +80,7 @@ def test_an_interrupt_ends_with_a_checkpoint_from_which_it_goes_on(start, here, 
     code, text = command.wait()
     assert code == 130, text
     assert left_of(command.began) == [] and "Traceback" not in text
-    assert f"\ngo on    redline train {name} --resume\n" in text
+    assert f"\nresume   redline train {name} --resume\n" in text
     last = lines_of(here / name)[-1]
     assert last["kind"] == "end" and last["stopped"] and 10 <= last["step"] < 150
     assert f"ended early: {last['step']} steps" in text
@@ -123,7 +123,7 @@ def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
     strategies = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
     first, *rest = [each["configuration"]["micro_batch"] for each in strategies]
     assert rest and max(rest) < first
-    assert "note: out of memory:" in text and "going on from step" in text and "trained: 60 steps" in text
+    assert "note: out of memory:" in text and "continuing from step" in text and "trained: 60 steps" in text
     assert strategies[-1]["step"] % 4 == 0 and 0 < strategies[-1]["step"] <= 20
     assert curve(out).keys() == set(range(1, 61))
     code, text = start("train", "work.py:net", "--devices", 1, "--steps", 60, "--log-every", 1, "--out", "never").wait()
@@ -162,14 +162,14 @@ def test_under_torchrun_another_number_of_ranks_goes_on_planned_anew(start, here
     arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, "--log-every", 1, "--lr", "1e-3",
                  "--out", "regrouped"]  # fmt: skip
     code, text = start(*arguments, "--devices", 2, launcher=torchrun(1)).wait()
-    assert code != 0 and "devices=2 contradicts the launcher, whose ranks are 1; leave --devices out" in text, text
+    assert code != 0 and "devices=2 contradicts the launcher's number of ranks, 1; leave --devices out" in text, text
     command = start(*arguments, launcher=torchrun(1))
     command.until(out, lambda line: line["step"] >= 20)
     (out / "stop").touch()
     command.wait()
     (first,) = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
     code, text = start(*arguments, launcher=torchrun(2)).wait()
-    assert code == 0 and "planned anew for 2 devices, after 1: " in text, text
+    assert code == 0 and "replanned for 2 devices, after 1: " in text, text
     strategies = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
     assert strategies[0] == first and [each["devices"] for each in strategies] == [1, 2]
     (resumed,) = [each for each in lines_of(out) if each["kind"] == "resumed"]
@@ -186,7 +186,9 @@ def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
     ).wait()
     assert code == 1, text
     assert (
-        "no such token" in text and "--resume goes on from the checkpoint of step " in text and "Traceback" not in text
+        "no such token" in text
+        and "--resume continues from the checkpoint of step " in text
+        and "Traceback" not in text
     )
     assert "KeyError" in (here / "broke" / "logs" / "0.log").read_text()
 

@@ -33,7 +33,7 @@ def refused(run, said, *arguments, expected=2):
         (b"", (), ["is empty"]),
         (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
         (b"short", (), ["is too short: a sample has 16 tokens, but the data has", "a smaller sequence length"]),
-        (b"one sample alone " * 1, ("--held-out", "0.5"), ["of which none can be held out"]),
+        (b"one sample alone " * 1, ("--held-out", "0.5"), ["so none can be held out"]),
         (
             b"some more text here " * 10,
             ("--held-out", "0.1", "--eval-every", "5"),
@@ -62,10 +62,10 @@ def test_a_vocabulary_that_is_too_small(run, here, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--lr", "0.5"), ["has lr=the default, and cannot go on with 0.5", "start another one for that"]),
-        (("--data", "work.py"), ["corpus.txt'], and cannot go on with ['/", "/work.py']"]),
-        (("--global-batch", "16"), ["has global_batch=8, and cannot go on with 16"]),
-        (("--average", "0.5"), ["has average=0.9, and cannot go on with 0.5"]),
+        (("--lr", "0.5"), ["has lr=the default, and cannot continue with 0.5", "start another one for that"]),
+        (("--data", "work.py"), ["corpus.txt'], and cannot continue with ['/", "/work.py']"]),
+        (("--global-batch", "16"), ["has global_batch=8, and cannot continue with 16"]),
+        (("--average", "0.5"), ["has average=0.9, and cannot continue with 0.5"]),
         (("--log-every", "0"), ["log_every must be a whole number of at least 1, but got 0"]),
         (("--devices", "0"), ["devices must be a whole number of at least 1, but got 0"]),
     ],
@@ -76,13 +76,13 @@ def test_a_training_does_not_go_on_as_another(run, finished, more, said):
 
 
 def test_a_folder_that_is_taken(run, finished):
-    said = ["'finished' holds a training already; go on with it by --resume, or give another --out"]
+    said = ["'finished' contains a training already; continue it with --resume, or give another --out"]
     refused(run, said, *trained("train", "llama", finished))
 
 
 def test_a_folder_that_holds_none(run, here):
-    refused(run, ["'llama' holds no training: train.yaml cannot be read"], "train", "llama", "--resume")
-    refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
+    refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
+    refused(run, ["'llama' contains no training; give the --out of `redline train`"], "convert", "llama", "out")
 
 
 def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here, tmp_path):
@@ -107,7 +107,7 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
     assert (tmp_path / "mine" / "notes.txt").exists()
     (tmp_path / "mine" / "checkpoints").mkdir()
     (tmp_path / "mine" / "checkpoints" / "epoch=1.ckpt").write_text("mine")
-    refused(run, ["holds epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
+    refused(run, ["contains epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
 
 
 def test_betas_and_eps_are_the_optimizer_s(run, here):
@@ -129,7 +129,7 @@ def test_data_that_has_changed(run, here, finished):
         (here / "corpus.txt").write_text(before[1:])
         refused(
             run,
-            ["the data is another than the training in 'finished' had so far"],
+            ["the data differs from that of the training in 'finished'"],
             "train",
             finished,
             "--resume",
@@ -157,7 +157,7 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
         "import sys; sys.path.insert(0, '.')\nimport torch\nfrom dataclasses import replace\nfrom work import net\n"
         "own = replace(net, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))\n"
     )
-    said = ["has an optimizer of its own, whose learning rate --lr does not set"]
+    said = ["has its own optimizer, whose learning rate --lr does not set"]
     refused(run, said, "train", "own.py:own", "--lr", "0.1", "--out", tmp_path / "out")
 
 
@@ -174,11 +174,11 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
             ["--dtype is for a Hugging Face checkpoint, and has no effect on megatron"],
         ),
         (("--step", 5), ["'finished' has no checkpoint of step 5; there are: 6"]),
-        (("--merge",), ["'finished' has no adapters; it was of all weights"]),
-        (("--to", "peft"), ["'finished' has no adapters; it was of all weights"]),
+        (("--merge",), ["'finished' has no adapters; it trains all weights"]),
+        (("--to", "peft"), ["'finished' has no adapters; it trains all weights"]),
         (
             ("--to", "peft", "--merge"),
-            ["--merge makes plain weights, and peft's checkpoints are adapters; give --to hf"],
+            ["--merge makes plain weights, but peft's checkpoints contain adapters; give --to hf"],
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""A training is planned anew where it must be, and only there; what was decided is kept before any rank starts."""
+"""A training is replanned where it must be, and only there; what was decided is kept before any rank starts."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ class Told(TrainListener):
     def __init__(self):
         self.said_so_far = []
 
-    def said(self, message):
+    def on_message(self, message):
         self.said_so_far.append(message)
 
 
@@ -68,16 +68,17 @@ def test_without_anything_new_it_goes_on_as_before(again, of_llama):
     _, said, same = again(of_llama, tune_trials=3)
     assert same == strategies
     assert said == [
-        "--tune-trials has no effect: the configuration is known; other --devices or another --memory-limit would have it planned"
+        "--tune-trials has no effect: the configuration is known; only other --devices or another "
+        "--memory-limit require a new plan"
     ]
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"devices": 2}, "planned anew for 2 devices, after 1: the estimate's best of "),
-        ({"memory_limit": "1500MiB"}, "planned anew for 1 device with 1,500 MiB each: the estimate's best of "),
-        ({"fix": {"micro_batch": 2}}, "planned anew for 1 device: "),
+        ({"devices": 2}, "replanned for 2 devices, after 1: the estimate's best of "),
+        ({"memory_limit": "1500MiB"}, "replanned for 1 device with 1,500 MiB each: the estimate's best of "),
+        ({"fix": {"micro_batch": 2}}, "replanned for 1 device: "),
     ],
     ids=str,
 )
@@ -102,8 +103,8 @@ def test_where_nothing_fits_it_is_said_what_would_and_the_training_is_as_it_was(
 def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
     first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
     strategy, said, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
-    assert said[0] == "out of memory: no room" and said[1] == "going on from step 1 in a safer configuration"
-    assert strategy.why.startswith("the fastest that is predicted to need clearly less memory")
+    assert said[0] == "out of memory: no room" and said[1] == "continuing from step 1 in a safer configuration"
+    assert strategy.why.startswith("the fastest configuration that is predicted to need clearly less memory")
     assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
     assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
     assert again(of_net) == (strategy, [], strategies)
@@ -124,5 +125,5 @@ def test_a_note_where_nothing_is_safer_ends_the_start_and_not_the_one_after(agai
 @pytest.mark.slow
 def test_dry_runs_decide_where_they_are_asked_for(again, of_llama):
     strategy, (said,), strategies = again(of_llama, devices=2, tune_trials=2)
-    assert said.startswith("planned anew for 2 devices, after 1: the fastest of 2 dry runs on 2 ranks on ")
+    assert said.startswith("replanned for 2 devices, after 1: the fastest of 2 dry runs on 2 ranks on ")
     assert strategies[-1] == strategy.to_dict() and strategy.devices == 2

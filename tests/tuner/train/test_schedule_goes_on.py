@@ -23,7 +23,7 @@ def test_it_neither_jumps_nor_rises(schedule, step, steps):
     after, note = with_schedule(replace(before, steps=steps), before, step)
     assert after.lr_steps == 100
     assert rates(after, range(400)) == rates(before, range(400))
-    assert note.startswith("the learning rate goes on by its schedule over 100 steps, from ")
+    assert note.startswith("the learning rate continues by its schedule over 100 steps, from ")
     again, note = with_schedule(replace(after, steps=500), after, steps)
     assert again.lr_steps == 100 and rates(again, range(500)) == rates(before, range(500))
 
@@ -54,7 +54,7 @@ def test_more_steps_by_the_command_line_are_those_of_one_training(run, here):
     code, out, err = run("train", "extended", "--resume", "--steps", 7)
     text = " ".join(out.split())
     assert code == 0, out + err
-    assert "note: the learning rate goes on by its schedule over 4 steps, from 1.00e-03 and stays at 1.00e-03" in text
-    assert "--lr-steps 7 has it fall over all 7, from 4.50e-03" in text
+    assert "note: the learning rate continues by its schedule over 4 steps, from 1.00e-03 and stays at 1.00e-03" in text
+    assert "--lr-steps 7 lets it fall over all 7, from 4.50e-03" in text
     assert ended(here, *trained("train", "llama", "at-once", "--lr", "1e-2", "--lr-steps", 4, steps=7)) == 0
     assert learnt(here / "extended") == learnt(here / "at-once") and len(learnt(here / "at-once")) == 7

@@ -28,7 +28,7 @@ def words(told):
 def test_who_gives_no_data_is_told_that_nothing_is_learnt(run, finished):
     arguments = ["train", "llama", *SIZES, *PLAIN, "--devices", 1, "--steps", 1, "--out", "no-data"]
     text = words(run(*arguments))
-    assert f"note: {MADE_UP}: that shows its speed, and teaches it nothing; --data names files" in text
+    assert f"note: {MADE_UP}: that shows its speed, but it learns nothing; --data names training files" in text
     assert "data: made-up tokens" in text
     again = words(run("train", "no-data", "--resume", "--steps", 2))
     assert MADE_UP in again, "whoever goes on is told as well"
@@ -44,8 +44,8 @@ def test_a_training_that_is_done_is_neither_planned_nor_started_again(run, finis
     document, log = (finished / "train.yaml").read_bytes(), lines_of(finished)
     steps = max(curve(finished))
     text = words(run("train", finished.name, "--resume", "--steps", steps, "--devices", 2))
-    assert f"note: all {steps} steps are done already; a higher --steps goes on" in text
-    assert "planned anew" not in text and f"export redline convert {finished.name} OUT --to hf" in text
+    assert f"note: all {steps} steps are done already; a higher --steps continues" in text
+    assert "replanned" not in text and f"export redline convert {finished.name} OUT --to hf" in text
     assert (finished / "train.yaml").read_bytes() == document and lines_of(finished) == log
 
 
@@ -55,7 +55,7 @@ def test_a_last_step_whose_checkpoint_is_damaged_is_done_again(run, here):
     damaged = max((here / "cut-off" / "checkpoints" / "step-00000003").glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     text = words(run("train", "cut-off", "--resume"))
-    assert "step-00000003 is passed over" in text and "going on from step-00000002" in text
+    assert "step-00000003 is passed over" in text and "continuing from step-00000002" in text
     assert curve(here / "cut-off") == before
 
 
@@ -63,7 +63,7 @@ def test_a_training_that_was_ended_before_its_first_checkpoint_says_that_it_begi
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "train.yaml").write_bytes((finished / "train.yaml").read_bytes())
     text = words(run("train", tmp_path / "killed", "--resume", "--steps", 1))
-    assert "note: there is no checkpoint to go on from: it begins anew" in text
+    assert "note: there is no checkpoint to continue from: the training starts from step 0" in text
 
 
 def test_the_export_that_is_named_is_one_that_is_possible(run, here, finished):
@@ -81,7 +81,7 @@ def test_a_dry_run_is_compared_with_the_training_that_it_tried_and_with_no_other
     trains = {"workload": {"spec": "llama"}, "seq_len": 16, "global_batch": 8, "devices": {"used": 1}}
     (here / "won.yaml").write_text(yaml.safe_dump({"best": best, "trains": trains}))
     arguments = ["train", "won.yaml", "--data", "corpus.txt", "--steps", 1, "--out"]
-    assert "tokens/s, 100.0 % below what the dry run measured" in words(run(*arguments, "as-it-was"))
+    assert "tokens/s, 100.0 % below the dry run" in words(run(*arguments, "as-it-was"))
     assert "the dry run" not in words(run(*arguments, "adapted-won", "--lora", "r=4"))
     assert "the dry run" not in words(run(*arguments, "longer", "--seq-len", 32))
 
@@ -109,12 +109,12 @@ def test_a_log_shows_the_progress_of_a_checkpoint_now_and_then_and_a_terminal_in
     shown = "checking step-00000400: 2,048 MiB of 64.0 GiB"
     plain = io.StringIO()
     with train_progress.listening(plain) as listener:
-        listener.line(line)
+        listener.on_line(line)
         assert plain.getvalue() == "", "the latest line is younger than half a minute"
         monkeypatch.setattr(train_progress, "READING_S", 0.0)
-        listener.line(line)
+        listener.on_line(line)
     assert plain.getvalue() == f"{shown}\n"
     live = train_progress._Live(io.StringIO())
     live._task = live._progress.add_task("step", total=10, numbers="starting")
-    live.line(line)
+    live.on_line(line)
     assert live._progress.tasks[0].fields["numbers"] == shown

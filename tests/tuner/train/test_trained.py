@@ -110,7 +110,7 @@ def test_adapters_become_peft_s_and_merged_a_model_of_equal_outputs(run, here, b
         assert torch.equal(weight, expected[name]), name
     # Without either it is said what there is.
     code, out, err = run("convert", adapted, tmp_path / "neither")
-    assert code == 2 and "is one of adapters: give --to peft, or --merge for a whole model" in " ".join(err.split())
+    assert code == 2 and "trains adapters: give --to peft, or --merge for a whole model" in " ".join(err.split())
 
 
 def test_weights_that_adapters_stand_beside_stay_as_they_were(here, base, adapted):
@@ -207,12 +207,12 @@ def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start
     text = " ".join(text.split())
     assert code == 1, text
     assert "THE CHECKPOINT OF STEP 2 WAS NOT SAVED: OSError: [Errno 27] File too large" in text
-    assert "the training came to step 4, which could not be saved: OSError: [Errno 27] File too large" in text
-    assert "there is no checkpoint, and --resume begins anew" in text and "Traceback" not in text
+    assert "the training reached step 4, which could not be saved: OSError: [Errno 27] File too large" in text
+    assert "there is no checkpoint, and --resume starts from step 0" in text and "Traceback" not in text
     assert not list((here / "unsaved" / "checkpoints").iterdir())
     code, text = start("train", "unsaved", "--resume", "--keep", 1, "--steps", 3).wait()
     assert code == 0, text
     code, text = start("train", "unsaved", "--resume", "--steps", 4, launcher=launcher).wait()
     text = " ".join(text.split())
-    assert code == 1 and "the latest checkpoint is that of step 3, and --resume goes on from there" in text, text
+    assert code == 1 and "the latest checkpoint is of step 3, and --resume continues from there" in text, text
     assert [each.name for each in (here / "unsaved" / "checkpoints").iterdir()] == ["step-00000003"]

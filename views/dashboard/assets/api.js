@@ -1,4 +1,4 @@
-// Asking the server, and saying so when it is gone.
+// Requests to the server, and a notice when it does not answer.
 
 const EVERY = 1000;
 
@@ -18,7 +18,7 @@ class Refused extends Error {
 
 class Unreachable extends Error {}
 
-// The answer as JSON, or null where nothing is new.
+// The answer as JSON, or null without changes.
 async function ask(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
   let answer;
@@ -34,8 +34,8 @@ async function ask(path, parameters = {}) {
   return answer.json();
 }
 
-// Calls `work` now and then every second until the returned function is called; never twice at once. What the server
-// refuses is not asked for again: `refused` is told.
+// Calls `work` at once and then every second, never concurrently, until the returned function is called. After a
+// refusal by the server it calls `refused` and stops.
 function poll(work, refused = complain) {
   let timer = 0;
   let ended = false;
@@ -59,13 +59,13 @@ function complain(error, title = "This cannot be shown") {
   clear(document.getElementById("page")).append(el("div", { class: "problems", role: "alert" }, el("h2", {}, title), el("p", {}, error.message), el("p", {}, el("a", { href: "#/" }, "All runs"))));
 }
 
-// Of runs that were on the page until now: whoever looks at them is told that they are gone, not that they never were.
+// An error handler for runs that were on the page: it reports them as removed, not as unknown.
 function gone(known) {
   return (error) => {
     if (error.status !== 404 || !known.length) { complain(error); return; }
     const named = known.map((each) => `'${each}'`);
     complain(new Error(known.length > 1 ? `One of ${words(named)} was deleted, moved or renamed while this page was open, so they are no longer shown together.`
-      : `${named[0]} was deleted, moved or renamed while this page was open.`), known.length > 1 ? "A run is no longer there" : "This run is no longer there");
+      : `${named[0]} was deleted, moved or renamed while this page was open.`), known.length > 1 ? "A run no longer exists" : "This run no longer exists");
   };
 }
 

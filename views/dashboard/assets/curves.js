@@ -1,8 +1,8 @@
-// What a training did, over its steps.
+// The curves of a training over its steps.
 
 const TRAIN_STATE_WORDS = {
   running: "A process is working on this training; the page follows it.",
-  finished: "The training came to its last step.",
+  finished: "The training has finished its last step.",
   stopped: "No process works on this training, and it has not reached its last step; `redline train FOLDER --resume` continues it.",
 };
 
@@ -11,7 +11,7 @@ function pairsOf([steps, values]) {
   return steps.map((step, at) => [step, values[at]]);
 }
 
-// Where the configuration changed: numbered lines from top to bottom. Where it was only taken up again, thin ones.
+// Numbered lines from top to bottom at changes of the configuration, thin ones where the training was only resumed.
 function changeLines(frame, training) {
   const changed = training.strategies.filter((each) => each.step > 0 || each.number > 1);
   const at = new Set(changed.map((each) => each.step));
@@ -31,7 +31,7 @@ function changeLines(frame, training) {
   }
 }
 
-// Checkpoints along the lower axis: a stroke where one was saved, a cross where it was not.
+// Checkpoints along the lower axis: a stroke for a saved one, a cross for a failed one.
 function checkpointMarks(frame, training, points) {
   const height = frame.base - 6;
   const place = (each) => frame.x(Math.min(each.step, training.reach));
@@ -44,10 +44,10 @@ function checkpointMarks(frame, training, points) {
 
 function checkpointLines(each) {
   if (each.failure) return [`Step ${number(each.step, 15)}: checkpoint not saved`, each.failure];
-  return [`Step ${number(each.step, 15)}: checkpoint saved`, `in ${duration(each.seconds)}, of which training stood still ${duration(each.stalled)}`];
+  return [`Step ${number(each.step, 15)}: checkpoint saved`, `in ${duration(each.seconds)}, of which training was paused ${duration(each.stalled)}`];
 }
 
-// A chart of `lines`, [{kind, name, points, dots}], over steps. `text(value)` is a value in words.
+// A chart of `lines`, [{kind, name, points, dots}], over steps. `text(value)` describes a value.
 function stepChart(training, { label, name, lines, text, height = 240, low = null, by = 1, checkpoints = false }) {
   const known = lines.filter((each) => each.points.length);
   if (!known.length) return null;
@@ -72,7 +72,7 @@ function stepChart(training, { label, name, lines, text, height = 240, low = nul
   }, `${name} over steps`);
 }
 
-// In which configuration a step was done, where there were several.
+// The configuration of a step, if there were several.
 function strategyAt(training, step) {
   if (training.strategies.length < 2) return "";
   const found = training.strategies.filter((each) => each.step < step).at(-1);

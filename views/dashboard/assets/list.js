@@ -1,4 +1,4 @@
-// All runs and trainings: what each is, how it stands, and which runs to lay over one another.
+// The list of runs and trainings, with their states, and the choice of runs to overlay.
 
 const chosenRuns = new Set();
 
@@ -55,7 +55,7 @@ function runLine(each, root, chose) {
     box,
     el("a", { class: "run-name", href: runLink(each.run) }, el("span", {}, el("strong", {}, each.name), ...tagsOf(each, each.lossy)), el("span", { class: "under" }, each.run === "." ? root : each.run), each.devices ? el("span", { class: "under" }, each.devices) : null),
     el("span", { class: "run-state" }, el("span", { class: `state state-${each.state}`, title: STATE_WORDS[each.state] }, STATES[each.state]),
-      each.problems ? el("span", { class: "warned", title: "Something could not be read; its page says what." }, "⚠ not all could be read") : null),
+      each.problems ? el("span", { class: "warned", title: "Some files could not be read; see its page." }, "⚠ unreadable files") : null),
     sparkline(each.spark),
     el("span", { class: "run-best" }, bestOf(each)),
     el("span", { class: "run-trials" }, plural(each.trials, "trial"), shareBar(statusParts(each.counts), "trials by status")),
@@ -74,13 +74,13 @@ function listPage(page) {
   const search = el("input", { type: "search", placeholder: "Filter runs by name, folder, state or devices", "aria-label": "Filter runs", spellcheck: "false" });
   const order = el("select", { "aria-label": "Order" }, Object.keys(LIST_ORDERS).map((each) => el("option", { value: each }, `by ${each}`)));
   const overlay = el("button", { type: "button", class: "primary", id: "overlay" }, "Overlay");
-  const told = el("p", { class: "under", role: "status" });
+  const summary = el("p", { class: "under", role: "status" });
   const list = el("ul", { class: "runs" });
   const trainings = el("section", { id: "trainings", "aria-labelledby": "trainings-title" });
   overlay.addEventListener("click", () => { location.hash = `#/overlay/${[...chosenRuns].map(encodeURIComponent).join("/")}`; });
   const chose = () => {
     overlay.disabled = chosenRuns.size < 2;
-    overlay.textContent = chosenRuns.size < 2 ? "Tick two or more to overlay" : `Overlay ${chosenRuns.size} runs`;
+    overlay.textContent = chosenRuns.size < 2 ? "Select two or more to overlay" : `Overlay ${chosenRuns.size} runs`;
   };
   const draw = () => {
     if (!answer) return;
@@ -92,13 +92,13 @@ function listPage(page) {
     for (const each of [...chosenRuns]) if (!answer.runs.some((run) => run.run === each)) chosenRuns.delete(each);
     const running = answer.runs.filter((each) => each.state === "running").length;
     const counted = answer.trainings.length ? ` and ${plural(answer.trainings.length, "training")}` : "";
-    told.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""}${counted} in ${answer.root}`;
+    summary.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""}${counted} in ${answer.root}`;
     clear(list).append(...shown.map((each) => runLine(each, answer.root, chose)));
     chose();
   };
   search.addEventListener("input", draw);
   order.addEventListener("change", draw);
-  page.append(el("header", { class: "title" }, el("h1", {}, "Runs"), told), el("div", { class: "row filters" }, search, order, overlay), list, trainings);
+  page.append(el("header", { class: "title" }, el("h1", {}, "Runs"), summary), el("div", { class: "row filters" }, search, order, overlay), list, trainings);
   chose();
   document.title = "redline dashboard";
   return poll(async () => {

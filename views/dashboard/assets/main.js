@@ -1,4 +1,4 @@
-// Which page the address asks for.
+// Selects the page of the address.
 
 let leave = null;
 

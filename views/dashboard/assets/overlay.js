@@ -1,9 +1,9 @@
-// Runs over one another: how fast each came to its best, what memory it took, and where the winners differ.
+// Several runs in one chart: progress, memory, and differences of the winners.
 
 const LINES = 8;
 
-// How throughputs are compared: `of(run, speed)` and the unit. Tokens and samples cannot stand on one axis; ratios to the
-// default can.
+// The common scale of throughputs: `of(run, speed)` and the unit. Runs with different units are compared by their ratios
+// to the default.
 function comparison(runs) {
   const winners = runs.filter((run) => run.winner);
   if (new Set(winners.map((run) => run.unit)).size < 2) return { of: (run, speed) => speed, axis: (speeds) => throughputAxis((winners[0] || runs[0]).unit, speeds) };
@@ -74,7 +74,7 @@ function overlayTable(runs) {
       line("Numbers", (run) => (run.simulated ? "simulated: predictions" : "measured")),
       line("Winner", (run) => (run.winner ? `trial ${run.winner.trial}` : "none")),
       line("Throughput", (run) => (run.winner ? `${rate(run.winner.throughput, run.unit, 5)}${given(run.winner.spread) ? ` ± ${percent(run.winner.spread)}` : ""}` : MISSING)),
-      line("Over the default", (run) => (given(run.headline.gain) ? `${run.headline.gain.toFixed(2)}×${given(run.headline.gain_half_width) ? ` ±${NBSP}${number(run.headline.gain_half_width, 2)}` : ""}` : MISSING)),
+      line("Gain over the default", (run) => (given(run.headline.gain) ? `${run.headline.gain.toFixed(2)}×${given(run.headline.gain_half_width) ? ` ±${NBSP}${number(run.headline.gain_half_width, 2)}` : ""}` : MISSING)),
       line("Peak memory", (run) => (run.winner ? memory(run.winner.peak_memory_mib) : MISSING)),
       line("Trials", (run) => number(run.rows.length, 9)),
       line("Device time", (run) => (run.headline.cost ? duration(run.headline.cost.device_seconds) : MISSING)),
@@ -94,12 +94,12 @@ function overlayPage(page, ids) {
     const compared = comparison(runs);
     redrawn(place, [
       legend(...runs.map((run, index) => [el("a", { href: runLink(ids[index]) }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`)), [tagsOf(run, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"]])),
-      new Set(runs.map((run) => run.simulated)).size > 1 ? el("p", { class: "lead" }, "What is simulated is predicted; the others were measured.") : null,
-      compared.ratios ? el("p", { class: "lead" }, "These runs measure different units, so each is shown as a multiple of its own default configuration (of its best, where that did not run).") : null,
-      section("overlay-progress", "How each came to its best", "The highest throughput so far, by number of trials and by device time spent.",
+      new Set(runs.map((run) => run.simulated)).size > 1 ? el("p", { class: "lead" }, "Simulated runs contain predictions; the others were measured.") : null,
+      compared.ratios ? el("p", { class: "lead" }, "These runs measure different units, so each is shown relative to its own default configuration (to its best, if that did not succeed).") : null,
+      section("overlay-progress", "Progress of each run", "The highest throughput so far, by number of trials and by device time used.",
         el("div", { class: "pair" }, courses(runs).map((each) => overlayChart(runs, each, compared)))),
       section("overlay-memory", "Throughput over peak memory", null, overlayMemory(runs, compared)),
-      section("overlay-winners", "The winners side by side", "Marked: knobs in which they differ.", overlayTable(runs)),
+      section("overlay-winners", "The winners side by side", "Marked: knobs that differ.", overlayTable(runs)),
     ]);
   }, (error) => gone(holders.every((each) => each.run) ? holders.map((each) => each.run.path) : [])(error));
 }

@@ -1,4 +1,4 @@
-// One training, redrawn where it changed as its log grows.
+// The page of a training; changed parts are redrawn as the log grows.
 
 function trainingLink(id) {
   return `#/training/${encodeURIComponent(id)}`;
@@ -10,7 +10,7 @@ function trainingTitle(training) {
     el("p", { class: "identity" }, [["Folder", training.path], ["Ranks", given(training.devices) ? number(training.devices, 9) : ""], ["Begun", given(training.began) ? moment(training.began) : ""]]
       .filter(([, value]) => value).map(([name, value]) => el("span", {}, `${name} `, el("strong", {}, value)))),
     training.state === "finished" ? null : el("p", { class: "under" }, TRAIN_STATE_WORDS[training.state]),
-    training.unread > 0 ? el("p", { class: "under", role: "status" }, `Reading the log: ${memory(training.unread / 1048576)} to go.`) : null,
+    training.unread > 0 ? el("p", { class: "under", role: "status" }, `Reading the log: ${memory(training.unread / 1048576)} left.`) : null,
     el("p", { class: "row links" }, el("a", { href: "#/" }, "All runs")));
 }
 
@@ -27,7 +27,7 @@ function trainingTiles(training) {
     tile("Loss", number(last.loss, 5), held),
     tile("Throughput", rate(speed, training.unit), [el("span", {}, given(last.step_ms) ? `${milliseconds(last.step_ms)} a step` : ""), given(last.mfu) ? el("span", {}, `${percent(last.mfu)} of peak (MFU)`) : null]),
     tile("Peak memory", memory(last.memory_mib), given(last.lr) ? `learning rate ${number(last.lr, 3)}${given(last.grad_norm) ? `, gradient norm ${number(last.grad_norm, 3)}` : ""}` : ""),
-    tile("Last checkpoint", saved ? `step ${number(saved.step, 15)}` : "none", failed.length ? el("span", { class: "failed-words" }, `${plural(failed.length, "checkpoint")} not saved: ${failed.at(-1).failure}`) : saved ? `stood still ${duration(saved.stalled)} of ${duration(saved.seconds)}` : "none is saved yet")));
+    tile("Last checkpoint", saved ? `step ${number(saved.step, 15)}` : "none", failed.length ? el("span", { class: "failed-words" }, `${plural(failed.length, "checkpoint")} not saved: ${failed.at(-1).failure}`) : saved ? `training paused for ${duration(saved.stalled)} of ${duration(saved.seconds)}` : "none saved yet")));
 }
 
 function strategyTable(training) {
@@ -40,12 +40,12 @@ function strategyTable(training) {
     return el("div", { class: changed ? "knob changed" : "knob" }, el("dt", {}, name), el("dd", {}, knob(value), changed ? el("span", { class: "was" }, ` was ${knob(was.configuration[name])}`) : null));
   });
   const latest = [...training.strategies].reverse();
-  return section("configurations", "Configurations", training.strategies.length > 1 ? "The latest first. Marked: what differs from the one before." : null,
+  return section("configurations", "Configurations", training.strategies.length > 1 ? "The latest first. Marked: differences from the one before." : null,
     latest.map((each) => el("div", { class: "strategy", "data-strategy": each.number },
       el("h3", {}, `#${each.number}, from step ${number(each.step, 15)}, on ${plural(each.devices, "rank")}`), el("p", { class: "under" }, each.why), el("dl", { class: "knobs" }, knobs(each)))));
 }
 
-// A line of the log in words.
+// Text of a line of the log.
 function logWords(line, unit) {
   const step = `step ${number(line.step, 15)}`;
   if (line.kind === "step") {
@@ -66,23 +66,23 @@ function logSection(training) {
   return section("log", "The end of the log", null, box);
 }
 
-// What ranks printed, asked for once somebody wants to see it.
+// The output of the ranks, requested with a button.
 function printedSection(id) {
-  const told = el("p", { class: "under" });
+  const source = el("p", { class: "under" });
   const box = el("pre", { class: "code log", tabindex: 0, hidden: true });
   const show = async () => {
     const answer = await ask("api/printed", { training: id });
-    told.textContent = answer.why || `${answer.cut ? "The last part of " : ""}${answer.name}`;
+    source.textContent = answer.why || `${answer.cut ? "The last part of " : ""}${answer.name}`;
     box.hidden = Boolean(answer.why);
-    box.textContent = answer.text || "They printed nothing.";
+    box.textContent = answer.text || "The ranks printed nothing.";
     box.scrollTop = box.scrollHeight;
   };
-  const button = el("button", { type: "button" }, "Show what the ranks printed");
+  const button = el("button", { type: "button" }, "Show the output of the ranks");
   button.addEventListener("click", () => show().catch((error) => {
     if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
-    told.textContent = error instanceof Refused ? error.message : "The dashboard's server does not answer.";
+    source.textContent = error instanceof Refused ? error.message : "The dashboard's server does not answer.";
   }));
-  return el("section", { id: "printed" }, button, told, box);
+  return el("section", { id: "printed" }, button, source, box);
 }
 
 function trainingPage(page, id) {
@@ -99,7 +99,7 @@ function trainingPage(page, id) {
     slot(strategyTable, text("strategies")),
     slot(logSection, text("lines")),
   ];
-  const asked = slot((each) => (each.asked.length ? section("environment", "What was asked, and the data", null, el("div", { class: "groups" }, [["Asked", each.asked], ["Data", each.data]].filter(([, list]) => list.length).map(([title, list]) => el("div", {}, el("h3", {}, title), pairs(list))))) : null), text("asked", "data"));
+  const asked = slot((each) => (each.asked.length ? section("environment", "Request and data", null, el("div", { class: "groups" }, [["Request", each.asked], ["Data", each.data]].filter(([, list]) => list.length).map(([title, list]) => el("div", {}, el("h3", {}, title), pairs(list))))) : null), text("asked", "data"));
   page.append(...slots.map((each) => each.place), printedSection(id), asked.place);
   return poll(async () => {
     const news = await ask("api/training", { training: id, have: version });
@@ -112,13 +112,13 @@ function trainingPage(page, id) {
   }, (error) => gone(training ? [training.path] : [])(error));
 }
 
-// A training in the list.
+// A line in the list of trainings.
 function trainingLine(each, root) {
   return el("li", { class: "run-line training-line", "data-training": each.training },
     el("span", {}),
     el("a", { class: "run-name", href: trainingLink(each.training) }, el("span", {}, el("strong", {}, each.name)), el("span", { class: "under" }, each.training === "." ? root : each.training), given(each.devices) ? el("span", { class: "under" }, plural(each.devices, "rank")) : null),
     el("span", { class: "run-state" }, el("span", { class: `state state-${each.state}`, title: TRAIN_STATE_WORDS[each.state] }, STATES[each.state]),
-      each.problems ? el("span", { class: "warned", title: "Something could not be read; its page says what." }, "⚠ not all could be read") : null),
+      each.problems ? el("span", { class: "warned", title: "Some files could not be read; see its page." }, "⚠ unreadable files") : null),
     lossline(each.spark),
     el("span", { class: "run-best" }, el("strong", {}, given(each.loss) ? `loss ${number(each.loss, 4)}` : MISSING), el("span", { class: "under" }, [given(each.held_out) ? `held out ${number(each.held_out, 4)}` : "", given(each.speed) ? rate(each.speed, each.unit) : ""].filter(Boolean).join(", "))),
     el("span", { class: "run-trials" }, `step ${number(each.step, 15)}${given(each.steps) ? ` of ${number(each.steps, 15)}` : ""}`, given(each.steps) ? shareBar([{ kind: "fill-memory", size: each.step }, { kind: "fill-rest", size: Math.max(each.steps - each.step, 0) }], "share of the steps that are done") : null),

@@ -1,8 +1,8 @@
-// One run, redrawn where it changed as rows arrive.
+// The page of a run; changed parts are redrawn as rows arrive.
 
 const MANY_ROWS = 500;
 
-// Holds a run as the server's answers add up. `take` returns whether anything is new.
+// The state of a run, from the answers of the server. `take` returns true if anything changed.
 function makeHolder(id) {
   let version = "";
   let rows = {};
@@ -29,14 +29,14 @@ function makeHolder(id) {
   return holder;
 }
 
-// What is shown in a place, replaced without the page jumping.
+// Replaces the contents of a part without moving the page.
 function redrawn(place, parts) {
   place.style.minHeight = `${place.offsetHeight}px`;
   clear(place).append(...parts.flat().filter(Boolean));
   requestAnimationFrame(() => requestAnimationFrame(() => { place.style.minHeight = ""; }));
 }
 
-// A place on the page that is redrawn when its key changes.
+// A part of the page that is redrawn when its key changes.
 function slot(make, key) {
   const place = el("div", { class: "slot" });
   let last = null;
@@ -55,9 +55,9 @@ function logAndExports(id) {
   return async (row, box) => {
     const formats = el("div", {});
     const log = el("pre", { class: "code log", tabindex: 0 }, "…");
-    const told = el("p", { class: "under" });
-    const parts = [[el("h4", {}, "For the trainer you use"), formats], [el("h4", {}, "Log"), told, log]];
-    // Of a trial that failed the log is what one wants to see.
+    const note = el("p", { class: "under" });
+    const parts = [[el("h4", {}, "Export"), formats], [el("h4", {}, "Log"), note, log]];
+    // For a failed trial the log comes first.
     box.append(...(row.status === "ok" ? parts : parts.reverse()).flat());
     let answers;
     try {
@@ -69,12 +69,12 @@ function logAndExports(id) {
     const [list, text] = answers;
     formats.append(exportPanel(list) || "");
     if (text.why) {
-      told.textContent = text.why;
+      note.textContent = text.why;
       log.remove();
       return;
     }
-    told.append(text.cut ? `The last part of ${number(text.size / 1024, 4)} KiB. ` : "", el("a", { href: `log?${new URLSearchParams({ run: id, trial: row.trial })}`, download: "" }, "Download the whole log"));
-    log.textContent = text.text || "It printed nothing.";
+    note.append(text.cut ? `The last part of ${number(text.size / 1024, 4)} KiB. ` : "", el("a", { href: `log?${new URLSearchParams({ run: id, trial: row.trial })}`, download: "" }, "Download the whole log"));
+    log.textContent = text.text || "The trial printed nothing.";
     log.scrollTop = log.scrollHeight;
   };
 }
@@ -104,7 +104,7 @@ function watchPage(page, id) {
     if (table) table.update(run);
     for (const each of [...slots, ...after]) {
       each.update(run);
-      // Thousands of trials take a while to draw: between two figures the page may scroll and be typed in.
+      // Thousands of trials take time to draw: between two figures the page handles input.
       if (run.rows.length > MANY_ROWS) await new Promise((resume) => { setTimeout(resume); });
     }
     if (!table && run.rows.length) {

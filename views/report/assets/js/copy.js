@@ -1,4 +1,4 @@
-// Buttons that copy a text, also where the browser offers no clipboard to a page (plain HTTP, some file://).
+// Buttons that copy a text, also in pages without clipboard access (plain HTTP, some file://).
 
 async function copyText(text) {
   if (navigator.clipboard && isSecureContext) {
@@ -23,7 +23,7 @@ function copyButton(label, text, attributes = {}) {
   let timer = 0;
   button.addEventListener("click", async () => {
     const done = await copyText(typeof text === "function" ? await text() : text);
-    button.textContent = done ? "Copied" : "Select and copy by hand";
+    button.textContent = done ? "Copied" : "Select and copy manually";
     button.classList.toggle("done", done);
     clearTimeout(timer);
     timer = setTimeout(() => { button.textContent = label; button.classList.remove("done"); }, 1600);
@@ -31,7 +31,7 @@ function copyButton(label, text, attributes = {}) {
   return button;
 }
 
-// The winner in every format: one is shown and copied at a time.
+// The winner in every export format; one is shown at a time.
 function exportPanel(list) {
   if (!list.length) return null;
   const shown = el("pre", { class: "code", tabindex: 0 });

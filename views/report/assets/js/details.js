@@ -1,4 +1,4 @@
-// One trial, all of it, in a dialog.
+// All values of a trial in a dialog.
 
 const DETAIL_FIELDS = [
   ["throughput", "Throughput", (row, run) => rate(row.throughput, run.unit, 6)],
@@ -12,10 +12,10 @@ const DETAIL_FIELDS = [
   ["sampler", "Chosen by", (row) => row.sampler],
   ["loss", "Loss of the first step", (row) => number(row.loss, 6)],
   ["started", "Started", (row) => moment(row.started)],
-  ["seconds_total", "Time in all", (row) => duration(row.seconds_total)],
-  ["seconds_build", "Building", (row) => duration(row.seconds_build)],
-  ["seconds_warmup", "Warming up", (row) => duration(row.seconds_warmup)],
-  ["seconds_measure", "Measuring", (row) => duration(row.seconds_measure)],
+  ["seconds_total", "Total time", (row) => duration(row.seconds_total)],
+  ["seconds_build", "Build", (row) => duration(row.seconds_build)],
+  ["seconds_warmup", "Warm-up", (row) => duration(row.seconds_warmup)],
+  ["seconds_measure", "Measurement", (row) => duration(row.seconds_measure)],
   ["seconds_overhead", "Overhead", (row) => duration(row.seconds_overhead)],
 ];
 
@@ -23,13 +23,13 @@ function pairs(list) {
   return el("dl", {}, list.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
-// `more(row, host)` may add what only a server can give: the log, the exports.
+// `more(row, host)` may add content that needs a server: the log, the exports.
 function showDetails(run, row, more = null) {
   const again = run.again[String(row.trial)];
-  const told = DETAIL_FIELDS.filter(([name]) => row[name] !== null && row[name] !== undefined && row[name] !== "")
+  const facts = DETAIL_FIELDS.filter(([name]) => row[name] !== null && row[name] !== undefined && row[name] !== "")
     .map(([, title, text]) => [title, text(row, run)]);
   const title = run.simulated ? "Simulated" : "Measured";
-  if (again) told.splice(row.status === "ok" ? 1 : 0, 0, ["First", rate(again.first, run.unit, 6)], ...(again.again.length ? [[`${title} again`, again.again.map((each) => number(each, 5)).join(", ")]] : []));
+  if (again) facts.splice(row.status === "ok" ? 1 : 0, 0, ["First", rate(again.first, run.unit, 6)], ...(again.again.length ? [[`${title} again`, again.again.map((each) => number(each, 5)).join(", ")]] : []));
   const knobs = Object.entries(row.knobs).filter(([, value]) => value !== null && value !== undefined);
   const box = el("dialog", { class: "details", "aria-label": `Trial ${row.trial}` },
     el("header", {}, el("h3", {}, `Trial ${row.trial} `, badge(row.status), run.simulated ? tag("simulated") : null, run.emulated ? tag("emulated") : null),
@@ -38,7 +38,7 @@ function showDetails(run, row, more = null) {
     el("h4", {}, "Configuration"),
     pairs(knobs.map(([name, value]) => [name, knobOf(run, name, value)])),
     el("p", {}, copyButton("Copy as knob=value", configText(row.knobs))),
-    el("h4", {}, title), pairs(told));
+    el("h4", {}, title), pairs(facts));
   box.addEventListener("click", (event) => { if (event.target === box) box.close(); });
   box.addEventListener("close", () => box.remove());
   document.body.append(box);

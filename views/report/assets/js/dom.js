@@ -1,4 +1,4 @@
-// Elements, made without ever reading a text as HTML.
+// Elements; a text is never parsed as HTML.
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -22,7 +22,7 @@ function clear(element) {
   return element;
 }
 
-// A numbered part of the page: its title, a sentence that says what to look at, and what is shown.
+// A section of the page: its title, an explanation and the contents.
 function section(id, title, lead, ...children) {
   return el("section", { id, "aria-labelledby": `${id}-title` },
     el("h2", { id: `${id}-title` }, title), lead ? el("p", { class: "lead" }, lead) : null, children);

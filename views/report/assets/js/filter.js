@@ -1,4 +1,4 @@
-// What people type to find trials: `ok micro_batch=8 throughput>5000 sdpa`. All words must fit.
+// Parser of filters such as `ok micro_batch=8 throughput>5000 sdpa`; all terms must match.
 
 const TERM = /^([^\s=<>!]+)(<=|>=|!=|=|<|>)(.*)$/;
 
@@ -28,7 +28,7 @@ function termTest(term) {
   };
 }
 
-// A function of a row, and the names in the filter that no column has.
+// Returns a predicate of a row, and the names in the filter that are no column.
 function makeFilter(text, run) {
   const terms = text.trim().split(/\s+/).filter(Boolean);
   const known = new Set([...run.columns, ...run.knobNames]);

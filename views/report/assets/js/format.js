@@ -1,4 +1,4 @@
-// Numbers as people read them. Missing is a dash.
+// Numbers as readable texts; a missing one is a dash.
 
 const MISSING = "–";
 const NBSP = "\u00a0";
@@ -7,7 +7,7 @@ function given(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
-// With that many significant digits and grouped thousands; exponents only where plain digits would mislead.
+// `digits` significant digits and grouped thousands; an exponent for very small and very large numbers.
 function number(value, digits = 4) {
   if (!given(value)) return MISSING;
   const size = Math.abs(value);
@@ -22,7 +22,7 @@ function percent(share, digits = 2) {
   return `${number(value, Math.abs(value) >= 10 || value === 0 ? 2 : digits)}${NBSP}%`;
 }
 
-// What the values of an axis are divided by, and the unit's name.
+// The divisor of the values of an axis, and the name of the unit.
 function memoryUnit(mib) {
   return mib >= 4096 ? { by: 1024, name: "GiB" } : { by: 1, name: "MiB" };
 }
@@ -55,18 +55,18 @@ function rate(value, unit, digits = 4) {
   return given(value) ? `${number(value, digits)}${unit ? `${NBSP}${unit}` : ""}` : MISSING;
 }
 
-// The same where it must not break within, as browsers else do at the stroke of "tokens/s".
+// A rate without line breaks; browsers break at the slash of "tokens/s".
 function rateOf(value, unit, digits = 4) {
   return el("span", { class: "solid" }, rate(value, unit, digits));
 }
 
-// Model FLOPs utilisation, and of which precision's peak it is the share.
+// Model FLOPs utilisation, with the precision of the peak.
 function utilisation(row, knobs) {
   const precision = knobs && typeof knobs.precision === "string" ? `${knobs.precision.replace(/_pure$/, "")} ` : "";
   return given(row.mfu) ? `${percent(row.mfu)} of ${precision}peak` : MISSING;
 }
 
-// A knob's value.
+// Value of a knob.
 function knob(value) {
   if (value === null || value === undefined) return MISSING;
   return typeof value === "number" ? String(Math.abs(value) < 1e15 ? +value.toPrecision(6) : value) : String(value);

@@ -1,6 +1,6 @@
-// What was found, in one look: the winner, the ratio, the spread, the headroom, and what it cost.
+// The result: the winner, the ratio, the spread, the headroom and the cost.
 
-// The number large, its unit small and in one piece.
+// A large number with a small unit that does not wrap.
 function figureOf(value) {
   const [digits, ...unit] = String(value).split(NBSP);
   return [digits, unit.length ? [" ", el("span", { class: "unit solid" }, unit.join(NBSP))] : null];
@@ -10,24 +10,24 @@ function tile(title, value, under, chart = null) {
   return el("div", { class: "tile" }, el("h3", {}, title), el("p", { class: "value" }, figureOf(value)), chart, el("p", { class: "under" }, under));
 }
 
-// What stands large, and the sentence below it.
+// The large text and the sentence below it.
 function verdict(run) {
   const { winner, base, simulated } = run;
   const { gain } = run.headline;
   if (!winner) {
-    if (!run.rows.length) return ["No trials yet", "The page fills as trials end."];
-    return [simulated ? "Nothing is predicted to run" : "Nothing ran to the end", `${run.headline.why[0].toUpperCase()}${run.headline.why.slice(1)}`];
+    if (!run.rows.length) return ["No trials yet", "Trials appear here as they end."];
+    return [simulated ? "No trial is predicted to succeed" : "No trial succeeded", `${run.headline.why[0].toUpperCase()}${run.headline.why.slice(1)}`];
   }
   const trial = `Trial ${winner.trial}`;
   const speed = rateOf(winner.throughput, run.unit);
   const large = rate(winner.throughput, run.unit);
-  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: ${run.rows.length > 1 ? run.headline.only_default || "nothing tried was faster" : "nothing else was tried"}.`]];
+  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: ${run.rows.length > 1 ? run.headline.only_default || "no other trial was faster" : "no other configuration was tried"}.`]];
   const trains = [trial, simulated ? " is predicted to train at " : " trains at ", speed];
   if (gain) {
     const half = run.headline.gain_half_width;
     const sure = given(half) ? ` ±${NBSP}${number(half, 2)}` : "";
     if (!run.headline.gain_shown && given(half)) {
-      return ["No gain shown", [trains, `; the default configuration at `, rateOf(base.throughput, run.unit), `. The interval of the ratio, ${gain.toFixed(2)}${sure}, includes 1: measure longer, or on a quieter machine.`]];
+      return ["No gain shown", [trains, `; the default configuration at `, rateOf(base.throughput, run.unit), `. The interval of the ratio, ${gain.toFixed(2)}${sure}, includes 1: measure longer, or on a machine with less other load.`]];
     }
     const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)}${NBSP}% faster than` : `${number(gain, 3)} times`;
     return [`${gain.toFixed(2)}×`, [trains, `: ${faster} the default configuration's `, rateOf(base.throughput, run.unit), `, ratio ${gain.toFixed(2)}${sure}.`]];
@@ -36,13 +36,13 @@ function verdict(run) {
   return [large, [trains, `, the fastest. ${why}`]];
 }
 
-// Said of a winner that is another training than what was asked for.
+// A warning that the winner changes the training itself.
 function caution(run) {
   const { lossy, throughput } = run.winner;
   const { exact, exactness } = run.headline;
-  return el("p", { class: "caution" }, tag("lossy"), ` ${lossy} trades accuracy for speed: it is another training, not only a faster one. `,
+  return el("p", { class: "caution" }, tag("lossy"), ` ${lossy} trades accuracy for speed: it changes the training, not only its speed. `,
     exact ? [`The best ${exactness} is trial ${exact.trial} at `, rateOf(exact.throughput, run.unit), run.measuredAgain && !given(exact.first) ? ` (${run.seen} once)` : "", `; the winner is ${number(throughput / exact.throughput, 3)} times as fast.`]
-      : `No trial ${exactness} ran to the end.`);
+      : `No trial ${exactness} succeeded.`);
 }
 
 function throughputTile(run, predicted) {
@@ -72,7 +72,7 @@ function headline(run) {
   const tiles = winner ? [throughputTile(run, predicted), given(winner.peak_memory_mib) ? memoryTile(run, predicted) : null] : [];
   if (cost) {
     const lost = cost.device_seconds > 0 ? cost.lost / cost.device_seconds : 0;
-    const wall = given(cost.wall_seconds) ? `; ${duration(cost.wall_seconds)} by the clock` : "";
+    const wall = given(cost.wall_seconds) ? `; ${duration(cost.wall_seconds)} of wall time` : "";
     tiles.push(tile(`Device time${predicted}`, duration(cost.device_seconds), `${lost > 0 ? `${percent(lost)} lost to failures` : "none lost to failures"}${wall}`,
       shareBar(statusParts(cost.by_status), "device time by status")));
   }
@@ -88,7 +88,7 @@ function headline(run) {
     winner ? winning(run, base) : null);
 }
 
-// The winning configuration beside the default's, and the buttons that copy it.
+// The winning configuration with its differences from the default, and the buttons that copy it.
 function winning(run, base) {
   const same = base && base.trial === run.winner.trial;
   const cells = Object.entries(run.winner.config).map(([name, value]) => {
@@ -98,8 +98,8 @@ function winning(run, base) {
       el("dd", {}, knobOf(run, name, value), changed ? el("span", { class: "was" }, ` was ${knob(before)}`) : null));
   });
   return el("div", { id: "winner" }, el("h2", {}, "The winning configuration"),
-    base && !same ? el("p", { class: "lead" }, "Marked: what differs from the default configuration.") : null,
+    base && !same ? el("p", { class: "lead" }, "Marked: differences from the default configuration.") : null,
     el("dl", { class: "knobs" }, cells), exportPanel(run.exports),
-    run.reproduce ? el("div", { class: "reproduce" }, el("p", { class: "lead" }, run.simulated ? "Measure it on the devices themselves with" : "Measure it again with"),
+    run.reproduce ? el("div", { class: "reproduce" }, el("p", { class: "lead" }, run.simulated ? "Measure it on real devices with" : "Measure it again with"),
       el("pre", { class: "code", tabindex: 0 }, run.reproduce), copyButton("Copy the command", run.reproduce)) : null);
 }

@@ -1,4 +1,4 @@
-// The trials of a run, as the charts and the table read them.
+// The trials of a run, prepared for the charts and the table.
 
 function makeRun(data) {
   const columns = data.rows;
@@ -15,7 +15,7 @@ function makeRun(data) {
     }
     const again = data.again[String(row.trial)];
     row.first = again ? again.first : null;
-    // Where leaders were measured again, the others have one measurement only, and cannot win.
+    // Where the fastest trials were measured again, the others have one measurement only and cannot win.
     row.once = measuredAgain && !again && row.status === "ok";
     rows.push(row);
   }
@@ -43,7 +43,7 @@ function isLossy(run, name, value) {
   return (run.lossy[name] || []).includes(value);
 }
 
-// A knob's value as text, and as it stands in a page, marked where it trades accuracy for speed.
+// Value of a knob as text or element, marked if it trades accuracy for speed.
 function knobText(run, name, value) {
   return `${knob(value)}${isLossy(run, name, value) ? " (lossy)" : ""}`;
 }
@@ -52,7 +52,7 @@ function knobOf(run, name, value) {
   return [knob(value), isLossy(run, name, value) ? [" ", tag("lossy")] : null];
 }
 
-// Why the winner won, in a sentence or two, where trials stand above it.
+// Explains the choice of the winner if other trials have a higher throughput.
 function whyAbove(run) {
   if (!run.winner || !run.measuredAgain) return "";
   const above = run.rows.filter((row) => row.status === "ok" && row.throughput > run.winner.throughput);
@@ -61,7 +61,7 @@ function whyAbove(run) {
   const named = (list) => `Trial${list.length > 1 ? "s" : ""} ${words(list.slice(0, 4).map(String))}${list.length > 4 ? ` and ${list.length - 4} more` : ""}`;
   return [
     once.length ? `${named(once)}, above the winner, ${once.length > 1 ? "were" : "was"} ${run.seen} only once: a trial that is not confirmed cannot win.` : "",
-    tied.length ? `${named(tied)} ${tied.length > 1 ? "are" : "is"} faster than the winner by no more than the error: of equals the one with more free memory wins, then the simpler one.` : "",
+    tied.length ? `${named(tied)} ${tied.length > 1 ? "are" : "is"} faster than the winner by no more than the error: between equal trials the one with more free memory wins, then the simpler one.` : "",
   ].filter(Boolean).join(" ");
 }
 
@@ -73,7 +73,7 @@ function trialLines(run, row) {
   else if (row.once) lines.push(`${run.seen} once`);
   if (given(row.peak_memory_mib)) lines.push(`${memory(row.peak_memory_mib)} peak memory`);
   if (row.status !== "ok" && row.reason) lines.push(row.reason.length > 140 ? `${row.reason.slice(0, 139)}…` : row.reason);
-  const told = run.varying.filter((name) => !run.derived.has(name) && row.knobs[name] !== null && row.knobs[name] !== undefined);
-  lines.push(told.map((name) => `${name}=${knobText(run, name, row.knobs[name])}`).join(", "));
+  const knobs = run.varying.filter((name) => !run.derived.has(name) && row.knobs[name] !== null && row.knobs[name] !== undefined);
+  lines.push(knobs.map((name) => `${name}=${knobText(run, name, row.knobs[name])}`).join(", "));
   return lines.filter(Boolean);
 }

@@ -1,7 +1,7 @@
-// What could vary, and by which rules.
+// The knobs and constraints of the space.
 
 function knobWords(run, each) {
-  if (each.derived) return el("span", {}, "follows from the others: ", el("code", {}, each.derived));
+  if (each.derived) return el("span", {}, "derived: ", el("code", {}, each.derived));
   if (each.values) {
     return el("span", {}, each.values.map((value, at) => [at ? ", " : "", el("span", { class: value === each.default && each.values.length > 1 ? "is-default" : null }, knob(value)), isLossy(run, each.name, value) ? [" ", tag("lossy")] : null]),
       each.values.length === 1 ? " (fixed)" : "");
@@ -12,9 +12,9 @@ function knobWords(run, each) {
 function spaceWords(run) {
   const { knobs, constraints, declared } = run.space;
   if (!knobs.length) return null;
-  return section("space", "The space that was searched",
-    declared ? "What was allowed to vary. Underlined: the default." : "There is no run.yaml, so these are the values seen in the table; others may have been allowed.",
+  return section("space", "The search space",
+    declared ? "The knobs and their values. Underlined: the default." : "There is no run.yaml, so these are the values in the table; the space may contain others.",
     el("dl", { class: "space" }, knobs.map((each) => el("div", {}, el("dt", {}, each.name),
       el("dd", {}, knobWords(run, each), each.when ? el("span", { class: "aside" }, ` only when ${each.when}`) : null, each.help ? el("p", { class: "under" }, each.help) : null)))),
-    constraints.length ? [el("h3", {}, "Rules that every configuration keeps"), el("ul", { class: "rules" }, constraints.map((each) => el("li", {}, each.reason ? `${each.reason}: ` : "", el("code", {}, each.text))))] : null);
+    constraints.length ? [el("h3", {}, "Constraints"), el("ul", { class: "rules" }, constraints.map((each) => el("li", {}, each.reason ? `${each.reason}: ` : "", el("code", {}, each.text))))] : null);
 }

@@ -1,14 +1,14 @@
-// The statuses: order, words, and a mark of its own for each, so that colour is never alone.
+// The statuses: order, texts, and a shape for each, so that they do not differ by colour alone.
 
 const STATUSES = ["ok", "oom", "timeout", "crash", "wrong", "skipped"];
 
 const STATUS_WORDS = {
-  ok: "ran to the end",
-  oom: "memory ran out",
-  timeout: "outlived its deadline and was killed",
+  ok: "succeeded",
+  oom: "out of memory",
+  timeout: "exceeded its deadline and was killed",
   crash: "failed with an exception or a signal",
-  wrong: "ran, but its loss is not finite or not the reference's",
-  skipped: "never run: known not to fit",
+  wrong: "ran, but its loss is not finite or differs from the reference",
+  skipped: "not run: predicted not to fit",
 };
 
 const STATES = {
@@ -17,13 +17,13 @@ const STATES = {
 
 const STATE_WORDS = {
   running: "A process is working on this run; new trials appear as they end.",
-  finished: "The search came to its end.",
-  nothing: "The search came to its end without a winner: no trial ran to the end.",
-  stopped: "Nobody works on this run, and it did not come to its end; `redline tune --resume` continues it.",
-  table: "There is no run.yaml beside the table, so the request, the space, the environment, and whether more trials follow are not known.",
+  finished: "The search has finished.",
+  nothing: "The search has finished without a winner: no trial succeeded.",
+  stopped: "No process works on this run, and it has not finished; `redline tune --resume` continues it.",
+  table: "There is no run.yaml beside the table, so the request, the space, the environment and the state of the search are unknown.",
 };
 
-// Kinds of marks and their shapes, the later over the earlier. Hollow is what was measured once where others were again.
+// Kinds of marks and their shapes; later ones are drawn on top. Hollow: measured once where others were measured again.
 const MARKS = new Map([
   ["s-skipped", "dot"], ["s-wrong", "diamond"], ["s-crash", "square"], ["s-timeout", "triangle"], ["s-oom", "cross"], ["s-ok once", "dot"], ["s-ok", "dot"],
 ]);
@@ -37,11 +37,11 @@ function badge(status) {
     picture(12, 12, markOf(`s-${status}`, 3.5)), status);
 }
 
-// Said in plain sight, wherever such a run or trial is shown.
+// Shown with every such run or trial.
 const TAG_WORDS = {
   simulated: "Nothing was run: all numbers are predictions.",
   emulated: "Some ranks ran alone on one device: memory is measured, communication is priced.",
-  lossy: "Trades accuracy for speed, such as by weights without an fp32 master copy: another training, not only a faster one.",
+  lossy: "Trades accuracy for speed, such as by weights without an fp32 master copy: it changes the training, not only its speed.",
 };
 
 function tag(kind) {
@@ -52,12 +52,12 @@ function tagsOf(run, lossy) {
   return [run.simulated ? tag("simulated") : null, run.emulated ? tag("emulated") : null, lossy ? tag("lossy") : null];
 }
 
-// Entries of a legend: those statuses that are there, with how many of each.
+// Entries of a legend: the statuses present, with their counts.
 function statusKeys(counts) {
   return STATUSES.filter((each) => counts[each]).map((each) => [badge(each), number(counts[each], 15)]);
 }
 
-// One share of a bar each, by status.
+// Shares of a bar by status.
 function statusParts(sizes) {
   return STATUSES.map((each) => ({ kind: `fill s-${each}`, size: sizes[each] || 0 }));
 }

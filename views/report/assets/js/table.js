@@ -1,4 +1,4 @@
-// The trials as a table that sorts, filters and stays quick: only the rows in sight are in the page.
+// The table of trials, with sorting and filters. For speed only the visible rows are in the page.
 
 const ROW = 30;
 const PRINTED = 200;
@@ -22,11 +22,11 @@ function compareCells(a, b) {
   return typeof a === typeof b ? (a < b ? -1 : 1) : String(a) < String(b) ? -1 : 1;
 }
 
-// `open(row)` is called for a row that is pressed. The table's `update(run)` takes in new rows.
+// `open(row)` is called for a row that is clicked. `update(run)` of the table shows new rows.
 function trialTable(first, open) {
   let run = first;
   let shown = [];
-  // Until a column is chosen the winner stands first, then what else was measured again: all others could not win.
+  // Before a column is chosen the winner is first, then the other trials that were measured again: only those can win.
   let sort = { name: "", down: true };
   const sortedBy = () => sort.name || (run.measuredAgain ? "" : "throughput");
   const standing = (row) => (run.winner && row.trial === run.winner.trial ? 0 : given(row.first) && row.status === "ok" ? 1 : 2);
@@ -35,7 +35,7 @@ function trialTable(first, open) {
   let columns = [];
   const search = el("input", { type: "search", placeholder: "Filter: micro_batch=8 throughput>5000 sdpa", "aria-label": "Filter trials", spellcheck: "false", autocapitalize: "off" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Statuses" });
-  const told = el("p", { class: "under", role: "status" });
+  const found = el("p", { class: "under", role: "status" });
   const about = el("p", { class: "lead" });
   const head = el("tr", {});
   const body = el("tbody", {});
@@ -59,7 +59,7 @@ function trialTable(first, open) {
     ];
     clear(head).append(...columns.map((each) => el("th", { class: each.kind, scope: "col", "aria-sort": by === each.name ? (sort.down ? "descending" : "ascending") : "none" },
       el("button", { type: "button", "data-sort": each.name, onclick: () => sortBy(each.name) }, each.title, el("span", { class: "arrow", "aria-hidden": "true" }, by === each.name ? (sort.down ? " ▼" : " ▲") : "")))));
-    // An axis of its own for the width, so that columns do not jump while rows come and go.
+    // The filter by status.
     clear(chips).append(...STATUSES.filter((status) => run.headline.counts[status]).map((status) => el("button", {
       type: "button", "data-status": status, "aria-pressed": String(!off.has(status)),
       onclick: () => { if (off.has(status)) off.delete(status); else off.add(status); refresh(); },
@@ -102,8 +102,8 @@ function trialTable(first, open) {
     about.textContent = [run.simulated ? "Nothing was run: these numbers are predictions." : run.emulated ? "Some ranks ran alone on one device: communication is priced." : "",
       run.measuredAgain ? `The winner is first, followed by the other trials that were ${run.seen} again; “First” is their first throughput.` : "", whyAbove(run)].filter(Boolean).join(" ");
     about.hidden = !about.textContent;
-    told.textContent = wanted.unknown.length
-      ? `No column is called ${wanted.unknown.join(", ")}. Columns: ${[...run.knobNames, ...run.columns.filter((each) => !each.startsWith("knob."))].join(", ")}`
+    found.textContent = wanted.unknown.length
+      ? `There is no column ${wanted.unknown.join(", ")}. Columns: ${[...run.knobNames, ...run.columns.filter((each) => !each.startsWith("knob."))].join(", ")}`
       : shown.length === run.rows.length ? plural(shown.length, "trial") : `${number(shown.length, 9)} of ${plural(run.rows.length, "trial")}`;
     draw();
   }
@@ -114,7 +114,7 @@ function trialTable(first, open) {
     waiting = true;
     requestAnimationFrame(() => { waiting = false; draw(); });
   });
-  // Paper does not scroll: the first rows, and how many are left out.
+  // For print: the first rows, and the number of those left out.
   const left = el("p", { class: "under", hidden: true });
   addEventListener("beforeprint", () => {
     clear(body).append(...shown.slice(0, PRINTED).map(line));
@@ -124,7 +124,7 @@ function trialTable(first, open) {
   addEventListener("afterprint", () => { left.hidden = true; draw(); });
   search.addEventListener("input", () => { pane.scrollTop = 0; refresh(); });
   const element = section("trials", "All trials", null, about,
-    el("div", { class: "row filters" }, search, chips), told, pane, left);
+    el("div", { class: "row filters" }, search, chips), found, pane, left);
   new ResizeObserver(draw).observe(pane);
   refresh();
   return { element, update(next) { run = next; refresh(); }, get shown() { return shown; } };

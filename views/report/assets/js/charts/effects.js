@@ -1,4 +1,4 @@
-// What each knob does: its throughputs as they were measured, and its effect with the others held equal.
+// The effect of each knob: its measured throughputs, and its effect with the others held equal.
 
 const SLANT = Math.SQRT1_2;
 
@@ -7,10 +7,10 @@ function importance(share) {
 }
 
 function importanceChart(run) {
-  const told = run.effects.knobs.filter((each) => given(each.importance));
-  if (!told.length) return null;
+  const known = run.effects.knobs.filter((each) => given(each.importance));
+  if (!known.length) return null;
   const rest = Math.max(0, 1 - run.effects.explained);
-  const bars = [...told.map((each) => [each.name, each.importance, "fill-effect"]), ["not explained", rest, "fill-rest strong"]];
+  const bars = [...known.map((each) => [each.name, each.importance, "fill-effect"]), ["not explained", rest, "fill-rest strong"]];
   return figure((width) => {
     const left = Math.min(Math.max(...bars.map(([name]) => textWidth(name))) + 12, width * 0.6);
     const pen = drawing(width, bars.length * 26 + 6, "chart");
@@ -26,8 +26,8 @@ function importanceChart(run) {
   }, "share of the variation of throughput each knob explains");
 }
 
-// Where the labels of a knob's values stand: in a row, or slanted where they are too wide for that. A slanted one reaches down
-// and to the left, further than its place if it is long.
+// Layout of the labels of a knob's values: in a row, or slanted if they are too wide. A slanted label extends down
+// and to the left.
 function placeLabels(values, width, usual) {
   const counts = values.map((each) => each.counts.ok || "none");
   const wide = (each) => textWidth(each, 11);
@@ -42,7 +42,7 @@ function placeLabels(values, width, usual) {
   return { slanted: true, labels, counts, left: Math.max(usual, ...reach), depth: Math.max(...labels.map(wide)) * SLANT + 14 };
 }
 
-// One value's box, whisker and median.
+// Box, whisker and median of a value.
 function box(frame, value, x, half) {
   const y = frame.y;
   frame.line("whisker", x, y(value.min), x, y(value.max));
@@ -50,7 +50,7 @@ function box(frame, value, x, half) {
   frame.line("median", x - half, y(value.median), x + half, y(value.median));
 }
 
-// One value in words.
+// Description of a value.
 function valueLines(run, name, value) {
   const ran = value.counts.ok || 0;
   const lost = Object.entries(value.counts).filter(([status]) => status !== "ok");
@@ -62,16 +62,16 @@ function valueLines(run, name, value) {
   ].filter(Boolean);
 }
 
-// `center` is the throughput of which an effect is a multiple.
-function effectChart(run, told, speeds, center) {
+// An effect is a multiple of the throughput `center`.
+function effectChart(run, shown, speeds, center) {
   return figure((width) => {
     const { ticks, label } = speeds(0, 1, 3);
     const usual = Math.max(34, ...ticks.map((each) => textWidth(label(each)) + 12));
-    const { slanted, labels, counts, left, depth } = placeLabels(told.values, width, usual);
-    const frame = axes(width, 196 + depth, { x: { label: "", scale: bands(told.values.length) }, y: { label: run.unit || "throughput", scale: (from, to) => speeds(from, to, 3) }, left, right: 4, below: depth });
+    const { slanted, labels, counts, left, depth } = placeLabels(shown.values, width, usual);
+    const frame = axes(width, 196 + depth, { x: { label: "", scale: bands(shown.values.length) }, y: { label: run.unit || "throughput", scale: (from, to) => speeds(from, to, 3) }, left, right: 4, below: depth });
     const points = [];
     const line = [];
-    told.values.forEach((value, at) => {
+    shown.values.forEach((value, at) => {
       const x = frame.x(at + 0.5);
       if (given(value.median)) box(frame, value, x, Math.min(frame.x.size * 0.32, 16));
       if (given(value.effect)) {
@@ -79,7 +79,7 @@ function effectChart(run, told, speeds, center) {
         frame.line("effect", x, y(value.effect_low), x, y(value.effect_high));
         line.push([x, y(value.effect)]);
       }
-      points.push({ x, y: given(value.median) ? frame.y(value.median) : frame.base - 8, lines: () => valueLines(run, told.name, value) });
+      points.push({ x, y: given(value.median) ? frame.y(value.median) : frame.base - 8, lines: () => valueLines(run, shown.name, value) });
       if (slanted) {
         frame.text("tick small", x + 4, frame.base + 14, labels[at], { anchor: "end", turn: -45, whole: value.label });
       } else {
@@ -91,20 +91,20 @@ function effectChart(run, told, speeds, center) {
     for (const [x, y] of line) frame.dot("effect-dot", x, y, 3.5);
     hover(frame, points, { reach: 60 });
     return frame;
-  }, `throughput by ${told.name}`, { before: el("h3", {}, told.name, given(told.importance) ? el("span", { class: "aside" }, ` ${importance(told.importance)}`) : null) });
+  }, `throughput by ${shown.name}`, { before: el("h3", {}, shown.name, given(shown.importance) ? el("span", { class: "aside" }, ` ${importance(shown.importance)}`) : null) });
 }
 
 function effects(run) {
-  const told = run.effects.knobs;
-  if (!told.length || !run.effects.count) return null;
+  const knobs = run.effects.knobs;
+  if (!knobs.length || !run.effects.count) return null;
   const good = run.rows.filter((row) => row.status === "ok" && row.throughput > 0).map((row) => row.throughput);
   const center = Math.exp(good.reduce((sum, each) => sum + Math.log(each), 0) / good.length);
   const [, high] = extent(good);
   const known = given(run.effects.explained) && run.effects.explained > 0;
   const why = known
-    ? `The bars say which share of the variation of (log) throughput each knob accounts for by itself, checked by leaving each of the ${plural(run.effects.count, "successful trial")} out in turn; what is not explained is interplay between knobs, and noise.`
-    : `The ${plural(run.effects.count, "successful trial")} are too few, or too alike, to show how much each knob matters; below are the throughputs as they were ${run.seen}.`;
-  return section("effects", "What each knob does", why, importanceChart(run),
-    el("p", { class: "lead" }, "For each value: the box is the middle half of the throughputs, the line across it the median, the whisker all of them; the number below the value counts them. The dots joined by a line are the effect with the other knobs equal, one standard error up and down."),
-    el("div", { class: "small-multiples" }, told.map((each) => effectChart(run, each, fromZero(high * 1.02), center))));
+    ? `The bars show the share of the variation of (log) throughput that each knob explains by itself, checked by leaving out each of the ${plural(run.effects.count, "successful trial")} in turn; the rest is interaction between knobs, and noise.`
+    : `The ${plural(run.effects.count, "successful trial")} are too few, or too similar, for the importance of each knob; below are the ${run.seen} throughputs.`;
+  return section("effects", "Effect of each knob", why, importanceChart(run),
+    el("p", { class: "lead" }, "For each value: the box is the middle half of the throughputs, the line in it the median, the whisker their full range; the number below the value is their count. The connected dots are the effect with the other knobs equal, ± one standard error."),
+    el("div", { class: "small-multiples" }, knobs.map((each) => effectChart(run, each, fromZero(high * 1.02), center))));
 }

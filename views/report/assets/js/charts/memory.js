@@ -1,4 +1,4 @@
-// Throughput over peak memory: what fits, how fast it is, and where memory ended.
+// Throughput over peak memory.
 
 const STRIP = 20;
 
@@ -7,14 +7,14 @@ function memoryNeed(row) {
   return row.status === "skipped" ? row.predicted_memory_mib : null;
 }
 
-// How much memory the axis reaches to: an OOM that asked for ten times the limit must not squeeze all others into a corner.
+// End of the memory axis: an OOM that requested ten times the limit must not compress all others into a corner.
 function memoryReach(run, done, limit) {
   const needs = run.rows.map(memoryNeed).filter(given).sort((a, b) => a - b);
   const [, usual] = extent(done.map((row) => row.peak_memory_mib)) || [0, 0];
   return Math.max(Math.min(needs.at(-1), Math.max(usual, limit, needs[needs.length >> 1]) * 1.5), limit * 1.03);
 }
 
-// `failed` stand in strips below the axis, one for each of `kinds`; `limit` is drawn unless 0.
+// `failed` trials are in strips below the axis, one for each of `kinds`; `limit` is drawn unless 0.
 function memoryChart(run, { done, failed, kinds, limit }) {
   const memories = memoryAxis(memoryReach(run, done, limit));
   const speeds = done.length ? throughputAxis(run.unit, done.flatMap((row) => [row.throughput, row.first])) : { label: "", scale: bands(1) };
@@ -40,8 +40,8 @@ function memoryChart(run, { done, failed, kinds, limit }) {
     ];
     trialMarks(frame, points);
     for (const kind of ["default", "winner"]) {
-      const told = kind === "winner" ? run.winner : run.base;
-      const row = told && run.byTrial.get(told.trial);
+      const special = kind === "winner" ? run.winner : run.base;
+      const row = special && run.byTrial.get(special.trial);
       if (!row || !done.includes(row) || (kind === "default" && run.winner && run.winner.trial === row.trial)) continue;
       if (kind === "winner") winnerMark(frame, ...at(row)); else frame.path("default-mark", outline("dot", ...at(row), 7));
       note(frame, kind, ...at(row), kind);
@@ -60,8 +60,8 @@ function throughputOverMemory(run) {
   const unknown = run.rows.filter((row) => row.status === "oom" && !given(row.peak_memory_mib)).length;
   const kinds = ["oom", "skipped"].filter((status) => failed.some((row) => row.status === status));
   return section("memory", "Throughput over peak memory", [
-    done.length ? "The stepped line is the frontier: no trial on it is beaten in speed by one that needs less memory." : "No trial ran to the end.",
-    kinds.length ? "Trials that did not fit are below the axis: OOMs at the memory they had plus the memory they asked for, skipped trials at their predicted memory; a mark at the right edge is beyond it." : "",
+    done.length ? "The stepped line is the Pareto front: no trial needs less memory and is faster than one on it." : "No trial succeeded.",
+    kinds.length ? "Trials that did not fit are below the axis: OOMs at the memory in use plus the requested memory, skipped trials at their predicted memory; a mark at the right edge lies beyond it." : "",
     whyAbove(run),
     far ? `The limit, ${memory(limit)}, lies far to the right and is not drawn.` : "",
     unknown ? `${plural(unknown, "OOM")} left no figure of what was needed and ${unknown === 1 ? "is" : "are"} not shown.` : "",

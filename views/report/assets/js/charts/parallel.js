@@ -1,11 +1,11 @@
-// Parallel coordinates: every trial a line through the values of its knobs, ending at its throughput.
+// Parallel coordinates: each trial is a line through the values of its knobs to its throughput.
 
 function ordered(values) {
   return [...values].sort((a, b) => (typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a < typeof b ? -1 : 1));
 }
 
-// An axis: its name, where a value stands on it, 0 to 1, and its labels as [place, text, value]; ticks of a scale are of
-// no value, so that they cannot be pressed.
+// An axis: its name, the position of a value on it, 0 to 1, and its labels as [position, text, value]; ticks of a scale
+// have no value and cannot be clicked.
 function knobAxis(run, name) {
   const all = run.rows.map((row) => row.knobs[name]);
   const values = ordered(new Set(all.filter((each) => each !== null && each !== undefined)));
@@ -30,7 +30,7 @@ const VALUE = [11, 650];
 const NAME_ROW = 18;
 const VALUE_ROW = 14;
 
-// Axes side by side: where each stands and in which row its name; null where their texts do not fit like that.
+// Axes side by side: the position of each and the row of its name; null if their texts do not fit.
 function sideBySide(axesList, width) {
   const widest = (axis) => Math.max(0, ...axis.labels.map(([, text]) => textWidth(text, ...VALUE))) + 7;
   const left = 14;
@@ -52,7 +52,7 @@ function sideBySide(axesList, width) {
   };
 }
 
-// Axes below one another, for a window too narrow for their texts side by side: each is as high as its values need.
+// Axes one below the other, for a narrow window: each is as high as its values need.
 function belowOneAnother(axesList, width) {
   const tops = [];
   const labels = [];
@@ -65,7 +65,7 @@ function belowOneAnother(axesList, width) {
       const middle = inside(x, wide, width, 3);
       return { share, text: cut, value, anchor: "middle", dx: middle - x, place: [middle, wide] };
     });
-    // Of a scale some ticks may be left out, but every value that can be pressed has its place.
+    // Ticks of a scale may be left out, but values that can be clicked may not.
     const rows = inRows(listed.map((each) => each.place), Infinity, 5);
     const shown = listed.map((each, at) => ({ ...each, dy: 18 + rows[at] * VALUE_ROW })).filter((each, at) => each.value !== undefined || rows[at] === 0);
     tops.push(y + 44);
@@ -80,7 +80,7 @@ function belowOneAnother(axesList, width) {
   };
 }
 
-// The knobs that vary, those that matter most last, then the throughput where a trial ran to the end.
+// The varying knobs, the most important ones last, then the throughput if a trial succeeded.
 function parallelAxes(run, speeds) {
   const effect = new Map(run.effects.knobs.map((each, at) => [each.name, at]));
   const names = run.varying.filter((name) => !run.derived.has(name)).sort((a, b) => (effect.get(b) ?? -1) - (effect.get(a) ?? -1));
@@ -90,7 +90,7 @@ function parallelAxes(run, speeds) {
   return [...out, { name: run.unit || "throughput", speed: true, labels: scale.ticks.map((each) => [scale(each), scale.label(each)]), place: scale }];
 }
 
-// The trials as few paths, by how fast they were; adds the points at which they end.
+// The trials as few paths, grouped by speed; adds their end points.
 function parallelLines(run, pen, axesList, speeds, { at }, ends) {
   const matches = (row) => [...run.ui.chosen].every(([name, value]) => (row.knobs[name] ?? null) === value);
   const pairs = (row) => axesList.filter((axis) => !axis.speed || row.status === "ok").map((axis, index) => at(index, axis.place(axis.speed ? row.throughput : row.knobs[axis.name])));
@@ -112,7 +112,7 @@ function parallelLines(run, pen, axesList, speeds, { at }, ends) {
   }
 }
 
-// Makes a value one that can be pressed, by pointer and by keyboard.
+// Makes a value clickable, by pointer and keyboard.
 function pressable(label, name, press) {
   label.classList.add("choice");
   fill(label, {
@@ -129,7 +129,7 @@ function parallelChart(run, axesList, speeds) {
     const lines = pen.group("lines");
     const ends = [];
     const choices = [];
-    // Only the lines are drawn again: what is pressed keeps the focus.
+    // Only the lines are drawn again, so that the clicked value keeps the focus.
     const redraw = () => {
       clear(lines.root);
       ends.length = 0;
@@ -159,13 +159,13 @@ function parallelChart(run, axesList, speeds) {
 }
 
 function parallel(run) {
-  // Kept with the run, so that a redraw while it grows does not let go of it.
+  // Stored with the run, so that the selection survives a redraw.
   run.ui.chosen ||= new Map();
   const speeds = extent(run.rows.filter((row) => row.status === "ok").map((row) => row.throughput));
   const axesList = parallelAxes(run, speeds);
   if (!axesList.length || run.rows.length < 2) return null;
   const ramp = picture(90, 10, ...Array.from({ length: RAMP }, (unused, at) => [`line q${at} thick`, `M${at * 10 - 45} 0h10`]));
   return section("parallel", "Configurations and their outcomes",
-    `Each line is a trial, from its knobs to its throughput; its colour shows how fast it was. Dashed ones did not run to the end. Press a value to keep only the trials that have it, press it again to let go. The knobs that matter most are nearest to the throughput. ${whyAbove(run)}`.trim(),
+    `Each line is a trial, from its knobs to its throughput; its colour shows its speed. Dashed trials failed. Click a value to show only the trials with it, click it again to show all. The most important knobs are nearest to the throughput. ${whyAbove(run)}`.trim(),
     parallelChart(run, axesList, speeds), legend([["slow ", ramp], "fast"], lineKey("line failed", "failed"), ...(run.winner ? [lineKey("line winner", "winner")] : [])));
 }

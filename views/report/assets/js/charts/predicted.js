@@ -1,6 +1,6 @@
-// Predicted against measured: on the diagonal a prediction held.
+// Predicted against measured values; on the diagonal they agree.
 
-// How far predictions were off, as a factor where it is a large one: 808 % says less than nine times.
+// Error of the predictions, as a factor if it is large: nine times is clearer than 808 %.
 function agreement(run, title, { ratio, error }) {
   const factor = Math.max(ratio, 1 / ratio);
   if (!(factor > 2)) return `half of the predictions are within ${percent(error)} of the ${run.seen} ${title}, which is typically ${number(ratio, 3)} times the predicted one`;
@@ -9,11 +9,11 @@ function agreement(run, title, { ratio, error }) {
   return `typically ${number(factor, 2)} times ${than} than predicted`;
 }
 
-// `pairs` are of a row, what was predicted, what was measured, and what was measured first where it was again.
-function agreementChart(run, pairs, { title, unit, by, told }) {
-  const caption = `${plural(told.count, "trial")}; ${agreement(run, title, told)}${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
+// Each of `pairs` has a row, the predicted value, the measured one, and the first one if it was measured again.
+function agreementChart(run, pairs, { title, unit, by, accuracy }) {
+  const caption = `${plural(accuracy.count, "trial")}; ${agreement(run, title, accuracy)}${given(accuracy.rank_correlation) ? `; rank correlation ${number(accuracy.rank_correlation, 2)}` : ""}.`;
   const [low, high] = extent(pairs.flatMap((each) => each.slice(1))).map((each) => each / by);
-  // Both alike, whatever room each has, so that the diagonal is one.
+  // Both axes have the same scale, so that agreement lies on the diagonal.
   const scale = (from, to) => linear(low > high * 0.4 ? low * 0.95 : 0, high, from, to, 5);
   return figure((width) => {
     const frame = axes(width, Math.min(width, 380), { x: { label: `Predicted ${title}, ${unit}`, scale }, y: { label: `${run.simulated ? "Simulated" : "Measured"} ${title}, ${unit}`, scale } });
@@ -25,7 +25,7 @@ function agreementChart(run, pairs, { title, unit, by, told }) {
   }, `predicted against ${run.seen} ${title}`, { before: el("h3", {}, title[0].toUpperCase() + title.slice(1)), caption });
 }
 
-// Trials with predicted and measured step time, or throughput where step times are not known.
+// Trials with predicted and measured step time, or throughput if step times are unknown.
 function speedPairs(run) {
   const rows = run.rows.filter((row) => row.status === "ok" && row.throughput > 0 && row.predicted_throughput > 0);
   const timed = rows.every((row) => given(row.step_ms));
@@ -45,19 +45,19 @@ function predicted(run) {
   if (throughput && speeds.length) {
     const [, top] = extent(speeds.flatMap((each) => each.slice(1, 3)));
     const [unit, by] = timed ? (top >= 10000 ? ["s", 1000] : ["ms", 1]) : [run.unit || "as measured", 1];
-    const told = timed ? { ...throughput, ratio: 1 / throughput.ratio } : throughput;
-    shown.push(agreementChart(run, speeds, { title: timed ? "step time" : "throughput", unit, by, told }));
+    const accuracy = timed ? { ...throughput, ratio: 1 / throughput.ratio } : throughput;
+    shown.push(agreementChart(run, speeds, { title: timed ? "step time" : "throughput", unit, by, accuracy }));
   }
   if (ram) {
     const pairs = run.rows.filter((row) => (row.status === "ok" || row.status === "oom") && row.peak_memory_mib > 0 && row.predicted_memory_mib > 0)
       .map((row) => [{ ...row, once: false }, row.predicted_memory_mib, row.peak_memory_mib]);
     const { by, name } = memoryUnit(extent(pairs.flatMap((each) => each.slice(1)))[1]);
-    shown.push(agreementChart(run, pairs, { title: "peak memory", unit: name, by, told: ram }));
+    shown.push(agreementChart(run, pairs, { title: "peak memory", unit: name, by, accuracy: ram }));
   }
   if (!shown.length) return null;
   const { ok, oom } = run.headline.counts;
   return section("predicted", `Predicted against ${run.seen}`,
-    run.simulated ? "What was expected of each trial beforehand, and what the simulated cluster, which differs from the expectation as a real one would, made of it. On the diagonal they agree; above it lies more than was expected."
-      : "What was expected of each trial before it ran. On the diagonal the prediction was exact; above it more was measured than predicted.",
+    run.simulated ? "The prediction for each trial and its result on the simulated cluster, which differs from the prediction as a real one would. On the diagonal they agree; above it the result is larger."
+      : "The prediction for each trial before it ran. On the diagonal the prediction was exact; above it the measured value is larger.",
     el("div", { class: "pair" }, shown), legend(...statusKeys({ ok, oom }), ...againKeys(run)));
 }

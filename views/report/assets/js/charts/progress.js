@@ -25,9 +25,9 @@ function progressOver(run, course) {
 function progress(run) {
   const shown = courses([run]).map((each) => progressOver(run, each)).filter(Boolean);
   if (!shown.length) return null;
-  return section("progress", "How the best was found",
-    [`The line is the highest throughput ${run.seen} so far${run.winner ? ", up to the winner's" : ""}; marks are trials, those that failed along the bottom.`,
-      shown.length > 1 ? "Left by number of trials, right by the device time they took." : "",
-      run.measuredAgain && run.winner ? `The leaders were ${run.seen} again at the end; the winner, starred, is the one that held up.` : "", whyAbove(run)].filter(Boolean).join(" "),
+  return section("progress", "Progress of the search",
+    [`The line is the highest throughput ${run.seen} so far${run.winner ? ", up to the winner's" : ""}; marks are trials, failed ones along the bottom.`,
+      shown.length > 1 ? "Left: by number of trials; right: by device time used." : "",
+      run.measuredAgain && run.winner ? `The fastest trials were ${run.seen} again at the end; the star marks the winner.` : "", whyAbove(run)].filter(Boolean).join(" "),
     el("div", { class: "pair" }, shown), legend(...statusKeys(run.headline.counts), ...(run.winner ? [winnerKey(), ...againKeys(run)] : [])));
 }

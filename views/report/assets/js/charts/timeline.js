@@ -1,4 +1,4 @@
-// When trials ran, on as many devices as they took at once; where those are many, one trial below the other.
+// Timeline of the trials by device; with many devices, one row for each trial.
 
 const TALLEST = 260;
 
@@ -7,13 +7,13 @@ function timelineChart(run) {
   const devices = of === "devices";
   const [, end] = extent(items.map((each) => each[4]));
   const unit = timeUnit(end);
-  const told = lanes > 1 ? `${number(lanes, 9)} ${devices ? "devices" : "trials at once"}` : devices ? "Device" : "One trial at a time";
+  const title = lanes > 1 ? `${number(lanes, 9)} ${devices ? "devices" : "trials at once"}` : devices ? "Device" : "One trial at a time";
   return figure((width) => {
     const lane = Math.min(26, TALLEST / lanes);
     const frame = axes(width, lanes * lane + 26 + 42, {
       x: { label: `Time since the first trial began, ${unit.name}`, scale: fromZero(end / unit.by) },
-      // From the top down.
-      y: { label: told, scale: (from, to) => bands(lanes)(to, from) }, left: devices ? textWidth(String(lanes)) + 22 : 0,
+      // Downwards.
+      y: { label: title, scale: (from, to) => bands(lanes)(to, from) }, left: devices ? textWidth(String(lanes)) + 22 : 0,
     });
     const shapes = {};
     const points = [];
@@ -38,12 +38,12 @@ function timeline(run) {
   const { items, origin, of } = run.timeline;
   const used = [...new Set(items.map(([trial]) => (run.byTrial.get(trial) || {}).devices))];
   const drawn = of === "devices"
-    ? "Each block is a trial, as wide as the time it took and as high as the devices it used. The table does not name devices: a trial is drawn on the lowest ones that were free."
-    : `Each block is a trial${used.length === 1 && given(used[0]) ? ` on ${plural(used[0], "device")}` : ""}, as wide as the time it took; those that ran at the same time are below one another.`;
+    ? "Each block is a trial, as wide as its time and as high as its number of devices. The table does not record which devices: a trial is drawn on the lowest free ones."
+    : `Each block is a trial${used.length === 1 && given(used[0]) ? ` on ${plural(used[0], "device")}` : ""}, as wide as its time; trials that ran at the same time are one below the other.`;
   const [, end] = extent(items.map((each) => each[4]));
   const again = run.seconds_again;
   const beyond = given(again) ? ` Measuring the leaders again took another ${duration(again)}, ${percent(again / (end + again))} of the whole.` : "";
-  return section("timeline", "Where the time went",
+  return section("timeline", "Timeline",
     `${drawn} It begins at ${moment(origin)}${run.simulated ? ", in the time of the simulated cluster" : ""}.${beyond}`,
     timelineChart(run), legend(...statusKeys(run.headline.counts)));
 }

@@ -1,4 +1,4 @@
-// What the figures of trials share, on both pages: axes, marks, and the keys to them.
+// Shared parts of the figures of trials on both pages: axes, marks and legends.
 
 function throughputAxis(unit, speeds) {
   const [low, high] = extent(speeds) || [0, 1];
@@ -10,7 +10,7 @@ function memoryAxis(mib) {
   return { by: unit.by, label: `Peak memory of a rank, ${unit.name}`, scale: fromZero(mib / unit.by) };
 }
 
-// Device seconds spent when each trial ended, by trial.
+// Device seconds used up to the end of each trial, by trial.
 function spentBy(run) {
   const ended = run.rows.filter((row) => given(row.seconds_total));
   if (ended.every((row) => given(row.started))) ended.sort((a, b) => a.started + a.seconds_total - b.started - b.seconds_total);
@@ -23,8 +23,8 @@ function spentBy(run) {
   return spent;
 }
 
-// The axes along which searches went: the number of trials and, where it is known, device time. `place(run, row)` is where on one a
-// trial stands, a number or not given.
+// The axes of progress: the number of trials and, if known, device time. `place(run, row)` is the position of a trial,
+// if it has one.
 function courses(runs) {
   const [, trials] = extent(runs.flatMap((run) => run.rows.map((row) => row.trial))) || [0, 0];
   const out = [{ name: "trials", label: "Trial", scale: counting(trials), place: (run, row) => row.trial }];
@@ -37,8 +37,7 @@ function courses(runs) {
   return out;
 }
 
-// The trials that raised the best so far, in order. What stands above the winner did not hold up, or was not measured
-// again, so the winner is where it ends.
+// The trials that raised the best so far, in order, up to the winner: faster ones were not confirmed.
 function climb(run, { place }) {
   const top = run.winner ? run.winner.throughput : Infinity;
   const placed = run.rows.map((row) => [place(run, row), row]).filter(([at, row]) => row.status === "ok" && given(at)).sort(([a], [b]) => a - b);
@@ -50,12 +49,12 @@ function climb(run, { place }) {
   });
 }
 
-// A trial as a mark; `first` is the height of what it was measured at before.
+// A trial as a mark; `first` is the height of its first measurement.
 function point(run, row, x, y, first = null) {
   return { x, y, first, kind: `s-${row.status}${row.once ? " once" : ""}`, lines: () => trialLines(run, row), pick: run.pick ? () => run.pick(row) : null };
 }
 
-// Marks, and thin lines from what a first measurement said to what the trial is judged by.
+// Marks, and thin lines from the first measurement of a trial to its final value.
 function trialMarks(frame, points, how = {}) {
   frame.path("revised", points.filter((each) => given(each.first) && each.kind === "s-ok")
     .map(({ x, y, first }) => `M${x.toFixed(1)} ${y.toFixed(1)}V${first.toFixed(1)}m-3 0h6`).join(""));
@@ -70,7 +69,7 @@ function winnerKey() {
   return [picture(14, 14, ["star", outline("star", 0, 0, 6.5)]), "winner"];
 }
 
-// What the legend says of trials that were measured again, and of the others.
+// The legend of trials that were measured again and of the others.
 function againKeys(run) {
   const keys = [];
   if (run.rows.some((row) => row.status === "ok" && given(row.first))) keys.push([picture(14, 14, ["revised", "M-3 -6h6M0 -6V6"], markOf("s-ok", 2.5, 4.5)), `${run.seen} again, from its first value`]);
@@ -78,7 +77,7 @@ function againKeys(run) {
   return keys;
 }
 
-// A line as it stands in a legend.
+// A line in a legend.
 function lineKey(kind, words) {
   return [picture(28, 10, [kind, "M-14 0H14"]), words];
 }

@@ -1,9 +1,9 @@
-// The frame of a chart: axes, grid, room for labels. Drawn anew when its width changes.
+// The frame of a chart: axes, grid, space for labels. It is drawn again when its width changes.
 
 const DRAWN = new Set();
 
-// A figure whose `draw(width)` returns a pen. `label` says to those who do not see it what it shows; one with `controls` is no
-// mere image to them.
+// A figure whose `draw(width)` returns a pen. `label` describes it to screen readers; with `controls` it is not
+// marked as an image.
 function figure(draw, label, { caption = "", before = null, controls = false } = {}) {
   const host = el("div", { class: "plot" });
   const element = el("figure", {}, before, host, caption ? el("figcaption", {}, caption) : null);
@@ -24,7 +24,7 @@ function figure(draw, label, { caption = "", before = null, controls = false } =
   return element;
 }
 
-// Paper is not as wide as the window.
+// The paper has another width than the window.
 function onPrint(width = 680) {
   const all = (size) => {
     for (const reference of DRAWN) {
@@ -37,8 +37,8 @@ function onPrint(width = 680) {
   addEventListener("afterprint", () => all(0));
 }
 
-// A drawing with two axes, each {label, scale}; its pen has the scales made, `x` and `y`, and the edges of the room between
-// them. `left` is the least room left of it, `below` that between it and the labels of its lower axis.
+// A drawing with two axes, each {label, scale}; its pen has the scales `x` and `y` and the edges of the area between
+// them. `left` is the minimum space at its left, `below` that above the labels of its lower axis.
 function axes(width, height, { x, y, left = 14, right = 14, below = 0 }) {
   const top = 26;
   const base = height - (x.label ? 42 : 24) - below;

@@ -1,4 +1,4 @@
-// What is under the pointer: the nearest point of a chart in words, and a ring around it.
+// Tooltip and ring for the point of a chart that is nearest to the pointer.
 
 const tip = { element: null };
 
@@ -20,7 +20,7 @@ function showTip(lines, x, y) {
   tip.element.style.top = `${Math.max(4, top)}px`;
 }
 
-// `points` are {x, y, lines(), pick()}, in the units of the drawing; what is added to them later counts too.
+// `points` are {x, y, lines(), pick()}, in the units of the drawing; points may be added later.
 function hover(pen, points, { reach = 28 } = {}) {
   const { root } = pen;
   const ring = pen.add("circle", "ring", { r: 8, visibility: "hidden" });

@@ -1,4 +1,4 @@
-// Marks and lines as paths: thousands of them are one element.
+// Marks and lines as paths: one element for thousands of them.
 
 // Outlines around x, y, about as large as a circle of radius r.
 const SHAPES = {

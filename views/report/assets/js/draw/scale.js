@@ -1,4 +1,4 @@
-// From values to places on a line, and the values worth a tick.
+// Scales from values to positions, and their ticks.
 
 function niceStep(span, count) {
   const raw = span / Math.max(1, count);
@@ -9,7 +9,7 @@ function niceStep(span, count) {
 
 // A linear scale over at least [low, high], widened to whole ticks unless `tight`. Returns a function with `.ticks`.
 function linear(low, high, from, to, count = 6, { tight = false } = {}) {
-  // Values that differ by no more than rounding are one value.
+  // Values that differ only by rounding count as equal.
   if (!(high - low > Math.max(Math.abs(low), Math.abs(high)) * 1e-12 + 1e-280)) {
     const pad = Math.abs(low) > 1e-270 ? Math.abs(low) * 0.05 : 1;
     high = low + pad;
@@ -33,13 +33,13 @@ function linear(low, high, from, to, count = 6, { tight = false } = {}) {
   return scale;
 }
 
-// The scales of axes, to be made once the room is known: each is called with its ends in pixels and how many ticks fit.
+// The scales of axes, created once the space is known: each is called with its ends in pixels and the number of ticks that fit.
 
 function fromZero(high) {
   return (from, to, count) => linear(0, high, from, to, count, { tight: true });
 }
 
-// Whole numbers, such as of trials.
+// Whole numbers, for example of trials.
 function counting(last) {
   const most = Math.max(last, 1);
   return (from, to, count) => {
@@ -49,7 +49,7 @@ function counting(last) {
   };
 }
 
-// As many places of one size, each begun at a whole number. Whoever uses them writes what they are.
+// Slots of equal size, each starting at a whole number. The caller draws the labels.
 function bands(count) {
   return (from, to) => Object.assign((at) => from + (at / count) * (to - from), { ticks: [], size: Math.abs(to - from) / count });
 }

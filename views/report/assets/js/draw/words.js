@@ -1,4 +1,4 @@
-// Room for words: how wide they are, and where they stand without touching.
+// Placement of texts: their width, and positions without overlap.
 
 const textWidth = (() => {
   let context = null;
@@ -16,13 +16,13 @@ function shorten(text, room, size = 12, weight = 400) {
   return `${kept}…`;
 }
 
-// The middle nearest to `middle` at which something of that width is inside 0 to `room`.
+// The centre nearest to `middle` at which something of that width lies within 0 to `room`.
 function inside(middle, width, room, margin = 0) {
   const least = width / 2 + margin;
   return Math.min(Math.max(middle, least), Math.max(room - least, least));
 }
 
-// In how many rows, at most `most`, texts of these [middle, width] stand without touching; a row for each, or null.
+// A row for each text of [middle, width], so that none overlap in at most `most` rows; or null.
 function inRows(texts, most, gap = 8) {
   const ends = [];
   const rows = texts.map(([middle, width]) => {
@@ -34,7 +34,7 @@ function inRows(texts, most, gap = 8) {
   return ends.length <= most ? rows : null;
 }
 
-// Words at a line across the frame: above or below it, at its right end or further left, where the fewest points are.
+// A text at a line across the frame: above or below it, at its right end or further left, where the fewest points are.
 function lineNote(frame, kind, height, points, words) {
   const wide = textWidth(words);
   const near = points.filter((each) => Math.abs(each.y - height) < 24);
@@ -48,7 +48,7 @@ function lineNote(frame, kind, height, points, words) {
   if (least) frame.text(`note ${kind}`, least.x, least.y, words, { anchor: "end" });
 }
 
-// Words beside a point, kept inside the frame.
+// A text beside a point, kept inside the frame.
 function note(frame, kind, x, y, words) {
   const right = x + 15 + textWidth(words) <= frame.right;
   frame.text(`note ${kind}`, right ? x + 11 : x - 11, Math.max(frame.top + 10, y + 4), words, { anchor: right ? "start" : "end" });
