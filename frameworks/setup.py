@@ -118,6 +118,8 @@ class Setup:
         """The model's sizes by the names in run.yaml (`redline.models.architecture`); empty if unknown."""
         self.simulated: bool = bool(asked.get("simulated"))
         """True if the trial is a prediction."""
+        self.emulated: bool = bool(asked.get("emulated"))
+        """True if some of its ranks ran alone on one device."""
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
@@ -219,6 +221,8 @@ class Setup:
             out.append(ending(self.trial))
         if self.simulated:
             out.append("predicted, simulated: nothing was run")
+        if self.emulated:
+            out.append("emulated: some ranks ran alone on one device, and communication was priced")
         known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
         for name in sorted(known):
             value = self._standard[name]

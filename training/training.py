@@ -168,6 +168,14 @@ class Training:
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
+    def short_step(self, micro_batches: int) -> "torch.Tensor":
+        """As `step`, of the first micro-batches unless a pipeline orders them; from two on its memory is that of a step."""
+        if self.world.pp > 1:
+            return self.step()
+        total = self.passes([to_device(each, self.device) for each in self._data[0][:micro_batches]])
+        self.update()
+        return total
+
     def passes(
         self,
         batches: list[Batch] | None = None,
