@@ -102,7 +102,7 @@ def test_with_ray_it_is_refused():
 def test_a_token_on_the_command_line_is_refused():
     command = [*TOOL, "worker", "--server", "http://127.0.0.1:9", "--token", "redline_x", "--code-user", NOBODY]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "seen by every user of this host" in done.stderr
+    assert done.returncode == 2 and "every user of this host can see" in done.stderr
 
 
 def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp_path):

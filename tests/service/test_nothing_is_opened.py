@@ -55,7 +55,7 @@ def test_a_model_s_name_is_never_a_file(evil, of_file):
 
 
 def test_a_hub_id_is_asked_of_the_hub_though_a_folder_here_has_its_name(evil):
-    with pytest.raises(WorkloadError, match="not in the local Hugging Face cache"):
+    with pytest.raises(WorkloadError, match="or in the local Hugging Face cache"):
         resolved({"target": "owner/name"}, evil)
     task = resolved({"command": {"command": "echo --model owner/name {x}"}, "override": X}, evil)
     assert task.workload is None
