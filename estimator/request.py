@@ -89,7 +89,7 @@ def estimate_request(
         model, kept = _resolved(request, machine, count)
         space, said, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
-        model = (None if request.lora else built(trains.get("shape"), trainer)) or model
+        model = (None if request.lora else built(kept.trains.get("shape"), trainer)) or model
     space = settled(space, trainer)
     setup = trainer.planned(
         machine,
