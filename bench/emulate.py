@@ -258,9 +258,14 @@ def written(rows: dict[str, Any]) -> str:
     if found := parts["ranking"]:
         memories = spearman(*([row[name] for row in found] for name in ("real_memory_mib", "emulated_memory_mib")))
         steps = spearman(*([row[name] for row in found] for name in ("real_ms", "emulated_ms")))
+        foreign = statistics.median(row["foreign_cores"] for row in found)
+        apart = [abs(off(row["emulated_memory_mib"], row["real_memory_mib"])) for row in found]
+        slower = [off(row["emulated_ms"], row["real_ms"]) for row in found]
         out += [
             f"{len(found)} configurations of llama-tiny on 8 ranks: Spearman's correlation with real ranks is {memories:.3f} "
-            f"for memory and {steps:.3f} for step time.",
+            f"for memory and {steps:.3f} for step time. Memory of the fullest rank is off by {statistics.median(apart):.1f} % "
+            f"(median), {max(apart):.1f} % at most. Emulated steps are {-statistics.median(slower):.0f} % shorter (median, "
+            f"{-max(slower):.0f} to {-min(slower):.0f} %), while other processes took {foreign:.1f} cores from the real ones.",
             "",
         ]
     return "\n".join(out)
