@@ -1,7 +1,7 @@
 """The text of a strategy per layer: read and printed, refused at the character where it is wrong."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from redline.base.errors import UsageError
 from redline.knobs.layers import BlockStrategy, LayersError, canonical, of_blocks, parse, text_of, uniform
 from redline.knobs.strategy import Strategy
@@ -48,6 +48,7 @@ layer = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(layers=st.lists(layer, min_size=1, max_size=40), tp=st.sampled_from([1, 2, 4]), zero=st.integers(0, 3))
 def test_what_is_printed_is_read_again(layers, tp, zero):
     text = text_of(layers, tp=tp, zero=zero)

@@ -217,7 +217,8 @@ def test_which_blocks_are_recomputed_is_followed_by_all(monkeypatch):
     assert blocks_of_stages({"checkpoint_ratio": 0.5})[0] == [1, 3, 5, 7, 9, 11]
     # Of three blocks a stage, half is two.
     assert blocks_of_stages({"pp": 4, "checkpoint_ratio": 0.5})[0] == [1, 2, 4, 5, 7, 8, 10, 11]
-    assert recomputes(0.5) == pytest.approx(recomputes(1.0) * 2 / 3)
+    # Clocks follow the share of products, which is larger with more recomputation.
+    assert recomputes(0.5) == pytest.approx(recomputes(1.0) * 2 / 3, rel=1e-4)
     assert layers_of_megatron(pp=4) == 2  # of eight
     monkeypatch.setattr(recomputed, "__code__", one_more.__code__)
     assert blocks_of_stages({"checkpoint_ratio": 0.25})[0] == [0, 1, 2, 3]
