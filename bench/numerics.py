@@ -16,10 +16,11 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty
 
+from redline.models import Workload
 from redline.testing import numerics
 
 CELL_SECONDS = 300
@@ -43,8 +44,12 @@ def main() -> int:
     excluded: set[tuple[str, str]] = set()
     due: dict[int, list[tuple[str, str]]] = {}
     for family in families:
+        known: dict[bool, Workload] = {}
         for combination in combinations:
-            reason = numerics.obstacle(family, combination)
+            config = numerics.COMBINATIONS[combination]
+            deep = config.get("pp", 1) * config.get("virtual_stages", 1) > 2
+            workload = known[deep] = known.get(deep) or numerics.tiny(family, combination)
+            reason = numerics.refusal(workload, config)
             if reason:
                 found[family, combination] = reason
                 excluded.add((family, combination))
@@ -64,10 +69,14 @@ def main() -> int:
                     options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
     spread = [each for each in combinations if "ep" in numerics.COMBINATIONS[each]]
+    unlike = [each for each in combinations if "strategy" in numerics.COMBINATIONS[each]]
     mixtures = [each for each in families if (each, next(iter(spread), "")) not in excluded]
-    text = table(found, families, [each for each in combinations if each not in spread], failed)
+    text = table(found, families, [each for each in combinations if each not in (*spread, *unlike)], failed)
     if spread and mixtures:
         text += f"\n{EXPERTS}\n{table(found, mixtures, spread, failed)}"
+    if unlike:
+        meant = "".join(f"\n- `{each}`: {in_words(numerics.COMBINATIONS[each])}" for each in unlike)
+        text += f"\n{RUNS}{meant}\n\n{table(found, families, unlike, failed)}"
     print("\n" + text)
     if options.write:
         options.write.write_text(page(text), encoding="utf-8")
@@ -152,6 +161,13 @@ def table(
     return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
 
 
+def in_words(config: "Mapping[str, object]") -> str:
+    """A configuration's knobs as a command names them."""
+    return ", ".join(
+        f'`{name}="{value}"`' if name == "strategy" else f"`{name}={value}`" for name, value in config.items()
+    )
+
+
 def page(text: str) -> str:
     """Returns docs/numerics.md."""
     import torch
@@ -173,6 +189,10 @@ EXPERTS = """## Experts over ranks
 
 Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
 replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
+"""
+RUNS = """## A strategy per layer
+
+Runs of blocks that are cut and shared out [unlike each other](parallel.md#a-strategy-per-layer), on two and four ranks:
 """
 PAGE = """# Equal numerics
 

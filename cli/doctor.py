@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ..base.device import Device
 from ..base.errors import UsageError
 
 EXAMPLES = """\b
@@ -75,6 +76,9 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
         click.echo(
             f"  /dev/shm, which ranks and data loaders share: {shared['total']:,} MiB, {shared['free']:,} MiB free"
         )
+    click.echo("emulation")
+    for line in facts["emulation"]:
+        click.echo(f"  {line}")
     if facts["missing"]:
         click.echo("missing")
         for each in facts["missing"]:
@@ -183,4 +187,25 @@ def examine() -> dict[str, Any]:
         "free_host_memory_mib": available_memory_mib(),
         "shared_memory_mib": None if shared is None else {"free": shared[0] // MIB, "total": shared[1] // MIB},
         "missing": missing,
+        "emulation": _emulation(device),
     }
+
+
+def _emulation(device: Device) -> list[str]:
+    """What `--runner emulate` can do on this machine, a line each."""
+    from ..estimator.measuring import table_entry
+    from ..frameworks.registry import LAUNCHERS, find_launcher
+
+    able = [name for name in LAUNCHERS if find_launcher(name).emulated]
+    lines = [
+        f"--runner emulate: one {device.name} stands for any number; memory and compute are measured, communication is priced"
+    ]
+    if device.type == "cpu":
+        lines.append("  by times that are measured among as many processes here, for some seconds, and kept")
+    elif table_entry(device) is None:
+        lines.append("  by links that are assumed: this GPU is not in the table; --hardware FILE states them")
+    else:
+        lines.append("  by the links that the table states for it")
+    lines.append("--memory-only --hardware NAME: memory of ranks on other hardware, and the time predicted")
+    lines.append(f"--emulate --launcher {'|'.join(able)}: one rank of a command by the framework's own mode")
+    return lines

@@ -229,8 +229,8 @@ def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, t
 def config_of(text: str) -> dict[str, Any]:
     """Returns `k=v,...` as a mapping. The value of a knob that names blocks may contain commas.
 
-    >>> config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2")
-    {'micro_batch': 8, 'checkpoint_blocks': '0-3,7', 'tp': 2}
+    >>> config_of("micro_batch=8,strategy=0-3:tp1,ckpt 4-7:-,tp=2")
+    {'micro_batch': 8, 'strategy': '0-3:tp1,ckpt 4-7:-', 'tp': 2}
 
     Raises:
         UsageError: it is malformed.

@@ -164,8 +164,8 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         name = name.strip()
-        # The value of a knob that names blocks may contain commas.
-        parts = [text.strip()] if name in BLOCK_KNOBS else [part.strip() for part in text.split(",")]
+        # The commas of a knob that names blocks are its own: semicolons part its values.
+        parts = [part.strip() for part in text.split(";" if name in BLOCK_KNOBS else ",")]
         if not equals or not name or not all(parts):
             example = "micro_batch=4,8" if option == "--set" else "micro_batch=8"
             raise UsageError(f"{option} must look like {example}, but got '{pair}'")

@@ -40,7 +40,9 @@ def print_result(result: Result, *, exports: bool = True) -> None:
 
 def _winner(result: Result, best: Candidate, console: Console) -> None:
     default = result.default
-    kind = " (predicted: nothing was run)" if result.simulated else ""
+    kind = (
+        " (predicted: nothing was run)" if result.simulated else " (emulated on one device)" if result.emulated else ""
+    )
     gain = summary.gain(result.all_trials)
     hero = "bold green" if gain is None or gain.shown else "bold"
     console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style=hero))

@@ -54,7 +54,7 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
     from ..base.device import DESCRIBED, liger_obstacle
     from ..models.kernels import kernels_obstacle
     from ..models.parallel import no_hsdp
-    from ..models.spaces import lossy_beyond, without_float8
+    from ..models.spaces import lossy_beyond, without_float8, without_strategy
 
     knobs = task.space.by_name
     if left := lossy_beyond(task.space):
@@ -70,5 +70,7 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
             yield f"without fp8: {why}"
     if "kernels" not in knobs:
         yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
+    if "strategy" not in knobs and (words := without_strategy(workload, task.space)):
+        yield f"without strategy: {words}"
     if "zero" in knobs and "hsdp" not in knobs:
         yield f"without hsdp: {no_hsdp(task.devices, task.device)}"

@@ -46,7 +46,7 @@ GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
     "Search space": tuple(each.name for each in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Devices": ("runner", "hardware", "memory_limit", "ray_address", "server", "token"),
+    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token"),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
 }

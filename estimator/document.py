@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UsageError
 from ..knobs.lossy import lossy_in, lossy_values
+from ..knobs.rules import RuleContext
 from ..models.spaces import lossy_of_space
 from ..space import Config, Space
 from .estimator import Estimator
@@ -14,7 +15,7 @@ from .facts.concurrent import trace_concurrently, variants_of
 from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
 from .knob_arrays import knob_arrays
-from .layerwise import Layerwise, refine, relatives
+from .layerwise import Layerwise, followed, refine, relatives
 from .plans import HALF, Plan, choose, fewer_devices, rows
 from .request import EstimateRequest
 from .survey import Ranked, Survey, checked_config, device_of
@@ -216,18 +217,28 @@ def estimate_document(
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")
     facts = estimator.facts_of(knob_arrays([first.config], estimator.training), 0)
-    refined = refine(estimator, first, facts, relatives(request.space, first.config)) if layerwise and ranked else None
+    refined = None
+    if ranked and config is None and _plans_layers(request):
+        context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
+        refined = refine(estimator, first, facts, relatives(request.space, first.config), context=context)
     return EstimateDocument(
         request=request,
         ranked=ranked,
         survey=whole,
         facts=facts,
         learned_from=learned,
-        layerwise=refined,
+        layerwise=refined if refined is not None and (layerwise or refined.clear) else None,
         reference=reference,
         baseline=baseline,
         plans=plans,
     )
+
+
+def _plans_layers(request: EstimateRequest) -> bool:
+    """True if the model of a request can follow a strategy for each block, and the space leaves anything to choose."""
+    workload = getattr(request.estimator.source, "workload", None)
+    free = {knob.name for knob in request.space.free}
+    return (workload is None or followed(workload)) and bool(free & {"checkpoint_ratio", "zero", "tp"})
 
 
 def with_fewer_devices(

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..base.errors import UsageError
 from ..knobs.rules import GENERAL, RuleContext
-from ..results.measurement import Status
 from .calibration import (
     MEMORY_GROUPS,
     Correction,
@@ -178,7 +177,7 @@ class Estimator:
         timed = [(trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0]
         sized = [(trial.config, peak, False) for trial in ok if (peak := trial.measured.peak_memory_mib)]
         for trial in found:
-            if trial.measured.status is Status.OOM:
+            if trial.measured.did_not_fit:
                 limit = trial.measured.memory_limit_mib
                 sized.append((trial.config, max(self.memory_limit_mib if limit is None else limit, 0.0), True))
         prior, noise = self._memory_prior(), self.constants.memory_noise

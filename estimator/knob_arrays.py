@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import UsageError, unknown
+from ..knobs.layers import BlockStrategy, of_blocks, parse
 from ..knobs.meaning import REDUCED
 from ..knobs.pipeline import PIPELINE_SCHEDULES
-from ..knobs.rules import CHUNKED, GENERAL, RuleContext
-from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
+from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
+from ..knobs.strategy import OFFLOADS
 from ..models.parallel import PIPELINES
 from .facts.model_facts import Variant
 from .setup import PRECISIONS, TrainingSetup
@@ -25,17 +26,15 @@ _KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIP
 
 
 class Split(NamedTuple):
-    """How a model is shared out among the ranks of a pipeline, and which of its blocks are named."""
+    """How a model is shared out among the ranks of a pipeline, and what its blocks have of their own."""
 
     pp: int
     chunks: int
     """Stages of a rank."""
     v_shaped: bool
     """Whether the second of them are in the opposite order of ranks."""
-    checkpointed: str | None
-    """`checkpoint_blocks`."""
-    gathered: str | None
-    """`gathered_blocks`."""
+    layers: tuple[BlockStrategy, ...] | None
+    """Strategy of each block, if the knob `strategy` is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +68,8 @@ class KnobArrays:
     reduce_dtype: np.ndarray
     virtual_stages: np.ndarray
     """Model chunks of a pipeline rank; 1 where the order of the micro-batches has no more."""
-    checkpoint_blocks: np.ndarray
-    """Text, or None where `checkpoint_ratio` holds."""
-    gathered_blocks: np.ndarray
-    """Text, or None."""
-    gathered_ratio: np.ndarray
-    """Share of a stage's blocks that `gathered_blocks` names, 0 to 1; see `of_stage`."""
+    strategy: np.ndarray
+    """Text, or None where all blocks are treated alike."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -113,28 +108,47 @@ class KnobArrays:
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each way of sharing out the model that occurs, and where."""
-        plain = np.equal(self.checkpoint_blocks, _ABSENT) & np.equal(self.gathered_blocks, _ABSENT)
+        plain = np.equal(self.strategy, _ABSENT)
         v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
         for way in np.unique(ways[plain], axis=0):
             pp, chunks, turned = way.tolist()
             at = np.flatnonzero(plain & (ways == way).all(axis=1))
-            yield Split(pp, chunks, bool(turned), None, None), at
+            yield Split(pp, chunks, bool(turned), None), at
         named: dict[Split, list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
             pp, chunks, turned = ways[index].tolist()
-            key = Split(pp, chunks, bool(turned), self.checkpoint_blocks[index], self.gathered_blocks[index])
+            own = {name: int(getattr(self, name)[index]) for name in ("tp", "ep", "zero")}
+            text = self.strategy[index]
+            key = Split(pp, chunks, bool(turned), tuple(of_blocks(text, parse(text)[-1].last + 1, **own)))
             named.setdefault(key, []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
 
-    def of_stage(self, checkpointed: "np.ndarray | float | None", gathered: float) -> "KnobArrays":
-        """As they are on one stage, of whose blocks such shares are recomputed and stay gathered; None leaves
-        `checkpoint_ratio`."""
-        changed = replace(self, gathered_ratio=np.full(len(self), gathered))
-        if checkpointed is None:
-            return changed
-        return replace(changed, checkpoint_ratio=np.broadcast_to(checkpointed, len(self)).astype(float))
+    def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
+        """As blocks see them that are cut and shared out as `layer` is, such a share of which is recomputed. What ranks
+        do not share of a block's layers they share of its samples."""
+        parts = self.tp // layer.tp
+        return replace(
+            self,
+            tp=self.tp // parts,
+            dp=self.dp * parts,
+            micro_batch=self.micro_batch // parts,
+            ep=np.full(len(self), layer.ep),
+            zero=np.full(len(self), layer.zero),
+            checkpoint_ratio=np.full(len(self), float(recomputed)),
+        )
+
+    def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":
+        """A single configuration as blocks see it of which each is one of these."""
+        every = [self.of_group(each, float(each.ckpt)) for each in layers]
+        return KnobArrays(
+            **{each.name: np.concatenate([getattr(cols, each.name) for cols in every]) for each in fields(self)}
+        )
+
+    def with_checkpoints(self, ratio: np.ndarray) -> "KnobArrays":
+        """With such shares of the blocks recomputed."""
+        return replace(self, checkpoint_ratio=np.broadcast_to(ratio, len(self)).astype(float))
 
     def variants(self) -> Iterator[tuple[Variant, np.ndarray]]:
         """Each (precision, attention, fusion, kernels) that occurs, and where."""
@@ -173,10 +187,10 @@ def knob_arrays(
         table.refuse(array < 1, f"{name} must be at least 1")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
-    named = {name: table.texts(name) for name in BLOCK_KNOBS}
-    arrays = KnobArrays(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(table.size), **named, **values)
+    arrays = KnobArrays(dp=dp, grad_accum=accum, strategy=table.texts("strategy"), **values)
     context = RuleContext(seq_len=setup.seq_len or 1)
-    for rule in GENERAL:
+    named = [rule for rule in RULES if "strategy" in rule.knobs] if (arrays.strategy != _ABSENT).any() else []
+    for rule in (*GENERAL, *named):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
     even = arrays.replicas % arrays.ep == 0
     table.refuse(~even, "ep must divide the dp * sp * cp replicas", arrays.replicas)

@@ -1,22 +1,23 @@
-"""A uniform winner refined block by block: which blocks are recomputed, and which ZeRO-3 gathers only once.
+"""A plan layer by layer: what is done with each block, found by a dynamic program over the estimator's terms.
 
-Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a
-stage are a knapsack, solved by dynamic programming over layers and memory. A checkpoint ratio is the same for
-all stages, though the first holds the most micro-batches, and its steps are coarse; and ZeRO-3 gathers all
-blocks again for backward, though some memory may be left to keep a few of them whole.
+Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a stage are a
+knapsack, solved by dynamic programming over layers and memory. A block can be cut over fewer ranks than the mesh has (these
+share samples then), have any stage of ZeRO, and keep its activations or recompute them. What the program adds up is linear
+in blocks; what it finds is predicted as a whole, and only what is predicted faster than the uniform winner is named.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ..base.errors import SpaceError
-from ..knobs.rules import SPLITTING
-from ..knobs.strategy import BLOCK_KNOBS
+from ..base.errors import SpaceError, UsageError
+from ..knobs.layers import BlockStrategy, text_of
+from ..knobs.rules import RULES, SPLITTING, RuleContext, refusal
+from ..knobs.strategy import Strategy
 from ..models import Workload
 from ..models.families.standard import StandardSchedule
 from ..space import Config, Space, Value
@@ -29,46 +30,70 @@ from .stages import Stage, stages
 from .survey import Ranked
 from .time import stage_times
 
-CHECKPOINT_KNOB, GATHERED_KNOB = BLOCK_KNOBS
 BUCKETS = 2000
 """Steps into which a stage's memory is divided."""
 MARGIN = 0.98
 """Share of the memory limit that may be filled: predictions of the rest differ from rank to rank."""
-SHARES = (1.0, 0.98, 0.95, 0.92, 0.88, 0.82)
-"""Shares of what may be filled that assignments are made for."""
+STEPS_OF_A_BLOCK = 40
+"""Least steps for each block of a stage."""
+SHARES = (1.0, 0.96, 0.9, 0.82)
+"""Shares of what may be filled that plans are made for."""
+NEAR = 4
+"""Micro-batches of other plans are at most so many times as large, or as small."""
+MOST_BASES = 8
+"""Uniform configurations that plans are made from, the most promising ones."""
+
+LASTING = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "master",
+    "weight copies",
+    "gradient copies",
+    "activations",
+    "checkpoints",
+)
+"""Terms of memory that add up over blocks."""
+NOT_OF_BLOCKS = ("bubble", "fixed", "stalls", "allocator retries")
+"""Terms of time that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
-    """A winner refined block by block, beside the uniform one."""
+    """A plan layer by layer, beside the uniform winner."""
 
     uniform: Ranked
     """The uniform winner."""
     config: Mapping[str, Any]
-    """The knobs of the refined configuration."""
+    """The knobs of the plan."""
     step_ms: float
     """Its predicted step, ms."""
     throughput: float
     """Its predicted throughput, in the unit of the uniform one."""
     peak_memory_mib: float
     """Its predicted peak on the fullest rank, MiB."""
-    checkpointed: tuple[int, ...]
-    """Indices of the recomputed blocks."""
-    gathered: tuple[int, ...]
-    """Indices of the blocks that are kept whole."""
+    layers: tuple[BlockStrategy, ...] = ()
+    """Strategy of each block; empty if nothing is faster than the uniform winner."""
 
     @property
     def gain(self) -> float:
         """Predicted throughput over that of the uniform winner, less 1."""
         return self.throughput / self.uniform.estimate.throughput - 1
 
-    def amounts_to(self, blocks: int) -> dict[str, Any] | None:
-        """The uniform configuration that does the same; None where the `blocks` are treated unlike each other."""
-        if any(0 < len(indices) < blocks for indices in (self.checkpointed, self.gathered)):
+    @property
+    def clear(self) -> bool:
+        """True if the gain exceeds the 80 % interval of the uniform winner's throughput."""
+        uniform = self.uniform.estimate
+        return 1 + self.gain > uniform.step_ms / uniform.step_ms_low
+
+    def amounts_to(self) -> dict[str, Any] | None:
+        """The uniform configuration that does the same; None where blocks are treated unlike each other, or unlike what is in
+        none."""
+        if len(set(self.layers)) != 1 or self.layers[0].tp != self.config.get("tp", 1):
             return None
-        knobs = {name: value for name, value in self.config.items() if name not in (CHECKPOINT_KNOB, GATHERED_KNOB)}
-        knobs["checkpoint_ratio"] = 1.0 if self.checkpointed else 0.0
-        return {**knobs, "zero": 2} if self.gathered else knobs
+        knobs = {name: value for name, value in self.config.items() if name != "strategy"}
+        knobs["checkpoint_ratio"] = 1.0 if self.layers[0].ckpt else 0.0
+        return {**knobs, "zero": self.layers[0].zero} if "zero" in knobs else knobs
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -77,8 +102,7 @@ class Layerwise:
             "step_ms": self.step_ms,
             "throughput": self.throughput,
             "peak_memory_mib": self.peak_memory_mib,
-            "checkpointed": list(self.checkpointed),
-            "gathered": list(self.gathered),
+            "strategy": self.config.get("strategy"),
             "gain": self.gain,
         }
 
@@ -88,12 +112,14 @@ class Layerwise:
         if self.gain <= 0:
             return ["layer by layer: nothing is gained over the uniform winner"]
         words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.config.items()}
+        strategy = words.pop("strategy", None)
         knobs = " ".join(f"{name}={value}" for name, value in words.items())
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
             f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "
             f"{uniform.peak_memory_mib / 1024:.1f} GiB",
             f"  {knobs}",
+            *([f'  strategy="{strategy}"'] if strategy is not None else []),
         ]
 
 
@@ -103,8 +129,10 @@ def refine(
     facts: ModelFacts,
     others: Iterable[Config] = (),
     margin: float = MARGIN,
+    context: RuleContext | None = None,
 ) -> Layerwise:
-    """Refines a uniform winner, and others like it, and returns the fastest.
+    """The fastest plan that is predicted to fit, made from a uniform winner and others like it; the winner itself where none is
+    predicted to be faster.
 
     Args:
         estimator: predicts.
@@ -113,205 +141,286 @@ def refine(
         others: further uniform configurations to start from, such as larger micro-batches that only fit with
             everything recomputed.
         margin: share of the memory limit that may be filled.
+        context: what rules read besides knobs; None for what the estimator knows.
     """
-    best: Layerwise | None = None
-    for config in dict.fromkeys((winner.config, *others)):
-        made = _refined(estimator, winner, config, facts, margin)
-        if made is not None and (best is None or made.throughput > best.throughput):
-            best = made
-    if best is None or best.throughput <= winner.estimate.throughput:
-        return Layerwise(
-            uniform=winner,
-            config=dict(winner.config),
-            step_ms=winner.estimate.step_ms,
-            throughput=winner.estimate.throughput,
-            peak_memory_mib=winner.estimate.peak_memory_mib,
-            checkpointed=(),
-            gathered=(),
-        )
-    return best
+    context = replace(
+        context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
+    )
+    nothing = Layerwise(
+        uniform=winner,
+        config=dict(winner.config),
+        step_ms=winner.estimate.step_ms,
+        throughput=winner.estimate.throughput,
+        peak_memory_mib=winner.estimate.peak_memory_mib,
+    )
+    bases = list(dict.fromkeys((winner.config, *others)))
+    limit = margin * estimator.memory_limit_mib
+    if not np.isfinite(limit) or not facts.blocks:
+        return nothing
+    found: dict[tuple[int, tuple[BlockStrategy, ...]], dict[str, Any]] = {}
+    for number in _promising(estimator, bases):
+        base = bases[number]
+        for layers in _plans(estimator, base, bases, facts, limit):
+            config = _named(base, layers)
+            if not _refused(config, context):
+                found[number, layers] = config
+    if not found:
+        return nothing
+    table = estimator.table(list(found.values()))
+    fits = table.fullest_memory_mib <= limit
+    if not fits.any():
+        return nothing
+    at = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
+    if table.throughput[at] <= winner.estimate.throughput:
+        return nothing
+    row = table.row(at)
+    (_, layers), config = list(found.items())[at]
+    return Layerwise(
+        uniform=winner,
+        config=config,
+        step_ms=row.step_ms,
+        throughput=row.throughput,
+        peak_memory_mib=row.peak_memory_mib,
+        layers=layers,
+    )
 
 
 def relatives(space: Space, config: Config) -> list[Config]:
-    """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and
-    ZeRO's stage."""
-    found = []
-    varied = [name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}]
-    values = {name: space[name].values for name in varied}
-    fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
-    for combination in product(*values.values()):
-        changed: dict[str, Value] = {**fixed, **dict(zip(values, combination))}
-        with suppress(SpaceError):  # not valid with the others
-            found.append(space.config(changed))
-    return found
+    """Configurations that differ in what a choice for each block goes with: the micro-batch, ZeRO's stage of what is in no
+    block, and the ranks that share its layers; where a pipeline's order keeps blocks from being unlike, with another."""
+    free = {knob.name for knob in space.free}
+    fixed = {name: config[name] for name in free if name in config}
+    orders: list[dict[str, Value]] = [{}]
+    if config.get("pipeline_schedule") in SPLITTING and "pipeline_schedule" in free:
+        orders.append({"pipeline_schedule": "1f1b", "virtual_stages": 1} if "virtual_stages" in free else {})
+    micro = _number(config, "micro_batch")
+    sizes: dict[str, list[Any]] = {
+        "micro_batch": [
+            each for each in _values(space, "micro_batch") if micro <= NEAR * each and each <= NEAR * micro
+        ],
+        "zero": _values(space, "zero"),
+        "tp": _values(space, "tp"),
+        # Samples are handed over whole between blocks that are cut unlike each other.
+        "sequence_parallel": list(dict.fromkeys((config.get("sequence_parallel", False), False))),
+    }
+    varied = [name for name in sizes if name in free]
+    found: dict[Config, None] = {}
+    for order in orders:
+        for combination in product(*(sizes[name] for name in varied)):
+            changed = {**fixed, **order, **dict(zip(varied, combination))}
+            if changed.get("tp", 1) == 1:
+                changed.pop("sequence_parallel", None)
+            for left_out in ("", "zero"):  # which exists where there are replicas
+                with suppress(SpaceError):
+                    found[space.config({name: value for name, value in changed.items() if name != left_out})] = None
+                    break
+    return list(found)
+
+
+def _number(config: Mapping[str, Any], name: str, neutral: int = 1) -> int:
+    return int(config.get(name, neutral))
+
+
+def _values(space: Space, name: str) -> list[Any]:
+    return list(space[name].values) if name in space.by_name and not space[name].derived else []
 
 
 def followed(workload: Workload) -> bool:
-    """Whether a workload's schedule looks at the knobs that name blocks; one of somebody's own need not."""
+    """True if a workload's schedule applies a strategy for each block; a schedule of the user's own need not."""
     return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
-
-
-def blocks_text(indices: Iterable[int]) -> str:
-    """Indices as text, neighbours as a range; `none` for none.
-
-    >>> blocks_text([0, 1, 2, 5])
-    '0-2,5'
-    """
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What one block can do: seconds and MiB against being recomputed and gathered twice."""
+    """One option of a block, with its seconds and MiB."""
 
     seconds: float
     mib: float
-    checkpointed: bool
-    gathered: bool
+    layer: BlockStrategy
 
 
-def _refined(
-    estimator: Estimator, winner: Ranked, config: Config, facts: ModelFacts, margin: float
-) -> Layerwise | None:
-    """The fastest of the assignments that fit, as the estimator predicts them; None where none does."""
-    limit = estimator.memory_limit_mib
-    if not np.isfinite(limit) or config.get("pipeline_schedule") in SPLITTING:  # recomputes nothing
-        return None
-    # A block's own share of time and memory is what the program adds up. What blocks share, such as one that
-    # is rebuilt at a time, it cannot, and a full device has the allocator ask again: so several limits are
-    # tried.
-    shares = (margin * share for share in SHARES)
-    found = {made: None for share in shares if (made := _assigned(estimator, config, facts, share * limit))}
-    if not found:
-        return None
-    configs = [_named(config, *made) for made in found]
-    table = estimator.table(configs)
-    fits = table.fullest_memory_mib <= margin * limit
-    if not fits.any():
-        return None
-    at = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
-    checkpointed, gathered = list(found)[at]
-    row = table.row(at)
-    return Layerwise(
-        uniform=winner,
-        config=configs[at],
-        step_ms=row.step_ms,
-        throughput=row.throughput,
-        peak_memory_mib=row.peak_memory_mib,
-        checkpointed=checkpointed,
-        gathered=gathered,
-    )
+def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
+    """The uniform configurations that might be the fastest if memory were ample: recomputing nothing, ordered by time."""
+    without = [{**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})} for base in bases]
+    table = estimator.table(without)
+    order = np.argsort(-table.throughput, kind="stable")
+    kept = [int(each) for each in order if np.isfinite(table.step_ms[each])][:MOST_BASES]
+    return kept if 0 in kept else [0, *kept[:-1]]
 
 
-def _named(config: Config, checkpointed: tuple[int, ...], gathered: tuple[int, ...]) -> dict[str, Any]:
-    """A uniform configuration with the blocks by their indices."""
-    knobs = {name: value for name, value in config.items() if name != "checkpoint_ratio"}
-    knobs[CHECKPOINT_KNOB] = blocks_text(checkpointed)
-    if gathered:
-        knobs[GATHERED_KNOB] = blocks_text(gathered)
-    return knobs
-
-
-def _assigned(
-    estimator: Estimator, config: Config, facts: ModelFacts, limit: float
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which blocks are recomputed and which stay gathered, where every stage is to stay below `limit` MiB;
-    None where one cannot."""
-    setup = estimator.training
-    cols = knob_arrays([{**config, "checkpoint_ratio": 0.0}, {**config, "checkpoint_ratio": 1.0}], setup)
-    pp = int(cols.pp[0])
-    split, _ = next(cols.splits())
-    cut = stages(facts, pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False)
-    checkpointed: list[int] = []
-    gathered: list[int] = []
-    for stage in cut:
-        (kept, least), again = _ends(estimator, stage, pp, facts, cols)
-        (whole, _), fewer = _ends(estimator, stage, pp, facts, cols.of_stage(None, 1.0))
-        # Behind a further stage blocks would be gathered anew for each micro-batch in flight.
-        saved = max(again[0] - fewer[0], 0.0) if pp == 1 and int(cols.zero[0]) >= 3 else 0.0
-        choices = _choices(kept - least, again[1] - again[0], stage.count, whole - kept, saved)
-        if kept <= limit and not saved:
-            taken = [each[0] for each in choices]
-        elif (picked := knapsack(choices, limit - least)) is not None:
-            taken = picked[2]
-        else:
-            return None
-        # A stage's blocks have the same choices; what the last ones keep is needed first, and is freed first.
-        taken = sorted(taken, key=lambda each: (not each.checkpointed, each.gathered))
-        checkpointed += [at for at, each in zip(stage.indices, taken, strict=True) if each.checkpointed]
-        gathered += [at for at, each in zip(stage.indices, taken, strict=True) if each.gathered]
-    return (tuple(checkpointed), tuple(gathered)) if cut else None
-
-
-def _ends(
-    estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays
-) -> tuple[np.ndarray, np.ndarray]:
-    """MiB and seconds of a stage with nothing and with everything recomputed, as calibration corrects
-    them."""
-    setup, constants = estimator.training, estimator.constants
-    memory = _corrected(stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory.")
-    (seconds,) = stage_times([stage], pp, facts, cols, setup, estimator.hardware, constants)
-    none = np.zeros(len(cols))
-    return sum(memory.values(), none), sum(_corrected(seconds, TIME_GROUPS, estimator, "time.").values(), none)
-
-
-def _choices(kept_mib: float, recompute_s: float, count: int, whole_mib: float, saved_s: float) -> list[list[_Choice]]:
-    """The choices of each block of a stage, what keeps all first. Blocks of different kinds share evenly, as
-    in a uniform configuration.
-
-    Args:
-        kept_mib, recompute_s: what all of them take more where they keep their activations, and longer where
-            not.
-        count: how many they are.
-        whole_mib, saved_s: what all of them take more where they stay gathered, and what is saved then.
-    """
-    if not count:
+def _plans(
+    estimator: Estimator, base: Config, bases: Sequence[Config], facts: ModelFacts, limit: float
+) -> list[tuple[BlockStrategy, ...]]:
+    """Plans made from a uniform configuration, as the strategy of each block: for a few shares of the memory limit, with
+    all options, and with those alone that leave samples where they are."""
+    if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and gradients of weights are apart
         return []
-    keep, again, whole_mib, saved_s = (each / count for each in (kept_mib, recompute_s, whole_mib, saved_s))
-    options = [_Choice(-again, keep, False, False), _Choice(0.0, 0.0, True, False)]
-    if saved_s > 0:
-        options += [
-            _Choice(-again - saved_s, keep + whole_mib, False, True),
-            _Choice(-saved_s, whole_mib, True, True),
+    tp = _number(base, "tp")
+    options = _options(base, bases)
+    setup = estimator.training
+    whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
+    cols = knob_arrays([{name: value for name, value in whole.items() if name != "strategy"}], setup)
+    split, _ = next(cols.splits())
+    cut = stages(facts, split.pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False)
+    columns = cols.of_layers(options)
+    seconds = {stage.count: _seconds(estimator, stage, split.pp, facts, columns) for stage in cut}
+    priced = [_priced(estimator, stage, split.pp, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
+    found: dict[tuple[BlockStrategy, ...], None] = {}
+    same = [each for each in options if each.tp == tp]
+    for kept in (options, same) if len(same) < len(options) else (options,):
+        solved = [
+            knapsack(
+                [[each for each in choices if each.layer in kept]] * stage.count,
+                [share * limit - outside for share in SHARES],
+            )
+            for stage, (outside, choices) in zip(cut, priced, strict=True)
         ]
-    return [options] * count
+        for ways in zip(*solved):
+            if all(way is not None for way in ways):
+                found[_in_order(cut, [[each.layer for each in way[2]] for way in ways if way is not None])] = None
+    return list(found) if cut else []
 
 
-def knapsack(choices: list[list[_Choice]], budget: float) -> "tuple[float, float, list[_Choice]] | None":
-    """The choices with the least time whose memory is within the budget: seconds, MiB, and one choice a
-    block.
+def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -> tuple[BlockStrategy, ...]:
+    """The strategy of each of a model's blocks, from those of the blocks of each stage: those of a degree follow upon each
+    other, and what the last ones keep is needed first and freed first."""
+    placed: dict[int, BlockStrategy] = {}
+    for stage, mine in zip(cut, layers, strict=True):
+        ordered = sorted(mine, key=lambda each: (each.tp, not each.ckpt, -each.zero))
+        placed |= dict(zip(stage.indices, ordered, strict=True))
+    return tuple(placed[index] for index in sorted(placed))
 
-    Memory is rounded up to `BUCKETS` steps of the budget, so the result never exceeds it. None where nothing
-    is within.
+
+def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
+    """Options of a block beside a uniform configuration: the degrees and ZeRO stages that its relatives have."""
+    tp, ep, zero = _number(base, "tp"), _number(base, "ep"), _number(base, "zero", 0)
+    micro, pp = _number(base, "micro_batch"), _number(base, "pp")
+    degrees = {_number(each, "tp") for each in bases}
+    stages_of_zero = {_number(each, "zero", 0) for each in bases}
+    # Blocks of ZeRO 3 may stay whole from forward to backward, which is what ZeRO 2 does.
+    stages_of_zero |= {2} if zero == 3 else set[int]()
+    replicas = _number(base, "dp") * _number(base, "sp") * _number(base, "cp")
+    found = []
+    for degree in sorted(each for each in degrees if tp % each == 0 and (micro * each) % tp == 0):
+        if degree != tp and base.get("sequence_parallel"):
+            continue
+        joint = replicas * tp // degree
+        for stage in sorted(stages_of_zero if pp == 1 else {zero}):
+            if joint == 1 and stage != zero:
+                continue
+            for ckpt in (False, True) if "checkpoint_ratio" in base else (False,):
+                found.append(BlockStrategy(degree, ep, stage, ckpt))
+    return found
+
+
+def _named(base: Config, layers: Sequence[BlockStrategy]) -> dict[str, Any]:
+    """A uniform configuration with a strategy for each block."""
+    knobs = {name: value for name, value in base.items() if name != "checkpoint_ratio"}
+    own = {"tp": _number(base, "tp"), "ep": _number(base, "ep"), "zero": _number(base, "zero", 0)}
+    return {**knobs, "strategy": text_of(layers, **own)}
+
+
+def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
+    """Returns the rule that a plan breaks; empty if it breaks none."""
+    try:
+        return refusal(Strategy.of(config), context, [rule for rule in RULES if "strategy" in rule.knobs])
+    except UsageError as error:
+        return str(error)
+
+
+def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
+    """Seconds that a step of a stage's blocks takes in each column."""
+    (found,) = stage_times(
+        [_blocks_of(stage)], pp, facts, columns, estimator.training, estimator.hardware, estimator.constants
+    )
+    timed = {name: value for name, value in found.items() if name not in NOT_OF_BLOCKS}
+    return sum(_corrected(timed, TIME_GROUPS, estimator, "time.").values(), np.zeros(len(columns)))
+
+
+def _priced(
+    estimator: Estimator,
+    stage: Stage,
+    pp: int,
+    facts: ModelFacts,
+    base: KnobArrays,
+    columns: KnobArrays,
+    options: Sequence[BlockStrategy],
+    seconds: np.ndarray,
+) -> tuple[float, list[_Choice]]:
+    """MiB that a stage takes beside its blocks, and the cost of each option for one block, given the seconds of all."""
+    setup, constants = estimator.training, estimator.constants
+
+    def memory(of: Stage, cols: KnobArrays) -> dict[str, np.ndarray]:
+        terms = stage_peak(of, pp, facts, cols, setup, constants)
+        return _corrected(terms, MEMORY_GROUPS, estimator, "memory.")
+
+    terms = memory(_blocks_of(stage), columns)
+    kept = sum((terms[name] for name in LASTING), np.zeros(len(columns)))
+    # ZeRO 2 keeps what it gathers; what others gather or rebuild is of a block or two at a time.
+    kept = (kept + np.where(columns.zero == 2, terms["buffers"], 0.0)) * (1 + constants.slack)
+    # The rest: what is in no block, and what comes and goes.
+    uniform = float(sum(memory(stage, base).values(), np.zeros(1))[0])
+    like = options.index(BlockStrategy(int(base.tp[0]), int(base.ep[0]), int(base.zero[0]), False))
+    count = max(stage.count, 1)
+    choices = [
+        _Choice(float(second) / count, float(mib) / count, option)
+        for second, mib, option in zip(seconds, kept, options, strict=True)
+    ]
+    return uniform - float(kept[like]), choices
+
+
+def _blocks_of(stage: Stage) -> Stage:
+    """A stage without what is in no block."""
+    return replace(stage, ends=(), first=False, last=False)
+
+
+def knapsack(
+    choices: Sequence[Sequence[_Choice]], budgets: Sequence[float]
+) -> "list[tuple[float, float, list[_Choice]] | None]":
+    """For each budget the choices with the least time whose memory is within it: seconds, MiB, and one choice a block; None
+    where nothing is.
+
+    Memory is rounded up to steps of the largest budget, `BUCKETS` or more, so the result never exceeds a budget.
     """
-    if budget < 0:
-        return None
-    unit = max(budget, 1e-9) / BUCKETS
-    best = np.zeros(BUCKETS + 1)
-    taken = np.zeros((len(choices), BUCKETS + 1), np.int16)
-    for index, options in enumerate(choices):
-        made = np.full((len(options), BUCKETS + 1), np.inf)
-        for number, option in enumerate(options):
-            step = int(np.ceil(option.mib / unit - 1e-9)) if option.mib > 0 else 0
-            if step <= BUCKETS:
-                made[number, step:] = best[: BUCKETS + 1 - step] + option.seconds
+    most = max(budgets, default=-1.0)
+    if most < 0:
+        return [None] * len(budgets)
+    buckets = max(BUCKETS, STEPS_OF_A_BLOCK * len(choices))
+    unit = max(most, 1e-9) / buckets
+    best = np.zeros(buckets + 1)
+    taken = np.zeros((len(choices), buckets + 1), np.int16)
+    fronts = [_front(options) for options in choices]
+    steps = [[max(int(np.ceil(each.mib / unit - 1e-9)), 0) for each in front] for front in fronts]
+    for index, front in enumerate(fronts):
+        made = np.full((len(front), buckets + 1), np.inf)
+        for number, (option, step) in enumerate(zip(front, steps[index])):
+            if step <= buckets:
+                made[number, step:] = best[: buckets + 1 - step] + option.seconds
         taken[index] = np.argmin(made, axis=0)
-        best = made[taken[index], np.arange(BUCKETS + 1)]
-    if not np.isfinite(best[-1]):
-        return None
-    at, chosen = BUCKETS, []
-    for index in range(len(choices) - 1, -1, -1):
-        option = choices[index][taken[index, at]]
-        chosen.append(option)
-        at -= int(np.ceil(option.mib / unit - 1e-9)) if option.mib > 0 else 0
-    chosen.reverse()
-    return sum(each.seconds for each in chosen), sum(each.mib for each in chosen), chosen
+        best = np.min(made, axis=0)
+    out: list[tuple[float, float, list[_Choice]] | None] = []
+    for budget in budgets:
+        at = min(int(budget / unit + 1e-9), buckets) if budget >= 0 else -1
+        if at < 0 or not np.isfinite(best[at]):
+            out.append(None)
+            continue
+        chosen = []
+        for index in range(len(fronts) - 1, -1, -1):
+            number = int(taken[index, at])
+            chosen.append(fronts[index][number])
+            at -= steps[index][number]
+        chosen.reverse()
+        out.append((sum(each.seconds for each in chosen), sum(each.mib for each in chosen), chosen))
+    return out
+
+
+def _front(options: Sequence[_Choice]) -> list[_Choice]:
+    """The options of which no other takes less of both time and memory, in the order of memory."""
+    found: list[_Choice] = []
+    for each in sorted(options, key=lambda option: (option.mib, option.seconds)):
+        if not found or each.seconds < found[-1].seconds:
+            found.append(each)
+    return found
 
 
 def _corrected(

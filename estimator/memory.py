@@ -4,7 +4,7 @@ Sources: states under ZeRO, Rajbhandari et al., arXiv:1910.02054, section 3; act
 arXiv:2205.05198, section 4; micro-batches in flight, Narayanan et al., arXiv:2104.04473, section 2.2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
 from .rank import MIB, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
-from .stages import Stage, staged, waiting
+from .stages import Group, Stage, staged, waiting
 
 _LOSS = ("head", "loss")
 """Roles of the parts that have to do with logits."""
@@ -42,10 +42,12 @@ def peak_memory(
     best["parameters"][:] = np.inf
     for split, at in cols.splits():
         part = cols.take(at)
-        worst: dict[str, np.ndarray] | None = None
+        worst: Mapping[str, np.ndarray] | None = None
         found = staged(facts, split, setup.balance, part)
-        for stage, own in {"first": found[:1], "last": found[-1:]}.get(rank, found):
-            terms = stage_peak(stage, split.pp, facts, own, setup, constants)
+        for groups, _ in {"first": found[:1], "last": found[-1:]}.get(rank, found):
+            terms = together(
+                [stage_peak(stage, split.pp, facts, own, setup, constants) for stage, own in groups], groups, constants
+            )
             if worst is None:
                 worst = terms
                 continue
@@ -77,6 +79,30 @@ def stage_peak(
     terms["context"] = rank.none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
     terms["build"] = np.maximum(_build(rank) + terms["context"] - sum(terms.values()), 0.0)
     return {name: np.asarray(terms[name], float) / MIB for name in MEMORY_TERMS}
+
+
+def together(
+    found: Sequence[Mapping[str, np.ndarray]], groups: Sequence[Group], constants: Constants
+) -> Mapping[str, np.ndarray]:
+    """The terms of a stage from those of its groups of blocks: what lasts adds up, what comes and goes is that of one at a
+    time."""
+    if len(found) == 1:
+        return found[0]
+    none = np.zeros_like(found[0]["context"])
+    out = {name: sum((terms[name] for terms in found), none) for name in MEMORY_TERMS}
+    passing = [terms["recomputation"] + terms["logits and loss"] for terms in found]
+    most = np.argmax(np.stack(passing), axis=0)
+    for name in ("recomputation", "logits and loss"):
+        out[name] = np.choose(most, [terms[name] for terms in found])
+    # Weights that stay whole do so in all groups; those of two blocks at a time are those of the largest.
+    lasts = [not stage.blocks or int(cols.zero[0]) == 2 for stage, cols in groups]
+    few = [none if whole else terms["buffers"] for terms, whole in zip(found, lasts, strict=True)]
+    whole = sum((terms["buffers"] for terms, each in zip(found, lasts, strict=True) if each), none)
+    out["buffers"] = whole + np.max(np.stack(few), axis=0)
+    out["context"] = found[0]["context"]
+    out["slack"] = _slack(out, constants)
+    out["build"] = np.max(np.stack([terms["build"] for terms in found]), axis=0)
+    return {name: np.asarray(out[name], float) for name in MEMORY_TERMS}
 
 
 def _beside(rank: Rank) -> np.ndarray:
@@ -134,11 +160,9 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
 
 
 def _gathered(rank: Rank) -> np.ndarray:
-    """Weights that are whole for a while: with ZeRO 3 two blocks, what is in none, and blocks that stay whole; with
-    ZeRO 2 all."""
+    """Weights that are whole for a while: with ZeRO 3 two blocks and what is in none; with ZeRO 2 all."""
     zero, form = rank.cols.zero, rank.form
-    blocks = sum((count * rank.whole(each) for each, count in rank.stage.blocks), start=rank.none)
-    some = (rank.two_blocks + rank.cols.gathered_ratio * blocks) * form.gathered
+    some = rank.two_blocks * form.gathered
     every = rank.weights * form.gathered
     return np.where(_beside(rank), every, np.where(zero >= 3, np.minimum(some, every), 0.0))
 

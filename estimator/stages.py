@@ -1,12 +1,13 @@
 """How the parts of a model are shared out among the ranks of a pipeline."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from ..base.errors import ScheduleError, UsageError
+from ..base.errors import UsageError
+from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import recomputed, stage_sizes
 from ..knobs.pipeline import Placement
 from .facts.model_facts import ModelFacts, Part
@@ -37,11 +38,6 @@ class Stage:
     def count(self) -> int:
         """Blocks that it holds."""
         return len(self.indices)
-
-    def share(self, indices: Collection[int]) -> float:
-        """Share of its blocks that are among those of these indices, 0 to 1."""
-        mine = sum(index in indices for index in self.indices)
-        return mine / self.count if self.count else 0.0
 
     def recomputed(self, ratio: float) -> float:
         """Share of its blocks that are recomputed at a checkpoint ratio, 0 to 1."""
@@ -112,40 +108,72 @@ def stages(
     return made
 
 
-def indices(text: str | None, facts: ModelFacts) -> "list[int] | None":
-    """The blocks that a text such as `0-3,7` names; None for None.
+Group = tuple[Stage, KnobArrays]
+"""Blocks of a stage that are cut and shared out alike, or what is in no block, with the configurations as they see them."""
+
+
+def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> list[tuple[list[Group], Stage]]:
+    """Returns what the ranks of a pipeline hold, in groups, and the stage as a whole.
+
+    Where blocks have strategies of their own all ranks are there, since each may hold others; else the distinct ones, each a
+    single group.
 
     Raises:
-        UsageError: it is no such text, or the model has fewer blocks.
+        UsageError: the strategies are for another number of blocks.
     """
-    from ..models.families.standard import indices_of
-
-    if text is None:
-        return None
-    try:
-        return indices_of(text, facts.blocks)
-    except ScheduleError as error:
-        raise UsageError(str(error)) from None
-
-
-def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> list[tuple[Stage, KnobArrays]]:
-    """What the ranks of a pipeline hold, each with the configurations as they are there.
-
-    Where blocks are named all ranks are there, since each may hold others; else the distinct ones.
-
-    Raises:
-        UsageError: a text names no blocks of this model.
-    """
-    named = split.checkpointed is not None or split.gathered is not None
-    found = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=not named)
-    if not named:
+    layers = split.layers
+    found = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=layers is None)
+    if layers is None:
         ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
         shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
-        return [(stage, cols.of_stage(share[at], 0.0)) for stage, share in zip(found, shares, strict=True)]
-    again, whole = indices(split.checkpointed, facts), indices(split.gathered, facts) or []
-    return [
-        (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole))) for stage in found
-    ]
+        return [
+            ([(stage, cols.with_checkpoints(share[at]))], stage) for stage, share in zip(found, shares, strict=True)
+        ]
+    if len(layers) != facts.blocks:
+        raise UsageError(f"strategy: its runs are for {len(layers)} blocks, but the model has {facts.blocks}")
+    return [(_grouped(stage, layers, cols), stage) for stage in found]
+
+
+def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
+    """A stage in groups of blocks that are cut alike; what is in no block is in that which is cut as the knobs say."""
+    held: dict[tuple[int, int, int], list[int]] = {}
+    for index in stage.indices:
+        layer = layers[index]
+        held.setdefault((layer.tp, layer.ep, layer.zero), []).append(index)
+    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]))
+    made: list[Group] = []
+    for key, indices in {plain: held.pop(plain, []), **held}.items():
+        own = key == plain
+        if not indices and not (own and stage.ends):
+            continue
+        share = len(indices) / stage.count if stage.count else 0.0
+        again = sum(layers[index].ckpt for index in indices) / len(indices) if indices else 0.0
+        group = replace(
+            stage,
+            blocks=tuple((part, share * count) for part, count in stage.blocks) if indices else (),
+            first=stage.first and own,
+            last=stage.last and own,
+            ends=stage.ends if own else (),
+            indices=tuple(indices),
+            sizes=(len(indices),),
+        )
+        made.append((group, cols.of_group(BlockStrategy(*key, ckpt=False), again)))
+    return made
+
+
+def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[int, int]:
+    """How many runs of blocks a stage has that are cut over fewer than `tp` ranks, by how many that is: before each samples
+    are given out, and behind it they are gathered."""
+    out: dict[int, int] = {}
+    before = tp
+    for at, index in enumerate(stage.indices):
+        degree = layers[index].tp
+        if at and index != stage.indices[at - 1] + 1:  # of another chunk
+            before = tp
+        if degree != before and degree < tp:
+            out[degree] = out.get(degree, 0) + 1
+        before = degree
+    return out
 
 
 def _cost(part: Part) -> float:

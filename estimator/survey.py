@@ -8,6 +8,7 @@ import numpy as np
 
 from ..base.device import DESCRIBED, Device
 from ..base.errors import SpaceError, UsageError
+from ..knobs.layers import canonical
 from ..knobs.lossy import Lossy, lossy_in
 from ..knobs.rules import RuleContext
 from ..knobs.strategy import BLOCK_KNOBS
@@ -91,7 +92,7 @@ def shape_space(
     together = micro * space["dp"] if devices > 1 else micro
     space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
     parallel.compose(space, device, devices, support)
-    require_rules(space, RuleContext(devices=devices, global_batch=global_batch, seq_len=seq_len))
+    require_rules(space, RuleContext(devices=devices, global_batch=global_batch, seq_len=seq_len, blocks=shape.layers))
     return space
 
 
@@ -305,9 +306,10 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
 
         raise SpaceError(unknown("knob", stray[0], {*free, *BLOCK_KNOBS}))
     found = _nearest(space, {name: value for name, value in values.items() if name not in named})
-    if "checkpoint_blocks" in named:
-        if "checkpoint_ratio" in values:
-            raise SpaceError("checkpoint_blocks stands in place of checkpoint_ratio: give one of them")
+    if "strategy" in named:
+        if values.get("checkpoint_ratio"):
+            raise SpaceError("a strategy says by ckpt which blocks are recomputed: leave checkpoint_ratio out")
+        named["strategy"] = canonical(named["strategy"])
         found = Config({name: value for name, value in found.items() if name != "checkpoint_ratio"})
     return Config({**found, **named}) if named else found
 

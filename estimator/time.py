@@ -5,12 +5,13 @@ pipelines, Narayanan et al., arXiv:2104.04473; tensor and sequence parallelism, 
 arXiv:2205.05198.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
 
+from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
@@ -22,7 +23,7 @@ from .knob_arrays import KnobArrays
 from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
 from .sequences import all_to_alls, ring_waits
 from .setup import TrainingSetup
-from .stages import Stage, crossings, idle_slot, staged
+from .stages import Group as StageGroup, Stage, crossings, handovers, idle_slot, staged
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel",
@@ -235,11 +236,25 @@ def step_time(
         mine = {
             key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__}) for key, value in work.items()
         }
-        found = [_stage_time(stage, pp, facts, own, mine, setup, hardware, constants) for stage, own in cut]
+        if split.layers is None:
+            found = [_stage_time(stage, pp, facts, own, mine, setup, hardware, constants) for ((stage, own),), _ in cut]
+        else:
+            layers = split.layers
+            # Many stages of a pipeline do the same.
+            alike = {
+                (stage.first, stage.last, stage.sizes, tuple(layers[at] for at in stage.indices)): (groups, stage)
+                for groups, stage in cut
+            }
+            once = {
+                key: _layered_time(groups, stage, layers, facts, sub, pp, setup, hardware, constants)
+                for key, (groups, stage) in alike.items()
+            }
+            keys = [(s.first, s.last, s.sizes, tuple(layers[at] for at in s.indices)) for _, s in cut]
+            found = [dict(once[key]) for key in keys]
         if pp > 1:
             # A stage idles while its first micro-batch passes through the others and the last one comes back.
             idle = [terms["bubble"] / (pp - 1) for terms in found]
-            counts = [len(stage.ranks) for stage, _ in cut]
+            counts = [len(stage.ranks) for _, stage in cut]
             whole = sum(count * each for count, each in zip(counts, idle, strict=True))
             for terms, own in zip(found, idle, strict=True):
                 terms["bubble"] = whole - own
@@ -298,9 +313,19 @@ def _stage_time(
         share = clocks(slot.products, slot.whole - slot.products, limited)
         slot = _slot(rank, {key: value.at_clocks(share) for key, value in work.items()})
     transfer, bubble = _pipeline(rank, slot)
-    accum, none = rank.accum, rank.none
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
-    terms = {
+    exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))
+    terms = _terms(rank, slot, gathers, exchanged, transfer, bubble)
+    terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
+    return terms
+
+
+def _terms(
+    rank: "_Rank", slot: "_Slot", gathers: np.ndarray, exchanged: np.ndarray, transfer: np.ndarray, bubble: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The terms of a stage's step by their names, but for stalls."""
+    accum, none = rank.accum, rank.none
+    return {
         "matmul": accum * slot.matmul,
         "attention": accum * slot.attention,
         "memory-bound": accum * slot.memory,
@@ -310,7 +335,7 @@ def _stage_time(
         "sequence exchange": accum * slot.exchange,
         "expert exchange": accum * slot.rows,
         "expert imbalance": accum * slot.uneven,
-        "data parallel": _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0)),
+        "data parallel": exchanged,
         "parameter gathers": gathers,
         "pipeline transfers": transfer,
         "bubble": bubble,
@@ -318,10 +343,75 @@ def _stage_time(
         "offload": _offload(rank),
         "stalls": none,
         "allocator retries": none,
-        "fixed": none + constants.step_ms * 1e-3,
+        "fixed": none + rank.constants.step_ms * 1e-3,
     }
+
+
+def _layered_time(
+    groups: Sequence[StageGroup], stage: Stage, layers: Sequence[BlockStrategy], facts: ModelFacts, cols: KnobArrays, pp: int,
+    setup: TrainingSetup, hardware: Hardware, constants: Constants,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Terms of one optimizer step, s, as a stage would set them whose blocks are in groups that are cut unlike each other.
+
+    Work adds up. What hides behind it hides behind that of all groups, to each its share. Where samples are given out among
+    ranks and gathered again there is an all-gather each way (`schedule/parallel/sharing.py`).
+    """
+    ranks = [_Rank(group, pp, facts, own, setup, hardware, constants) for group, own in groups]
+    works = []
+    for rank in ranks:
+        distinct = _distinct(rank.cols)
+        held = [*(part for part, _ in rank.stage.blocks), *rank.stage.ends]
+        works.append(
+            {id(part): _part_work(part, facts, rank.cols, setup, hardware, constants, distinct) for part in held}
+        )
+    whole = _Rank(stage, pp, facts, cols, setup, hardware, constants)
+    slot = _joined([_slot(rank, work) for rank, work in zip(ranks, works, strict=True)], whole.none)
+    limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
+    if limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, limited)
+        slowed = [{key: value.at_clocks(share) for key, value in work.items()} for work in works]
+        slot = _joined([_slot(rank, work) for rank, work in zip(ranks, slowed, strict=True)], whole.none)
+    for degree, times in handovers(stage, layers, int(cols.tp[0])).items():
+        among = group(cols.tp // degree, np.full(len(cols), degree), whole.devices, hardware, constants)
+        moved = whole.tokens * _hidden(facts) * _residual(facts)
+        once = times * among.gather(moved, whole.collective)
+        slot.tensor, slot.forward, slot.backward = slot.tensor + 2 * once, slot.forward + once, slot.backward + once
+    gathers, gathered = _hidden_behind(
+        [partial(_parameter_gathers, rank) for rank in ranks], slot.forward, slot.backward, whole.none
+    )
+    left = np.maximum(slot.backward - gathered, 0.0)
+    late = _late(whole)
+
+    def exchange(rank: _Rank) -> Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        return lambda forward, backward: (_data_parallel(rank, forward, backward) - late, whole.none)
+
+    exchanged, _ = _hidden_behind([exchange(rank) for rank in ranks], slot.forward, left, whole.none)
+    transfer, bubble = _pipeline(whole, slot)
+    terms = _terms(whole, slot, gathers, exchanged + late, transfer, bubble)
+    terms["optimizer"] = sum((_update(rank) for rank in ranks), whole.none)
+    terms["offload"] = sum((_offload(rank) for rank in ranks), whole.none)
     terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
     return terms
+
+
+def _joined(slots: "Sequence[_Slot]", none: np.ndarray) -> "_Slot":
+    """The sums of a micro-batch's seconds in groups of blocks."""
+    return _Slot(**{name: sum((getattr(each, name) for each in slots), none) for name in _Slot.__slots__})
+
+
+def _hidden_behind(
+    found: Sequence[Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]],
+    forward: np.ndarray,
+    backward: np.ndarray,
+    none: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sums of what groups exchange behind the passes of all: each of `found`, called with seconds of both passes, gives
+    what shows of its exchange, and how long it is busy. Each hides behind as much as it has of all."""
+    bare = [each(none, none)[0] for each in found]
+    total = sum(bare, none)
+    shares = [np.divide(each, total, where=total > 0, out=np.zeros_like(none)) for each in bare]
+    shown = [each(forward * share, backward * share) for each, share in zip(found, shares)]
+    return sum((each for each, _ in shown), none), sum((busy for _, busy in shown), none)
 
 
 @dataclass(frozen=True)
@@ -565,8 +655,13 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
     if not setup.in_pieces:  # others collect all weights once they are updated
         behind = behind | gathered_at("step", zero)
     time = np.where(rank.replicas > 1, exposed + np.where(behind, gather, 0.0), 0.0)
+    return time + _late(rank)
+
+
+def _late(rank: _Rank) -> np.ndarray:
+    """The wait of all ranks for the slowest of them."""
     nodes = np.maximum(rank.devices / rank.hardware.devices_per_node, 1.0)
-    return time + np.where(rank.devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
+    return np.where(rank.devices > 1, rank.constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
 
 
 def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -578,14 +673,11 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
     gathers = rank.gathers(form.gathered, rank.pieces)
     ahead = np.maximum(gathers - forward * most, gathers * (1 - most))
     inside = sum((count * rank.whole(each) for each, count in stage.blocks), rank.none)
-    missing = gathers * (
-        1 - cols.gathered_ratio * np.divide(inside, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
-    )
-    if setup.in_pieces and rank.pp == 1 and stage.blocks:
+    missing = gathers
+    if setup.in_pieces and rank.pp == 1:
         # It begins with the last block and what is in none, which are whole too.
-        left = (inside - rank.whole(stage.blocks[-1][0])) * (1 - cols.gathered_ratio)
-        few = (rank.pieces - 2) * (1 - cols.gathered_ratio)
-        missing = rank.data.gather(left * form.gathered, rank.collective, few)
+        left = np.maximum(inside - rank.whole(stage.blocks[-1][0]), 0.0) if stage.blocks else rank.none
+        missing = rank.data.gather(left * form.gathered, rank.collective, max(rank.pieces - 2, 0.0))
         share = np.divide(left, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
         missing = np.where(rank.apart > 0, gathers * share, missing)
     again = np.maximum(missing - backward * most, missing * (1 - most))

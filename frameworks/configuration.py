@@ -18,6 +18,7 @@ def _content(setup: Setup) -> dict[str, Any]:
         "lora": setup.lora or None,
         "trial": trial.number,
         "simulated": setup.simulated or None,
+        "emulated": setup.emulated or None,
         "devices": setup.devices,
         "seq_len": setup.seq_len,
         "global_batch": setup.global_batch,

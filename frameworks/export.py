@@ -162,7 +162,7 @@ def _head(target: Target, setup: Setup) -> list[str]:
     """Origin of the configuration, warnings about its use, and its devices."""
     trial, measured = setup.trial, setup.trial.measurement
     which = "the fastest plan" if trial.sampler == PLANNED else f"trial {trial.number}"
-    what = f"{setup.model or 'a model'}, {which}{', predicted' if setup.simulated else ''}"
+    what = f"{setup.model or 'a model'}, {which}{', predicted' if setup.simulated else ', emulated' if setup.emulated else ''}"
     if trial.ok:
         what += f": {speed(trial.throughput, trial.measured.unit)}"
     if measured is not None and measured.peak_memory_mib is not None:

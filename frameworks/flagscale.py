@@ -115,7 +115,6 @@ def _degrees(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], p
         ),
         "pp": ("pipeline_model_parallel_size", every, ("num_layers",)),
         "cp": ("context_parallel_size", every, ("seq_length",)),
-        "ep": ("expert_model_parallel_size", [1], ()),
     }
     found = {}
     for name, (shown, auto, divided) in ranges.items():
@@ -130,12 +129,29 @@ def _degrees(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], p
     factors = declare_degrees(draft, found)
     replicas = whole_numbers(listed(given.get("data_parallel_size", "auto"), every), "data_parallel_size")
     if not factors:
+        _experts(draft, given, str(draft.devices))
         return str(draft.devices)
     draft.space.derive("dp", f"{draft.devices} // ({factors})", help="data-parallel replicas")
     draft.space.require(f"{factors} * dp == {draft.devices}", f"there are {draft.devices} devices")
+    _experts(draft, given, "dp")
     if set(replicas) != set(every):
         draft.require(f"dp in {divisors(draft.devices, replicas) or replicas}", "data_parallel_size")
     return "dp"
+
+
+def _experts(draft: Draft, given: Mapping[str, Any], replicas: str) -> None:
+    """Declares `ep`, whose ranks are replicas and so are not a factor of the devices."""
+    shown = "expert_model_parallel_size"
+    if shown not in given:
+        return
+    values = whole_numbers(listed(given[shown], [1]), shown)
+    fitting = divisors(draft.devices, values)
+    if not fitting:
+        raise UsageError(f"{shown} {given[shown]}: none of them divides {draft.devices} devices; see --devices")
+    if fitting == [1]:
+        draft.off(f"{shown}=1")
+    elif draft.knob(shown, fitting, name="ep"):
+        draft.require(f"{replicas} % ep == 0", "ranks that share experts are replicas")
 
 
 def _sharding(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:

@@ -67,6 +67,10 @@ class Launcher:
     """Option for the samples of a step."""
     own_total: bool = False
     """True if it has a default number of samples per step."""
+    emulated: str = ""
+    """Options that make it run one rank alone, in one process; empty if it has no such mode."""
+    emulated_env: tuple[str, ...] = ()
+    """Environment variables that give this process its rank and the world size."""
     after: str = ""
     """Word after which options are inserted; by default they are appended."""
     several: tuple[str, ...] = ()
@@ -126,6 +130,21 @@ class Launcher:
             render += tuple(f"{file}:{each}" for each in placed)
         return cast(Given, replace(cast(Any, command), command=self._with(text, added), render=render))
 
+    def emulating(self, command: Given) -> Given:
+        """A command that runs its first rank alone, on one device, with communication that does nothing.
+
+        Raises:
+            UsageError: the framework has no such mode.
+        """
+        if not self.emulated:
+            raise UsageError(
+                f"--emulate needs a framework that runs one rank without the others, as Megatron-LM and torchtitan do, but "
+                f"--launcher {self.name} has no such mode; --runner emulate emulates a model in redline's own training"
+            )
+        text = self._with(alone(_text(command)), _options(self.emulated))
+        env = (*command.env, *self.emulated_env)
+        return cast(Given, replace(cast(Any, command), command=text, env=env))
+
     def _check(self, command: CommandLine, knob: str, values: Sequence[Any]) -> None:
         """Refuses a knob that would have no effect or another effect.
 
@@ -154,6 +173,39 @@ class Launcher:
         if not found:
             raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
         return f"{before}{found}{added} {rest}"
+
+
+_NO_VALUE = ("--standalone", "--run-path", "--run_path")
+"""Options of torchrun that take none."""
+
+
+def alone(command: str) -> str:
+    """A command without the torchrun that starts its ranks: one process, whose environment says what rank it is.
+
+    >>> alone("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
+    'python pretrain_gpt.py --bf16'
+    >>> alone("python -m torch.distributed.run --nnodes=2 -m torchtitan.train")
+    'python -m torchtitan.train'
+    """
+    words = _words(command)
+    at = next((place for place, word in enumerate(words) if word.rpartition("/")[2] == "torchrun"), None)
+    if at is None:
+        names = ("torch.distributed.run", "torch.distributed.launch")
+        at = next((place for place, word in enumerate(words) if word in names and words[place - 1] == "-m"), None)
+        if at is None:
+            return command
+        before = words[: at - 2]
+    else:
+        before = words[:at]
+    start, python = at + 1, ["python"]
+    while start < len(words) and words[start].startswith("-"):
+        word = words[start]
+        if word in ("-m", "--module"):
+            python = ["python", "-m"]
+        elif word in ("--no-python", "--no_python"):
+            python = []
+        start += 1 if "=" in word or word in (*_NO_VALUE, "-m", "--module", "--no-python", "--no_python") else 2
+    return " ".join([*before, *python, *words[start:]])
 
 
 def written(value: Any) -> str:

@@ -142,5 +142,6 @@ TARGET = Target(
     stem="train",
     forms={"python": _python},
     sequences=("sp", "cp"),
+    runs=True,
     start=lambda setup, file: f"{setup.torchrun()} {file}",
 )

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from ..base.errors import UsageError
+from ..knobs.layers import uniform
 from ..knobs.lossy import LOSSY, lossy_values
 from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
 from ..knobs.strategy import MAX_DEVICES, STANDARD, is_whole
@@ -72,6 +73,7 @@ class Setup:
         target: the framework, as named in notes.
         pipelines: True if it supports pipeline stages; otherwise the file runs on 1/pp of the devices.
         sequences: those of `sp` and `cp` that it supports; for each other one, the file runs on that fraction of the devices.
+        runs: True if it can treat runs of blocks unlike each other.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
@@ -85,10 +87,11 @@ class Setup:
         *,
         pipelines: bool = True,
         sequences: Collection[str] = SEQUENCES,
+        runs: bool = True,
     ) -> None:
         asked = (document or {}).get("asked", {})
         self.trial = trial
-        self.config = dict(trial.config)
+        self.config = dict(trial.config) if runs else self._without_runs(trial, target)
         self._standard = {
             name: value for name, value in self.config.items() if name not in STANDARD or STANDARD[name].can_be(value)
         }
@@ -115,6 +118,8 @@ class Setup:
         """The model's sizes by the names in run.yaml (`redline.models.architecture`); empty if unknown."""
         self.simulated: bool = bool(asked.get("simulated"))
         """True if the trial is a prediction."""
+        self.emulated: bool = bool(asked.get("emulated"))
+        """True if some of its ranks ran alone on one device."""
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
@@ -157,6 +162,31 @@ class Setup:
             self._used.add("ep")
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
+    @staticmethod
+    def _without_runs(trial: Trial, target: str) -> dict[str, Any]:
+        """The configuration with the knobs that a strategy for each run of blocks amounts to.
+
+        Raises:
+            UsageError: it treats blocks unlike each other, which the target cannot state.
+        """
+        config = dict(trial.config)
+        text = config.get("strategy")
+        if text is None or not STANDARD["strategy"].can_be(text):
+            return config
+        own = {"tp": config.get("tp", 1), "ep": config.get("ep", 1), "zero": config.get("zero", 0)}
+        alike = uniform(text, **own)
+        if alike is None:
+            raise UsageError(
+                f'cannot export trial {trial.number} to {target}: strategy="{text}" treats blocks unlike each other, '
+                f"which {target} cannot state; --to python can, or export another trial by --trial N"
+            )
+        del config["strategy"]
+        return {
+            **config,
+            **({"zero": alike.zero} if alike.zero != own["zero"] else {}),
+            "checkpoint_ratio": float(alike.ckpt),
+        }
+
     @property
     def global_batch(self) -> int | None:
         """Samples of one optimizer step: micro-batch x accumulation x replicas; None if unknown."""
@@ -191,6 +221,8 @@ class Setup:
             out.append(ending(self.trial))
         if self.simulated:
             out.append("predicted, simulated: nothing was run")
+        if self.emulated:
+            out.append("emulated: some ranks ran alone on one device, and communication was priced")
         known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
         for name in sorted(known):
             value = self._standard[name]

@@ -32,6 +32,8 @@ class Target:
     """True if it supports pipeline stages."""
     sequences: tuple[str, ...] = ()
     """Those of `sp` and `cp` that it supports."""
+    runs: bool = False
+    """True if it can treat runs of blocks unlike each other (`strategy`)."""
     use: Callable[[str], str] | None = None
     """How a file of that name is used, if `start` does not show it."""
     start: Callable[[Setup, str], str] | None = None
@@ -42,7 +44,7 @@ class Target:
 
     def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
         """Input of an export to this target."""
-        return Setup(trial, document, self.name, pipelines=self.pipelines, sequences=self.sequences)
+        return Setup(trial, document, self.name, pipelines=self.pipelines, sequences=self.sequences, runs=self.runs)
 
     def file(self, form: str) -> str:
         """Default name of a file of that form."""

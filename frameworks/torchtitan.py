@@ -264,6 +264,9 @@ LAUNCHER = Launcher(
     | WORDS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
     short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
     total=f"--{_GLOBAL}",
+    # As its run_train.sh does with COMM_MODE=fake_backend.
+    emulated="--comm.mode fake_backend",
+    emulated_env=("NGPU={devices}", "RANK=0", "LOCAL_RANK=0"),
     several=("tp", "pp"),
 )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from .layers import Run, parse
 from .meaning import EXCHANGES
 from .pipeline import PIPELINE_SCHEDULES
 from .strategy import DEGREES, STANDARD, Strategy
@@ -35,7 +36,11 @@ class RuleContext:
     tokens: bool = True
     """True if samples consist of tokens."""
     own_loss: bool = False
-    """True if the loss is not the model's own."""
+    """The loss is not the model's own."""
+    blocks: int | None = None
+    """Repeated blocks of the model."""
+    no_runs: str = ""
+    """Why blocks of the model cannot be cut unlike each other."""
     experts: tuple[int, ...] | None = None
     """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
 
@@ -202,6 +207,80 @@ def _splitting(k: Any) -> Any:
     return one_of(k.pipeline_schedule, SPLITTING)
 
 
+# -- a strategy per layer ---------------------------------------------------------------------------------------
+
+
+def _where(k: Any, condition: Callable[[tuple[Run, ...]], Any]) -> Any:
+    """The condition that the strategy is one whose runs meet a condition, which may read other knobs."""
+    found: Any = False
+    for text in _texts(k.strategy):
+        met = condition(parse(text))
+        if met is not False:
+            found = found | (one_of(k.strategy, [text]) & met)
+    return found
+
+
+def _texts(strategy: Any) -> list[str]:
+    """The texts that a knob can have: of a configuration one, of a space or of columns several."""
+    if strategy is None:
+        return []
+    if isinstance(strategy, str):
+        return [strategy]
+    known = getattr(strategy, "known", strategy)
+    return sorted({each for each in known if isinstance(each, str)})
+
+
+def _other_depth(k: Any, context: RuleContext) -> Any:
+    return context.blocks is not None and _where(k, lambda runs: runs[-1].last + 1 != context.blocks)
+
+
+def _uneven_tp(k: Any, context: RuleContext) -> Any:
+    return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if run.tp is not None and run.tp > 1))
+
+
+def _uneven_samples(k: Any, context: RuleContext) -> Any:
+    return _where(k, lambda runs: _any((k.micro_batch * run.tp) % k.tp != 0 for run in runs if run.tp is not None))
+
+
+def _uneven_ep(k: Any, context: RuleContext) -> Any:
+    replicas, common = k.dp * k.sp * k.cp, gcd(*context.experts) if context.experts else 0
+
+    def uneven(runs: tuple[Run, ...]) -> Any:
+        degrees = {run.ep for run in runs if run.ep is not None and run.ep > 1}
+        if degrees and (context.experts == () or any(common % ep for ep in degrees)):
+            return True
+        return _any(replicas % ep != 0 for ep in degrees)
+
+    return _where(k, uneven)
+
+
+def _ep_unlike(k: Any) -> Any:
+    """Some run spreads its experts over other ranks than the knob says."""
+    return _where(k, lambda runs: _any(run.ep != k.ep for run in runs if run.ep is not None))
+
+
+def _cut_unlike(k: Any) -> Any:
+    """Some run is cut over fewer ranks than the mesh has."""
+    return _where(k, lambda runs: _any(run.tp < k.tp for run in runs if run.tp is not None))
+
+
+def _zero_unlike(k: Any) -> Any:
+    """Some run has another stage of ZeRO than what is in no block."""
+    return _where(k, lambda runs: _any(run.zero != k.zero for run in runs if run.zero is not None))
+
+
+def _zero_of_some(k: Any) -> Any:
+    """Some weights are cut over replicas by FSDP."""
+    return (k.zero >= 2) | _where(k, lambda runs: any((run.zero or 0) >= 2 for run in runs))
+
+
+def _any(conditions: Iterable[Any]) -> Any:
+    found: Any = False
+    for each in conditions:
+        found = found | each
+    return found
+
+
 # -- formats and kernels ----------------------------------------------------------------------------------------
 
 _HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again after its forward pass, before the loss of `kernels` needs it"
@@ -299,6 +378,82 @@ RULES: Sequence[Rule] = (
         "ep hsdp",
         lambda k, context: (k.ep > 1) & (k.hsdp > 1),
         "experts that are shared have replicas of their own, which hsdp does not divide; use hsdp=1",
+    ),
+    _rule(
+        "depth of a strategy",
+        "strategy",
+        _other_depth,
+        lambda context: (
+            f"the runs of a strategy cover the model's {context.blocks} blocks, 0 to {context.blocks - 1}"
+            if context.blocks
+            else "the model has no repeated blocks that a strategy could name"
+        ),
+    ),
+    _rule(
+        "runs of a model",
+        "strategy tp",
+        lambda k, context: bool(context.no_runs) and _cut_unlike(k),
+        lambda context: f"runs cannot differ in tp in this model: {context.no_runs}",
+    ),
+    _rule(
+        "tp of a run",
+        "strategy tp",
+        _uneven_tp,
+        "tp of each run of the strategy must divide tp, the ranks that share what is in no block",
+    ),
+    _rule(
+        "samples of a run",
+        "strategy tp micro_batch",
+        _uneven_samples,
+        "ranks that do not share a run's layers share its samples, so tp / (tp of the run) must divide micro_batch",
+    ),
+    _rule(
+        "experts of a run",
+        "strategy dp sp cp",
+        _uneven_ep,
+        "ep of each run of the strategy must divide the experts of a layer and the dp * sp * cp replicas",
+    ),
+    _rule(
+        "sequences of a run",
+        "strategy tp sequence_parallel",
+        lambda k, context: k.sequence_parallel & _cut_unlike(k),
+        "runs of unlike tp hand over whole sequences, so sequence_parallel must be false",
+    ),
+    _rule(
+        "recomputed blocks",
+        "strategy checkpoint_ratio",
+        lambda k, context: (k.checkpoint_ratio > 0) & _where(k, lambda runs: True),
+        "a strategy says by ckpt which blocks are recomputed: checkpoint_ratio must be 0",
+    ),
+    _rule(
+        "groups of a run",
+        "strategy tp ep zero hsdp",
+        lambda k, context: (k.hsdp > 1) & (_zero_unlike(k) | _cut_unlike(k) | _ep_unlike(k)),
+        "hsdp divides the replicas of all blocks alike: use hsdp=1 where runs differ in tp, ep or zero",
+    ),
+    _rule(
+        "runs of a pipeline",
+        "strategy zero pp",
+        lambda k, context: (k.pp > 1) & _zero_unlike(k) & _zero_of_some(k),
+        "in a pipeline ZeRO 2 and 3 cut all blocks alike",
+    ),
+    _rule(
+        "runs and a split backward",
+        "strategy tp pipeline_schedule",
+        lambda k, context: _splitting(k) & (_cut_unlike(k) | _where(k, lambda runs: any(run.ckpt for run in runs))),
+        f"{_SPLIT} need blocks that are cut alike and keep their activations",
+    ),
+    _rule(
+        "runs and scaled gradients",
+        "strategy tp zero precision",
+        lambda k, context: (k.precision == "fp16") & (_zero_unlike(k) | _cut_unlike(k)),
+        "fp16 unscales the gradients of all blocks together; use bf16",
+    ),
+    _rule(
+        "runs and an offloaded optimizer",
+        "strategy tp zero offload",
+        lambda k, context: (k.offload != "none") & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k),
+        "an offloaded optimizer moves weights that are all cut alike over replicas",
     ),
     _rule(
         "micro-batches of a pipeline",

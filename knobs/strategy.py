@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..base.errors import UsageError
+from .layers import canonical, parse
 from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
 from .pipeline import PIPELINE_SCHEDULES
 
@@ -19,16 +20,24 @@ OFFLOADS = ("none", "optimizer")
 """Values of the knob `offload`."""
 DEGREES = ("tp", "sp", "cp", "pp", "dp")
 """Knobs whose product is the number of devices."""
-BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
-"""Knobs that name blocks by their indices, such as `0-3,7` or `none`: blocks that are recomputed, in place of
-`checkpoint_ratio`, and blocks whose weights ZeRO 3 keeps gathered from forward to backward. No space varies them:
-they come from a refinement block by block, or are fixed.
-"""
+BLOCK_KNOBS = ("strategy",)
+"""Knobs that name blocks by their indices. No default space varies them: they come from a refinement block by block, or
+are given."""
 
 
 def is_whole(value: Any) -> bool:
     """Returns True for an integer that is not a flag."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_layers(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        parse(value)
+    except UsageError:
+        return False
+    return True
 
 
 class Values(NamedTuple):
@@ -52,6 +61,7 @@ _SHARE = Values(
 )
 _STAGE = Values(lambda value: is_whole(value) and 0 <= value <= 3, "a stage from 0 to 3")
 _NAME = Values(lambda value: value is None or isinstance(value, str), "a name")
+_LAYERS = Values(lambda value: value is None or _is_layers(value), "runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3")
 _FLAG_OR_NONE = Values(lambda value: value is None or isinstance(value, bool), "true or false")
 
 
@@ -89,10 +99,8 @@ class Strategy:
     kernels: bool = _knob(False, _FLAG)
     offload: str = _knob("none", _among(*OFFLOADS))
     reduce_dtype: str = _knob("fp32", _among(*REDUCED))
-    checkpoint_blocks: str | None = _knob(None, _NAME)
-    """Indices of the blocks that are recomputed, in place of `checkpoint_ratio`."""
-    gathered_blocks: str | None = _knob(None, _NAME)
-    """Indices of the blocks whose weights ZeRO 3 keeps gathered from forward to backward."""
+    strategy: str | None = _knob(None, _LAYERS)
+    """Strategies of runs of blocks (`redline.knobs.layers`); None if all blocks are treated alike."""
 
     @classmethod
     def of(
@@ -114,6 +122,8 @@ class Strategy:
         for name, value in given.items():
             values = _NAMES[name]
             if not values.contain(value):
+                if name == "strategy" and isinstance(value, str):
+                    parse(value)  # says where it is wrong
                 raise UsageError(f"{name} must be {values.text}, but is {value!r}")
         if "dp" not in given and devices is not None:
             given["dp"] = max(1, devices // prod(given.get(name, 1) for name in DEGREES))
@@ -126,6 +136,7 @@ class Strategy:
             virtual_stages=found.virtual_stages if found.pp > 1 else 1,
             zero=found.zero if found.replicas > 1 else 0,
             sequence_parallel=found.sequence_parallel and found.tp > 1,
+            strategy=None if found.strategy is None else canonical(found.strategy),
         )
 
     def replace(self, **changes: Any) -> "Strategy":
@@ -141,6 +152,12 @@ class Strategy:
     def replicas(self) -> int:
         """Number of ranks with the same weights: replicas with their own samples, times ranks that share sequences."""
         return self.dp * self.sp * self.cp
+
+    @property
+    def spreads_experts(self) -> bool:
+        """True if ranks share the experts of any block."""
+        runs = parse(self.strategy) if self.strategy is not None else ()
+        return self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
 
     @property
     def formats(self) -> Formats:
@@ -188,6 +205,5 @@ _NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in f
 STANDARD: Mapping[str, StandardKnob] = {
     each.name: StandardKnob(each.default, each.metadata["values"].contain, each.metadata["memory"])
     for each in fields(Strategy)
-    if each.name not in BLOCK_KNOBS
 }
-"""By name. `BLOCK_KNOBS` have a meaning only for a model with known blocks."""
+"""By their names."""

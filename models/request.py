@@ -17,7 +17,7 @@ from .global_batch import free_accumulation, shared
 from .narrow import narrow
 from .resolve import workload as resolve_workload
 from .server_model import ServerModel
-from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed
+from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed, set_values
 from .workload import Workload
 
 
@@ -188,7 +188,7 @@ class SpaceRequest:
             if foreign is not None and knob not in space.by_name:
                 declare(space, knob, values)
             else:
-                space.override(knob, values)
+                set_values(space, knob, values)
         for knob, value in (self.fix or {}).items():
             if foreign is not None and knob not in space.by_name:
                 declare(space, knob, [value])

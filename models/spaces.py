@@ -1,12 +1,12 @@
 """Default spaces: the knobs that exist on the devices at hand and that the workload supports."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
-from ..base.errors import SpaceError, unknown
+from ..base.errors import SpaceError, UsageError, unknown
+from ..knobs.layers import ITEMS, Run, canonical, of_blocks, printed
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..knobs.rules import RULES, Rule, RuleContext
@@ -28,7 +28,6 @@ ALLOWABLE = ("lossy",)
 """Extensions of a default space that have to be allowed explicitly."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
-_NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def make_space(
@@ -131,6 +130,8 @@ def default_space(
             seq_len=workload.seq_len,
             tokens=workload.seq_len is not None,
             own_loss=own_loss,
+            blocks=facts.blocks,
+            no_runs=facts.no_runs,
             experts=facts.experts,
         ),
     )
@@ -139,6 +140,7 @@ def default_space(
 
 def require_rules(space: Space, context: RuleContext, rules: Sequence[Rule] = RULES) -> None:
     """Adds the negation of each rule that configurations of a space can break."""
+    space.beyond = context
     knobs = _RuleKnobs(space)
     for rule in rules:
         obeyed = negation(rule.broken(knobs, context))
@@ -178,17 +180,17 @@ class _RuleName:
 
     def __init__(self, knob: Knob) -> None:
         self._knob = knob
-        self._known = {*knob.values, *(knob.others or ())}
+        self.known = {*knob.values, *(knob.others or ())}
 
     def isin(self, names: Iterable[str]) -> Any:
-        found = [name for name in names if name in self._known]
+        found = [name for name in names if name in self.known]
         return self._knob.isin(found) if found else False
 
     def __eq__(self, name: object) -> Any:
-        return self._knob == name if name in self._known else False
+        return self._knob == name if name in self.known else False
 
     def __ne__(self, name: object) -> Any:
-        return self._knob != name if name in self._known else True
+        return self._knob != name if name in self.known else True
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -255,19 +257,34 @@ def _kernels(space: Space, device: Device) -> None:
 
 
 def fix_knob(space: Space, name: str, value: Any) -> None:
-    """Fixes a knob of a space to one value. A knob that names blocks is added to it, with only that value.
+    """Fixes a knob of a space to one value; see `set_values`."""
+    set_values(space, name, [value], fixed=True)
+
+
+def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = False) -> None:
+    """Sets the values of a knob of a space. A knob that names blocks is added to it, together with its rules.
 
     Raises:
         SpaceError: unknown knob, a value of another kind, or no configuration is left.
     """
     if name not in BLOCK_KNOBS or name in space.by_name:
-        space.fix(name, value)
+        if fixed:
+            space.fix(name, values[0])
+        else:
+            space.override(name, values)
         return
-    if not _NAMED_BLOCKS.fullmatch(str(value)):
-        raise SpaceError(f"{name} must be indices such as 0-3,7 or none, but got {value!r}")
-    if name == "checkpoint_blocks" and "checkpoint_ratio" in space.by_name:
-        space.fix("checkpoint_ratio", 0.0)  # replaced by the blocks
-    space.choice(name, [str(value)], help="blocks by their indices")
+    try:
+        texts = list(dict.fromkeys(canonical(str(each)) for each in values))
+    except UsageError as error:
+        raise SpaceError(str(error)) from error
+    if "checkpoint_ratio" in space.by_name:
+        space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
+    space.choice(name, texts, help="what is done with each run of blocks")
+    context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
+    if (blocks := context.blocks) is not None:
+        for text in texts:
+            of_blocks(text, blocks)
+    require_rules(space, context, [rule for rule in RULES if name in rule.knobs])
 
 
 def micro_batches(samples: int) -> list[int]:
@@ -332,6 +349,36 @@ def without_float8(workload: Workload, device: Device) -> str:
     return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
 
 
+def without_strategy(workload: Workload, space: Space) -> str:
+    """How to get the knob `strategy`, which no default space has; empty if the model has no runs of blocks."""
+    if workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule):
+        return ""
+    blocks, no_runs = runs_of(workload)
+    items = [name for name in ITEMS if name == "ckpt" or name in space.by_name]
+    if blocks < 2:
+        return ""
+    middle = blocks // 2
+    example = printed([Run(0, middle - 1, ckpt=True), Run(middle, blocks - 1)])
+    unlike = f"; {no_runs}, so that runs cannot differ in tp" if no_runs and "tp" in items else ""
+    return (
+        f'its values are texts without end. --fix "strategy={example}" treats runs of the {blocks} blocks unlike each '
+        f"other ({', '.join(items)}), and tune --layerwise finds one{unlike}"
+    )
+
+
+def runs_of(workload: Workload) -> tuple[int, str]:
+    """Number of repeated blocks of a workload's model, and the obstacle to cutting them unlike each other."""
+    return workload.once(_find_runs)
+
+
+def _find_runs(workload: Workload) -> tuple[int, str]:
+    from ..schedule import create_schedule
+
+    schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
+    blocks = schedule.blocks(create_schedule(skeleton(workload)))
+    return len(blocks), schedule.runs_obstacle(blocks)
+
+
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
     """Values of each knob of a workload's space that trade accuracy for speed."""
     found = {}
@@ -389,6 +436,8 @@ class _Facts:
     """Supported parallel knobs."""
     experts: tuple[int, ...]
     """Numbers of experts of the model's mixtures, unique."""
+    no_runs: str
+    """Obstacle to cutting blocks unlike each other."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:
@@ -400,7 +449,11 @@ def _schedule_facts(workload: Workload) -> _Facts:
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
         return _Facts(
-            followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch), experts=experts
+            followed=followed,
+            blocks=len(schedule.blocks(sch)),
+            parallel=schedule.support(sch),
+            experts=experts,
+            no_runs=schedule.runs_obstacle(schedule.blocks(sch)),
         )
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
@@ -424,4 +477,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
             offload="",
         ),
         experts=experts,
+        no_runs=ignored("strategy"),
     )

@@ -21,7 +21,7 @@ from .names import BEST, holds_run
 
 PLANNED = "estimate"
 """The sampler of a plan's configuration, which was predicted and not run."""
-TRAINS = ("model", "workload", "shape", "seq_len", "global_batch", "memory_limit_mib", "simulated")
+TRAINS = ("model", "workload", "shape", "seq_len", "global_batch", "memory_limit_mib", "simulated", "emulated")
 """Keys of a run's request that define the training and its memory limit."""
 OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")
 """Keys of its devices that are kept with them."""
@@ -146,7 +146,7 @@ def load(path: Path) -> Plan:
             f"'{path}' is neither a best.yaml of redline nor a plan of `redline estimate -o`: "
             "it has no best with a configuration"
         )
-    asked = dict(found.get("trains") or {}) | ({"simulated": True} if found.get("simulated") else {})
+    asked = dict(found.get("trains") or {}) | {name: True for name in ("simulated", "emulated") if found.get(name)}
     used = (asked.get("devices") or {}).get("used")
     others = [*(found.get("alternatives") or ()), found.get("default") or {}]
     return Plan(

@@ -60,7 +60,7 @@ class RankReport:
 
 
 _STATUSES = frozenset(Status)
-_TEXTS = frozenset({"reason", "unit", "log", "told"})
+_TEXTS = frozenset({"reason", "unit", "log", "told", "emulated_ranks"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON cannot represent."""
@@ -198,6 +198,10 @@ class Measurement:
     """Steps before the step time became steady, s."""
     seconds_measure: float | None = None
     """The measured steps, s."""
+    emulated_ranks: str = ""
+    """Ranks that ran alone on one device in place of all, as `0,1`; empty for a trial of all ranks."""
+    seconds_modelled: float | None = None
+    """The part of an emulated step that was not measured: waits for communication and other stages, s."""
     log: str = ""
     """Path of the log of all ranks' output, relative to the run's folder."""
     ranks: tuple[RankReport, ...] = ()
@@ -214,6 +218,11 @@ class Measurement:
     def ok(self) -> bool:
         """True if the trial succeeded."""
         return self.status is Status.OK
+
+    @property
+    def did_not_fit(self) -> bool:
+        """True if memory ran out: of the trial's ranks, or of one that was emulated before they would have started."""
+        return self.status is Status.OOM or (self.status is Status.SKIPPED and bool(self.emulated_ranks))
 
     @property
     def reached(self) -> float:

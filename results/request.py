@@ -19,7 +19,7 @@ from .storage import without_password
 FORMAT = 1
 """Version of run.yaml's format; raised when older versions could misread it."""
 
-BINDING = ("workload", "space", "devices", "seq_len", "global_batch", "memory_limit_mib", "simulated")
+BINDING = ("workload", "space", "devices", "seq_len", "global_batch", "memory_limit_mib", "simulated", "emulated")
 """Keys that must be the same for trials to be comparable. If a workload has an `id`, only that counts."""
 
 INFORMATIVE = ("model", "sampler", "seed", "runner", "trial_timeout_s")

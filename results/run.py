@@ -268,7 +268,7 @@ class RunFolder:
         facts = environment.describe(devices)
         try:
             asked = self.document.get("asked", {})
-            mark = {"simulated": True} if asked.get("simulated") else {}
+            mark = {name: True for name in ("simulated", "emulated") if asked.get(name)}
             contents = best.document(self.trials(), command=command, environment=facts, asked=asked, again_s=again_s)
             write_yaml(path, mark | contents)
         except OSError as error:

@@ -125,6 +125,7 @@ _ASKED = {
     "trial_timeout_s": number,
     "first_trial": text,
     "simulated": flag,
+    "emulated": flag,
     "lossy": {...: [scalar]},
 }
 REQUEST: Shape = {
@@ -152,6 +153,7 @@ _WINNER = {
 }
 BEST: Shape = {
     "simulated": flag,
+    "emulated": flag,
     "best": _WINNER,
     "best_exact": _WINNER,
     "default": _WINNER,

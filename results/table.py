@@ -12,7 +12,7 @@ from ..base.errors import StudyError
 from ..base.reading import path_of, read_named
 from ..base.writing import append, write_atomic
 from ..knobs.lossy import Lossy, lossy_in
-from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
+from .columns import FIXED, INTEGERS, KNOB, LATER, TEXTS, header, line, row, unquoted, values
 from .measurement import Measurement, Status, Trial
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
         problems.append(f"{path}: cut off in its first line; there are no rows")
     elif rest:
         problems.append(f"{path}, line {len(lines) + 1}: cut off; the row is left out")
-    missing = [name for name in FIXED if name not in names]
+    missing = [name for name in FIXED if name not in names and name not in LATER]
     if missing:
         problems.append(f"{path}: no column {', '.join(missing)}; left empty")
     kept = [found[number] for number in sorted(found)]

@@ -216,7 +216,7 @@ class DryRun:
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
         if context.world_size > 1:
             context.phase("rendezvous")
-            join(context)
+            self._join(context)
         context.phase("build")
         training = Training(
             self.workload,
@@ -230,6 +230,9 @@ class DryRun:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return training
+
+    def _join(self, context: RankContext) -> None:
+        join(context)
 
     def _soaked(self, training: Training, context: RankContext, compilation: Compilation) -> SoakReport | None:
         if self.soak is None:

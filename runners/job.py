@@ -62,6 +62,8 @@ class Job:
     """Time limit of all compilations together, s."""
     log: str | None = None
     """File for the output of the ranks; None to discard it."""
+    log_continues: bool = False
+    """True to append to what an earlier job of the trial wrote there."""
     beside: tuple[bytes, ...] = ()
     """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
     turn_s: float = 0.5

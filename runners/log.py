@@ -17,13 +17,21 @@ class LogFile:
         path: the file; None to discard.
         head: bytes written as they come.
         tail: bytes kept of the end.
+        continues: append to the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, head: int = 4 * MIB, tail: int = 4 * MIB) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        head: int = 4 * MIB,
+        tail: int = 4 * MIB,
+        continues: bool = False,
+    ) -> None:
         self._file: FileIO | None = None
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+            self._file = open(path, "ab" if continues else "wb", buffering=0)  # noqa: SIM115
         self._room = head
         self._tail_room = tail
         self._tail: deque[bytes] = deque()

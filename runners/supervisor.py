@@ -69,7 +69,7 @@ class Supervisor:
         self._send(Begun(os.getpid()))
         folder = tempfile.mkdtemp(prefix="rendezvous-", dir=self.folder)
         try:
-            with LogFile(self.job.log) as log:
+            with LogFile(self.job.log, continues=self.job.log_continues) as log:
                 try:
                     self._wait_for_gpus(log)
                     self._start(folder)

@@ -142,10 +142,10 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     under different names; None if there is no gradient. All ranks call it.
     """
     replicas = model.__dict__.get("replicas")
-    elsewhere = replicas is not None and replicas.owners
     out: dict[str, torch.Tensor | None] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         gradient = whole_gradient(model, name, param)
+        elsewhere = replicas is not None and replicas.has_owner(param)
         out[name] = None if param.grad is None and not elsewhere else gradient.clone()
     return out
 

@@ -60,6 +60,7 @@ class Schedule(ScheduledModule):
     shard = primitives.shard
     shard_data = primitives.shard_data
     shard_experts = primitives.shard_experts
+    share_samples = primitives.share_samples
     sync = primitives.sync
     trace = primitives.trace
 

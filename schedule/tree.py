@@ -57,6 +57,8 @@ class Tree:
         self.annotations: dict[tuple[str, str], dict[str, Any]] = {}
         self.cuts: list[str] = []
         self.late: list[str] = []
+        self.shared: dict[str, Any] = {}
+        """How the samples of some blocks are shared (`parallel/sharing.py`), by path."""
         self.pipeline: tuple[str, int | None] | None = None
         self.examples: dict[str, Any] = {}
         """Example inputs, as (args, kwargs), of modules by path: tracing derives those of other modules from them."""
@@ -82,6 +84,7 @@ class Tree:
         new.steps = [replace(each, path=rest(each.path)) for each in self.steps if own(each.path)]
         new.deferred = [replace(each, path=rest(each.path)) for each in self.deferred if own(each.path)]
         new.examples = {rest(at): each for at, each in self.examples.items() if own(at)}
+        new.shared = {rest(at): each for at, each in self.shared.items() if own(at)}
         items = self.annotations.items()
         new.annotations = {(rest(at), name): dict(each) for (at, name), each in items if own(at)}
         return new
@@ -91,6 +94,7 @@ class Tree:
             new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
         new.pipeline, new.late, new.examples = self.pipeline, list(self.late), dict(self.examples)
+        new.shared = dict(self.shared)
         new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]
         new.annotations = {key: dict(value) for key, value in self.annotations.items()}
         return new

@@ -46,6 +46,9 @@ class Space:
         self._knobs: dict[str, Knob] = {}  # in declaration order: each after those it depends on
         self._derived: list[str] = []  # in listing order
         self._constraints: list[Constraint] = []
+        self.beyond: Any = None
+        """What the rules of a default space read beside knobs (`redline.knobs.rules.RuleContext`), for knobs that are added
+        later."""
         self._valid: ValidSet | None = None
         # Choices that were valid at the last check: they answer most checks.
         self._witness: Mapping[str, Any] = {}
@@ -194,7 +197,7 @@ class Space:
         out._knobs = {name: copy.copy(knob) for name, knob in self._knobs.items()}
         out._derived = list(self._derived)
         out._constraints = list(self._constraints)
-        out._witness = self._witness
+        out._witness, out.beyond = self._witness, self.beyond
         return out
 
     # -- knobs -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..models.data import Task
+    from ..models.families import Support
     from ..models.workload import Workload
     from ..schedule.compare import Comparison, Numbers
 
@@ -78,6 +79,12 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·cp2": {"cp": 2, "ep": 2, "grad_accum": 2},
     "ep2·sp2": {"dp": 2, "sp": 2, "ep": 2, "zero": 3},
     "ep2+fusion": {"dp": 2, "ep": 2, "fusion": True},
+    "runs tp1/tp2": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,ckpt 1:-"},
+    "runs zero2/zero3": {"dp": 2, "zero": 2, "micro_batch": 2, "strategy": "0:- 1:zero3,ckpt"},
+    "runs zero1/zero3": {"dp": 2, "zero": 1, "micro_batch": 2, "strategy": "0:zero3 1:-"},
+    "runs tp1+zero3/tp2": {"tp": 2, "dp": 2, "micro_batch": 2, "strategy": "0:tp1,zero3 1:ckpt"},
+    "runs tp2/tp1 zero3": {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "strategy": "0:zero2 1:tp1"},
+    "runs tp2/tp1·sp2": {"tp": 2, "sp": 2, "zero": 1, "micro_batch": 4, "strategy": "0:- 1:tp1,zero0"},
     "kernels": {"kernels": True, "grad_accum": 2},
     "tp2+kernels": {"tp": 2, "kernels": True},
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
@@ -203,11 +210,11 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     from ..knobs.rules import RuleContext, refusal as broken_rule
     from ..knobs.strategy import Strategy
     from ..models.families.standard import StandardSchedule
-    from ..models.skeleton import experts_of, skeleton
-    from ..schedule import create_schedule
+    from ..models.skeleton import experts_of
+    from ..models.spaces import runs_of
 
-    assert isinstance(workload.schedule, StandardSchedule), "every family in the table has one"
-    support = workload.schedule.support(create_schedule(skeleton(workload)))
+    assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
+    support = workload.once(_support)
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
     reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
@@ -217,11 +224,24 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
         reasons.append(support.sequence_parallel)
     if config.get("zero"):
         reasons.append(support.zero)
+    if config.get("strategy") is not None:
+        blocks, no_runs = runs_of(workload)
+        said = broken_rule(Strategy.of(config), RuleContext(blocks=blocks, no_runs=no_runs))
+        reasons.append(said.partition(": ")[2])
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):
         reasons.append(support.kernels)
     return next((reason for reason in reasons if reason), "")
+
+
+def _support(workload: "Workload") -> "Support":
+    from ..models.skeleton import skeleton
+    from ..schedule import create_schedule
+
+    schedule: Any = workload.schedule
+    found: Support = schedule.support(create_schedule(skeleton(workload)))
+    return found
 
 
 def compare_cell(family: str, combination: str, seed: int = 0) -> "Comparison":

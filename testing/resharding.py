@@ -33,6 +33,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ep2+zero3": {"dp": 2, "ep": 2, "zero": 3},
     "ep4+zero1": {"dp": 4, "ep": 4, "zero": 1, "micro_batch": 1},
     "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "runs": {"tp": 2, "micro_batch": 4, "strategy": "0-1:tp1,zero3 2:ckpt 3:-"},
     "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
 }
 """Knobs of every strategy of the table by name; absent knobs are neutral."""

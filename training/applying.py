@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ScheduleError, unknown
+from ..knobs.layers import Run, printed
 from ..knobs.strategy import Strategy
-from ..models.families import schedule_of
+from ..models.families import schedule_of, strategies_of
 from .precision import dtype_of
 
 if TYPE_CHECKING:
@@ -43,15 +44,16 @@ def apply_schedule(
     replicas = _check_mesh(mesh, config)
     follows = schedule_of(str(getattr(getattr(model, "config", None), "model_type", "")))
     knobs = dict(config)
-    if checkpoint_method == "first" and "checkpoint_blocks" not in knobs:
-        count = round(knobs.get("checkpoint_ratio", 0) * len(follows.blocks(sch)))
-        knobs["checkpoint_blocks"] = f"0-{count - 1}" if count else "none"
+    blocks = follows.blocks(sch)
+    if checkpoint_method == "first" and knobs.get("strategy") is None and blocks:
+        count = round(knobs.pop("checkpoint_ratio", 0) * len(blocks))
+        knobs["strategy"] = printed(Run(at, at, ckpt=at < count) for at in range(len(blocks)))
     follows(sch, knobs)
-    strategy = Strategy.of({**config, "dp": 1})
+    strategy = Strategy.of({**knobs, "dp": 1})
     if strategy.offload == "optimizer":
         sch.offload("optimizer")
-    if replicas > 1:
-        share_out(sch, strategy.replace(dp=replicas // strategy.replicas), [])
+    if replicas > 1 or sch.tree.shared:
+        share_out(sch, strategy.replace(dp=replicas // strategy.replicas), [each.path for each in blocks])
     return sch
 
 
@@ -71,20 +73,21 @@ def _check_mesh(mesh: Any, config: Mapping[str, Any]) -> int:
     return int(sizes.get("dp", 1))
 
 
-def share_out(sch: "Schedule", strategy: Strategy, gathered: Sequence[str]) -> None:
-    """Shards what a strategy's ZeRO stage shards among replicas, exchanged in its number formats.
+def share_out(sch: "Schedule", strategy: Strategy, blocks: Sequence[str]) -> None:
+    """Shards what a strategy's ZeRO stages shard among replicas, exchanged in its number formats.
 
     Args:
         sch: the root's schedule.
         strategy: strategy of the configuration.
-        gathered: paths of the blocks whose weights stay gathered from forward to backward.
+        blocks: paths of the model's repeated blocks.
     """
     formats, exchange = strategy.formats, strategy.exchange
+    layers = strategies_of({"strategy": strategy.strategy, "zero": strategy.zero}, len(blocks)) or ()
     sch.shard_data(
         cut=exchange.cut,
         gather=exchange.gathered if "gradients" in exchange.cut else None,
         hsdp=exchange.hsdp,
-        gathered=list(gathered),
+        stages={path: layer.zero for path, layer in zip(blocks, layers) if layer.zero != strategy.zero},
         param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
         reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),
     )

@@ -117,25 +117,25 @@ def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]"
     """Yields every gradient on this rank: the parameter's name, the local part, and its weight, if several ranks have
     copies.
     """
-    from ..schedule.parallel.sharding import copies_of, is_dtensor, local, owner, shards_of
+    from ..schedule.parallel.sharding import is_dtensor, local, owner, piece_of, shards_of
 
     model, world = training.model, training.world
     elsewhere = _held_by_earlier_stages(model)
-    # With ZeRO 1 a gradient is on its owner; otherwise each replica has all gradients.
     replicas = model.__dict__.get("replicas")
-    alone = replicas is not None and replicas.owners
+    ranks = world.replicas * world.tp
     for name, param in model.named_parameters():
         if param.grad is None or id(param) in elsewhere:
             continue
         holder, leaf = owner(model, name)
-        cut = shards_of(holder).get(leaf)
-        axes = cut.axes if cut is not None else ()
-        share = 1.0 if "tp" in axes else 1.0 / world.tp
+        pieces, cut = 1, shards_of(holder).get(leaf)
+        while cut is not None:
+            pieces, cut = pieces * cut.axis.size, cut.then
         if is_dtensor(param.grad):
-            share /= copies_of(param.grad)
-        elif not alone:
-            share /= world.replicas // world.ep if "ep" in axes else world.replicas
-        yield name, local(param.grad.detach()), share
+            pieces *= piece_of(param.grad)[1]
+        elif replicas is not None and replicas.has_owner(param):
+            # With ZeRO 1 a gradient is where its owner is.
+            pieces *= replicas.holders(param)
+        yield name, local(param.grad.detach()), pieces / ranks
 
 
 def _held_by_earlier_stages(model: "nn.Module") -> set[int]:

@@ -66,11 +66,13 @@ class Accumulation:
 
     def _announce(self, last: bool) -> None:
         """Tells `fully_shard` whether another micro-batch follows."""
-        if not hasattr(self._model, "set_reshard_after_backward"):
-            return
-        if self._exchange.gathered == "step":
-            self._model.set_reshard_after_backward(last)
-        if self._exchange.hsdp > 1 and self._exchange.summed == "step":
+        for each in self._model.__dict__.get("whole_for_a_step", ()):
+            each.set_reshard_after_backward(last, recurse=False)
+        if (
+            self._exchange.hsdp > 1
+            and self._exchange.summed == "step"
+            and hasattr(self._model, "set_requires_all_reduce")
+        ):
             self._model.set_requires_all_reduce(last)
 
 

@@ -12,9 +12,10 @@ from ..knobs.meaning import pipeline_schedule_of
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
-from ..models.families import StandardSchedule, generic_schedule, indices_of
+from ..models.families import StandardSchedule, generic_schedule
 from ..models.flops import flops_of
 from ..models.skeleton import experts_of
+from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
 from .applying import share_out
 from .passes import Accumulation, Pipelined, check_pipeline
@@ -167,6 +168,14 @@ class Training:
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
+    def short_step(self, micro_batches: int) -> "torch.Tensor":
+        """As `step`, of the first micro-batches unless a pipeline orders them; from two on its memory is that of a step."""
+        if self.world.pp > 1:
+            return self.step()
+        total = self.passes([to_device(each, self.device) for each in self._data[0][:micro_batches]])
+        self.update()
+        return total
+
     def passes(
         self,
         batches: list[Batch] | None = None,
@@ -309,18 +318,12 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
-        if self.strategy.ep > 1 and "shard_experts" not in done:
+        if self.strategy.ep > 1 and self.strategy.strategy is None and "shard_experts" not in done:
             sch.shard_experts(self.strategy.ep)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
-        if self.world.replicas > 1 and "shard_data" not in done:
-            share_out(sch, self.strategy, self._gathered())
-
-    def _gathered(self) -> list[str]:
-        """Paths of the blocks named by `gathered_blocks`."""
-        blocks = self.outline.blocks
-        named = indices_of(self.strategy.gathered_blocks or "none", len(blocks))
-        return [blocks[index] for index in named]
+        if (self.world.replicas > 1 or sch.tree.shared) and "shard_data" not in done:
+            share_out(sch, self.strategy, self.outline.blocks)
 
     def _make_data(self) -> list[list[Batch]]:
         """This replica's micro-batches of each step of the cycle; for a pipeline, one batch per step."""
@@ -360,14 +363,21 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
     except UsageError as error:
         raise WorkloadError(str(error)) from None
+    blocks, no_runs = runs_of(workload) if strategy.strategy is not None else (None, "")
     context = RuleContext(
         devices=ranks,
         seq_len=workload.seq_len,
         tokens=workload.seq_len is not None,
         own_loss=workload.loss is not None,
-        experts=experts_of(workload) if strategy.ep > 1 else None,
+        blocks=blocks,
+        no_runs=no_runs,
+        experts=experts_of(workload) if strategy.spreads_experts else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
+    if own_schedule and strategy.strategy is not None:
+        raise WorkloadError(
+            "strategy: the workload has a schedule of its own, which does not follow a strategy for each run"
+        )
     if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
         raise WorkloadError(why)
     return strategy

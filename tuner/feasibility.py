@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..results import Status, Trial, summary
+from ..results import Trial, summary
 from ..space import Config, Space
 
 ACCUMULATION = "grad_accum"
@@ -30,7 +30,7 @@ class OutOfMemoryKnowledge:
         """Returns the OOM among `trials` that rules `config` out; None if there is none."""
         if not self._signs:
             return None
-        known = [t for t in trials if not t.pending and t.measured.status is Status.OOM]
+        known = [t for t in trials if not t.pending and t.measured.did_not_fit]
         works = [t.config for t in trials if t.ok]
         for trial in known:
             if self.needs_as_much(config, trial.config) and not any(

@@ -40,7 +40,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "workload": what,
         **({"shape": shape} if shape else {}),
         "space": task.space.to_dict(describe_callables=True),
-        "devices": {**task.device.to_dict(), "used": task.devices, "per_host": _per_host(task)},
+        "devices": {**task.shown.to_dict(), "used": task.devices, "per_host": _per_host(task)},
         "seq_len": workload.seq_len if workload else None,
         "global_batch": task.own.global_batch
         if task.own
@@ -56,6 +56,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
             else {}
         ),
         **({"simulated": True} if task.simulated else {}),
+        **({"emulated": True} if task.emulated else {}),
         **({"soak": True} if request.soak else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
     }
@@ -63,7 +64,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
 
 def _per_host(task: "Task") -> int:
     """Devices of one host as far as this machine knows. On a cluster, the runner knows better."""
-    return task.device.count if task.simulated or task.device.type == "cuda" else task.devices
+    return task.shown.count if task.simulated or task.emulated or task.device.type == "cuda" else task.devices
 
 
 def plan_of(
@@ -74,7 +75,7 @@ def plan_of(
     before = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
-        where=f"{count}{task.device.name}",
+        where=f"{count}{task.shown.name}" + (f", emulated on {task.device.name}" if task.stands_for else ""),
         valid=len(task.space) if task.space.enumerable else None,
         trials=request.budget.trials,
         seconds=request.budget.seconds,
@@ -119,7 +120,8 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             # A command runs in the same working directory; other paths are made absolute.
             command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
     for name, values in (request.override or {}).items():
-        command += ["--set", f"{name}={','.join(_text(each) for each in values)}"]
+        between = ";" if name in BLOCK_KNOBS else ","
+        command += ["--set", f"{name}={between.join(_text(each) for each in values)}"]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)

@@ -1,9 +1,10 @@
-"""Refinement of the winner: checkpointing chosen per block by the estimator, as a further trial."""
+"""Refinement of the winner: a strategy for each block, chosen by the estimator, as a further trial."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
+from ..knobs.rules import RuleContext
 from ..models import Workload
 from ..results import Trial, summary
 from ..space import Config, Space
@@ -23,11 +24,17 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
     from ..estimator.layerwise import followed
 
     if workload is None:
-        raise UsageError("layerwise needs a workload, whose blocks can be recomputed, not a callable or a command")
+        raise UsageError(
+            "layerwise needs a workload, whose blocks can be treated unlike each other, not a callable or a command"
+        )
     if not followed(workload):
-        raise UsageError("layerwise needs a schedule that follows checkpoint_blocks, but the workload has its own")
-    if "checkpoint_ratio" not in space.by_name:
-        raise UsageError("layerwise refines checkpoint_ratio, but the space has no such knob")
+        raise UsageError(
+            "layerwise needs a schedule that follows a strategy for each block, but the workload has its own"
+        )
+    if not {"checkpoint_ratio", "zero", "tp"} & set(space.by_name):
+        raise UsageError(
+            "layerwise chooses tp, zero or checkpointing of each block, but the space has none of these knobs"
+        )
 
 
 def refiner(
@@ -35,8 +42,8 @@ def refiner(
 ) -> Callable[[Sequence[Trial]], Refinement | None]:
     """Returns a function for `Search.refine` that refines the winner of trials block by block.
 
-    The estimator is calibrated by the trials first: which blocks have to be recomputed depends on how much memory is
-    left. Without an estimator, or if it cannot predict this model, nothing is refined, and `warn` receives the reason.
+    The estimator is calibrated by the trials first, as the plan depends on how much memory is left. Without an
+    estimator, or if it cannot predict this model, nothing is refined, and `warn` receives the reason.
     """
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
@@ -59,11 +66,12 @@ def refiner(
                 facts,
                 relatives(space, winner.config),
                 margin=min(MARGIN, 1.0 - headroom),
+                context=space.beyond if isinstance(space.beyond, RuleContext) else None,
             )
         except UsageError as error:
             warn(f"the winner is not refined layer by layer: {error}")
             return None
-        known = found.amounts_to(facts.blocks)
+        known = found.amounts_to()
         if found.gain <= 0 or any(dict(trial.config) == known for trial in trials):
             return None
         return Refinement(

@@ -23,7 +23,7 @@ from .samplers import sampler_names
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
-SEARCH_RUNNERS = (*RUNNERS, "simulate")
+SEARCH_RUNNERS = (*RUNNERS, "simulate", "emulate")
 IN_PROCESS = "function"
 """Runner of a callable that is not isolated."""
 
@@ -106,14 +106,20 @@ class RunRequest:
 
     Args:
         runner: `ray` or `local`; `slurm` on the nodes of this process's allocation; `simulate` answers with
-            predictions for `hardware`, which need not be present. By default `slurm` in an allocation of several
+            predictions for `hardware`, which need not be present; `emulate` runs some ranks of each trial on one device
+            here, and prices their communication. By default `slurm` in an allocation of several
             nodes, otherwise `ray`, but `local` for a command or a callable. In Python also a `Runner`, which decides
             on which devices its trials run.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
             that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
             are lost. False calls it in this process, which is necessary if it works on state or devices of this
             process.
-        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to simulate; with other runners, the
+        ranks: with `emulate`, which ranks run: `deciding`, or `all` that differ.
+        memory_only: with `emulate`, measure memory alone, and predict the time: for models too large to be timed here,
+            or hardware other than this machine's.
+        emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; if these run out of
+            memory the trial is skipped. Some emulated trials also correct the estimate before the first.
+        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to simulate or emulate; with other runners, the
             hardware that the estimate assumes. By default it is looked up, or measured for a second.
         memory_limit: memory of each device, MiB or as in `8GiB`; by default all of it.
         trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it may take
@@ -129,9 +135,14 @@ class RunRequest:
         Asked(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
+    ranks: Annotated[str, Asked("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="NAME")] = (
+        "deciding"
+    )
+    memory_only: Annotated[bool, Asked("With emulate: measure memory, predict the time.")] = False
+    emulate_first: Annotated[bool, Asked("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
         Any,
-        Asked("Hardware to simulate, or to assume for the estimate.", metavar="NAME|FILE"),
+        Asked("Hardware to simulate or emulate, or to assume for the estimate.", metavar="NAME|FILE"),
     ] = None
     memory_limit: Annotated[
         str | float | None,

@@ -54,6 +54,8 @@ class Result:
     """Notes and warnings of the search."""
     simulated: bool = False
     """True if nothing was run and all numbers are predictions."""
+    emulated: bool = False
+    """True if some ranks of each trial ran alone on one device, and communication was priced."""
     seconds: float = 0.0
     """Wall time of this call, s."""
     seconds_again: float = 0.0
@@ -99,6 +101,7 @@ class Result:
             "ended": self.ended,
             "interrupted": self.interrupted,
             "simulated": self.simulated,
+            "emulated": self.emulated,
             "seconds": round(self.seconds, 1),
             "seconds_again": round(self.seconds_again, 1),
             "trials": {str(name): count for name, count in summary.counts(self.all_trials).items() if count},
@@ -140,6 +143,7 @@ def make_result(
     interrupted: bool,
     notes: Sequence[str] = (),
     simulated: bool = False,
+    emulated: bool = False,
     seconds: float = 0.0,
     seconds_again: float = 0.0,
 ) -> Result:
@@ -156,6 +160,7 @@ def make_result(
         knobs=tuple(knobs),
         notes=tuple(notes),
         simulated=simulated,
+        emulated=emulated,
         seconds=seconds,
         seconds_again=seconds_again,
     )

@@ -11,6 +11,7 @@ from ..base.device import available_memory_mib, usable_cores
 from ..base.errors import SpaceError, UsageError
 from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
+from ..estimator.hardware import find_hardware
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
@@ -26,6 +27,16 @@ from ..runners.registry import runner_on
 from ..runners.work import Work
 from ..space import Config, Space
 from .default_prior import assumed_hardware, default_prior
+from .emulating import (
+    EMULATE,
+    EmulatedCommands,
+    EmulateFirst,
+    check_emulate_first,
+    corrected_by_emulation,
+    emulates_command,
+    emulator,
+    memory_of_emulated,
+)
 from .first_trial import FirstTrial, first_trial
 from .loggers import check_trackers
 from .predicting import described, estimate_to_begin_with, simulator, usable
@@ -74,7 +85,7 @@ class SearchSetup:
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
         """Returns the runner of the trials; `earlier` are those of a resumed run."""
-        return make_runner(
+        made = make_runner(
             self.request,
             self.task,
             work=self.work,
@@ -83,6 +94,9 @@ class SearchSetup:
             earlier=earlier,
             agent=self.agent,
         )
+        if not self.request.emulate_first:
+            return made
+        return EmulateFirst(_emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True), made)
 
 
 def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
@@ -97,16 +111,20 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         UsageError: parts of the request contradict each other, or one of them has no effect.
     """
     agent = None
-    if request.runs_on == "local" and imports_early(request.target):
+    if request.runs_on in ("local", EMULATE) and imports_early(request.target):
         agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
     task = resolve_task(
         request,
         cluster=request.runs_on == "slurm"
         or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
         simulated=described(request.hardware) if request.runs_on == "simulate" else None,
+        emulated=request.runs_on == EMULATE or emulates_command(request),
+        stands_for=find_hardware(request.hardware)
+        if request.runs_on == EMULATE and request.hardware is not None
+        else None,
         device=request.runner.device if isinstance(request.runner, Runner) else None,
     )
-    if request.runs_on == "local" and task.own is not None and agent is None:
+    if request.runs_on in ("local", EMULATE) and task.own is not None and agent is None:
         agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
 
     asked = asked_of(request, task)
@@ -120,6 +138,10 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         asked["rank_memory_mib"] = limit_mib
 
     estimator = _estimator(request, task, limit_mib, agent, warn)
+    if request.emulate_first and estimator is not None:
+        with _emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
+            say = request.listener.on_wait if request.listener is not None else lambda what: None
+            estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
     if first.note:
@@ -157,6 +179,8 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
         UsageError: parts of the request contradict each other, or one of them has no effect.
     """
     check_honoured(request, task)
+    if request.emulate_first:
+        check_emulate_first(request, task)
     deadline = request.timeout_s if request.given("trial_timeout") else None
     request.budget.check_against(deadline, request.concurrency or 1, task.devices)
     if task.simulated and request.time is not None:
@@ -289,6 +313,11 @@ def check_honoured(request: Request, task: Task) -> None:
             f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; request the runner "
             "'ray', or leave it out"
         )
+    for name in ("ranks", "memory_only"):
+        if request.given(name) and request.runs_on != EMULATE:
+            raise UsageError(f"{name} belongs to the runner 'emulate', but got runner='{request.runs_on}'")
+    if request.soak and task.emulated:
+        raise UsageError("soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
     if request.soak and (task.own is None or task.simulated):
         what = "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
         raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}")
@@ -339,6 +368,8 @@ def memory_of_rank(
         return given  # the free memory of other machines is not known here
     if task.own is None or task.simulated:
         return given
+    if task.emulated:
+        return memory_of_emulated(request.hardware, task.device, task.devices, given)
     if task.device.type == "cuda":
         return _left_of_gpus(given, warn) if request.runs_on == "local" else given
     if given is not None:
@@ -424,14 +455,17 @@ def make_runner(
         assert estimator is not None, "a simulated task is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
+    if task.emulated and task.command is None:
+        return _emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:
         return FunctionRunner(task.callable)
+    ranks = 1 if task.emulated else task.devices
     terms = TrialTerms(
         device=task.device,
-        devices=task.devices,
+        devices=ranks,
         memory_limit_mib=limit_mib,
         timeout_s=request.timeout_s,
-        threads=max(1, usable_cores() // (task.devices * (at_once or 1))) if task.device.type == "cpu" else None,
+        threads=max(1, usable_cores() // (ranks * (at_once or 1))) if task.device.type == "cpu" else None,
         plan=plan,
         seed=request.seed,
     )
@@ -446,4 +480,26 @@ def make_runner(
     except BaseException:
         runner.close()
         raise
-    return runner
+    return EmulatedCommands(runner, task, estimator) if task.emulated else runner
+
+
+def _emulator(
+    request: Request,
+    task: Task,
+    limit_mib: float | None,
+    estimator: "Estimator | None",
+    *,
+    agent: HostAgent | None = None,
+    memory_only: bool | None = None,
+) -> Runner:
+    """The runner that emulates trials of this task."""
+    return emulator(
+        request,
+        task,
+        limit_mib,
+        estimator,
+        TimingPlan(seconds=request.measure_s),
+        agent,
+        compiles=task.workload is not None and may_compile(task.workload, task.space),
+        memory_only=memory_only,
+    )

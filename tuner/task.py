@@ -51,10 +51,19 @@ class Task:
     """True if the samples per step vary with `grad_accum`, because no global batch was given."""
     simulated: bool = False
     """True if trials are predictions."""
+    emulated: bool = False
+    """True if a trial runs some of its ranks, on one device."""
+    stands_for: Device | None = None
+    """The hardware that this device is emulated as, if that is another."""
     lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of each knob in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
+
+    @property
+    def shown(self) -> Device:
+        """The devices that the results are of."""
+        return self.stands_for or self.device
 
     @property
     def own(self) -> Workload | None:
@@ -83,24 +92,31 @@ def resolve_task(
     *,
     cluster: bool = False,
     simulated: "Hardware | None" = None,
+    emulated: bool = False,
+    stands_for: "Hardware | None" = None,
     device: Device | None = None,
 ) -> Task:
     """Resolves a request on the devices at hand.
 
     With `cluster`, devices may be on other hosts and are counted by the runner. With `simulated`, devices are of this
-    hardware, by default those of one node. With `device`, devices are of this kind, on any host.
+    hardware, by default those of one node. With `emulated`, one device of this machine stands for all,
+    as if it were `stands_for`. With `device`, devices are of this kind, on any host.
 
     Raises:
         UsageError: the request is invalid.
     """
+    from ..estimator.survey import device_of
+
     request.check_numbers()
     target = request.target
     if simulated is not None:
-        from ..estimator.survey import device_of
-
         device = device_of(simulated)
         count = request.devices or device.count
         notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
+    elif emulated:
+        device = device or detect()
+        count = request.devices or device.count
+        notes = (f"emulated: one device here stands for {count}; ranks run alone, and their communication is priced",)
     else:
         cluster = cluster or device is not None
         device = device or detect()
@@ -119,12 +135,19 @@ def resolve_task(
             device=device,
             devices=count,
             simulated=simulated is not None,
+            emulated=emulated,
+            stands_for=None if stands_for is None else device_of(stands_for),
+        )
+    if emulated and not (isinstance(target, Command) and target.emulate):
+        raise UsageError(
+            "the runner 'emulate' needs a model or a workload; a command is emulated by --emulate, where its framework can"
         )
     known: dict[str, Any] = {
         "notes": notes,
         "device": device,
         "devices": count,
         "simulated": simulated is not None,
+        "emulated": emulated,
     }
     if isinstance(target, Command):
         return _of_command(target, request, known)

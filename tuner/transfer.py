@@ -50,6 +50,8 @@ ANOTHER_KIND_OF_DEVICE = 0.25
 """GPUs in one, a CPU in the other."""
 PREDICTED = 0.2
 """One is simulated, the other measured: an earlier run is then only a prediction."""
+EMULATED = 0.6
+"""One is emulated, the other measured: ranks ran, and communication was priced."""
 NUMBERS = {"devices": "devices", "seq_len": "tokens a sample", "global_batch": "samples a step"}
 """Compared numbers, with their description."""
 DOUBLING = {"devices": 0.7, "seq_len": 0.85, "global_batch": 0.9}
@@ -130,6 +132,9 @@ def _simulation(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple
         return [(PREDICTED, "simulated there, measured here" if before else "measured there, simulated here")]
     if now and there.get("seed") != here.get("seed"):
         return [(PREDICTED, f"another simulated cluster (seed {there.get('seed')} -> {here.get('seed')})")]
+    before, now = bool(there.get("emulated")), bool(here.get("emulated"))
+    if before != now:
+        return [(EMULATED, "emulated there, measured here" if before else "measured there, emulated here")]
     return []
 
 

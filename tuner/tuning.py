@@ -167,6 +167,7 @@ def _conclude(
         interrupted=interrupted,
         notes=messages.notes,
         simulated=task.simulated,
+        emulated=task.emulated,
         seconds=watch.elapsed,
         seconds_again=messages.again_s,
     )

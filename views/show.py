@@ -25,6 +25,8 @@ _COLOURS = {
 
 SIMULATED = "simulated, nothing was run"
 """Text shown with every simulated run."""
+EMULATED = "emulated, some ranks ran alone on one device"
+"""Text shown with every emulated run."""
 
 _SHOWN_REASON = 300
 
@@ -106,6 +108,8 @@ def _head(run: RunFolder | View) -> list[str]:
     head = [f"{run.path}: {', '.join(parts)}" if parts else f"{run.path}"]
     if asked.get("simulated"):
         head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
+    if asked.get("emulated"):
+        head.append(f"{EMULATED}; communication is priced for {_machine(asked)}")
     if asked.get("first_trial"):
         head.append(fold(str(asked["first_trial"])))
     return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from .generic import schedule as generic_schedule
-from .standard import StandardSchedule, Support, indices_of
+from .standard import StandardSchedule, Support, strategies_of
 from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 # Maps model types, as transformers names them, to the module with their schedule. Types with plans in transformers
@@ -28,9 +28,9 @@ __all__ = [
     "Support",
     "column_parallel",
     "generic_schedule",
-    "indices_of",
     "row_parallel",
     "schedule_of",
+    "strategies_of",
 ]
 
 

@@ -40,5 +40,6 @@ schedule = StandardSchedule(
     blocks,
     Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
-    no_sequence_parallel="the attention module includes the residual, and takes its sizes from the whole sequence",
+    no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
+    no_runs="it uses one layer several times",
 )

@@ -6,7 +6,8 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import ScheduleError
+from ...base.errors import ScheduleError, UsageError
+from ...knobs.layers import BlockStrategy, of_blocks
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement
 from ..skeleton import shorten
@@ -60,18 +61,18 @@ class Support:
 class StandardSchedule:
     """`schedule(sch, config)`: applies the standard knobs to the repeated blocks of a model.
 
-     knob | effect |
-    ---|---|
-     `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis according to the family |
-     `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
-     `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
-     `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
-     `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
-     `virtual_stages` | number of stages on each of its ranks |
-     `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-     `checkpoint_blocks` | instead: the blocks of these indices, such as `0-3,7`, are recomputed |
-     `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
-     `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
+    | knob | effect |
+    |---|---|
+    | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis according to the family |
+    | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
+    | `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
+    | `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
+    | `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
+    | `virtual_stages` | number of stages on each of its ranks |
+    | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; its blocks with `ckpt` are recomputed |
+    | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
+    | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
     Raises (when called):
         ScheduleError: the model cannot be cut so; `support` finds that out in advance.
@@ -89,23 +90,33 @@ class StandardSchedule:
     """Obstacle to cutting the sequence in this family."""
     late: tuple[str, ...] = ()
     """Paths of modules after the blocks that the model registers before them."""
+    no_runs: str = ""
+    """Obstacle to runs of blocks with unlike `tp` (`strategy`)."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         blocks = self.blocks(sch)
-        if config.get("tp", 1) > 1:
-            self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
-        if config.get("ep", 1) > 1:
-            sch.shard_experts(config["ep"])
-        if config.get("sp", 1) * config.get("cp", 1) > 1:
-            sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
+        layers = strategies_of(config, len(blocks))
         ranks = config.get("pp", 1)
         ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
+        if config.get("tp", 1) > 1:
+            degrees = [layer.tp for layer in layers or ()]
+            self._share_samples(sch, _between(blocks, ends), degrees, config["tp"])
+            whole = [block for block, tp in zip(blocks, degrees) if tp == 1]
+            cut = [block for block in blocks if all(block.path != each.path for each in whole)]
+            self._cut(sch, cut, bool(config.get("sequence_parallel", False)))
+        if layers is None:
+            if config.get("ep", 1) > 1:
+                sch.shard_experts(config["ep"])
+        else:
+            self._spread_experts(sch, blocks, [layer.ep for layer in layers])
+        if config.get("sp", 1) * config.get("cp", 1) > 1:
+            sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         for each in ends:
             each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
-        chosen = config.get("checkpoint_blocks")
-        for index in indices_of(chosen, len(blocks)) if chosen is not None else ():
-            blocks[index].checkpoint()
-        for stage in _between(blocks, ends) if chosen is None else ():
+        for block, layer in zip(blocks, layers or ()):
+            if layer.ckpt:
+                block.checkpoint()
+        for stage in _between(blocks, ends) if layers is None else ():
             for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
         if config.get("fusion", False):
@@ -150,6 +161,39 @@ class StandardSchedule:
             raise ScheduleError(f"sequence_parallel: {self.no_sequence_parallel}")
         _check_heads(sch)
         self.tensor_parallel(sch, blocks, sequence_parallel)
+
+    def runs_obstacle(self, blocks: "Sequence[Schedule]") -> str:
+        """Why runs of a model's blocks cannot differ in `tp`; empty where they can."""
+        lists = {block.path.rpartition(".")[0] for block in blocks}
+        return self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else "")
+
+    def _spread_experts(self, sch: "Schedule", blocks: "Sequence[Schedule]", degrees: Sequence[int]) -> None:
+        """Spreads the experts of blocks over as many ranks as each has; blocks without experts have none to spread."""
+        from ...schedule.parallel.experts import mixtures_of
+
+        for ep in sorted({degree for degree in degrees if degree > 1}):
+            inside = [
+                block.path for block, degree in zip(blocks, degrees) if degree == ep and mixtures_of(block.module)
+            ]
+            if inside:
+                sch.shard_experts(ep, blocks=inside)
+
+    def _share_samples(
+        self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[int], tp: int
+    ) -> None:
+        """Has ranks share the samples of blocks that are cut over fewer than `tp` of them; between neighbours of the same
+        degree, within a stage, samples stay where they are."""
+        if all(degree == tp for degree in degrees):
+            return
+        if why := self.runs_obstacle([block for stage in stages for block in stage]):
+            raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {why}")
+        drawing, at = draws(sch), 0
+        for stage in stages:
+            mine = [*degrees[at : at + len(stage)]]
+            at += len(stage)
+            for block, degree, before, after in zip(stage, mine, [None, *mine], [*mine[1:], None]):
+                if degree < tp:
+                    block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
     def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
         from ...schedule.parallel.balance import pipeline_obstacle
@@ -303,7 +347,10 @@ def _check_heads(sch: "Schedule") -> None:
     if axis is None or not hasattr(config, "get_text_config"):  # without an axis `shard` raises
         return
     for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
-        count = getattr(config.get_text_config(), name, None)
+        try:
+            count = getattr(config.get_text_config(), name, None)
+        except RuntimeError:  # it differs from layer to layer, and `shard` checks each
+            continue
         if isinstance(count, int) and count % axis.size:
             raise ScheduleError(f"tp: {axis.size} ranks must divide the {count} {what}")
 
@@ -355,23 +402,27 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
     return sch[paths[head]]
 
 
-def indices_of(text: str, count: int) -> list[int]:
-    """Parses indices of blocks, with inclusive ranges; empty for `none`.
-
-    >>> indices_of("0-2,5", 6)
-    [0, 1, 2, 5]
+def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy] | None:
+    """Returns the strategy of each block of a configuration; None if it has no `strategy`.
 
     Raises:
-        ScheduleError: the text is malformed, or there are fewer blocks.
+        ScheduleError: the strategy has another number of blocks.
     """
-    if text == "none":
-        return []
-    out: set[int] = set()
-    for piece in str(text).split(","):
-        low, _, high = piece.strip().partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
-            raise ScheduleError(f"blocks must be indices such as 0-3,7 or none, but got {text!r}")
-        out |= set(range(int(low), int(high or low) + 1))
-    if max(out, default=0) >= count:
-        raise ScheduleError(f"blocks {text!r}: the model has {count} blocks, so the last is {count - 1}")
-    return sorted(out)
+    text = config.get("strategy")
+    if text is None:
+        return None
+    try:
+        return of_blocks(text, blocks, tp=config.get("tp", 1), ep=config.get("ep", 1), zero=config.get("zero", 0))
+    except UsageError as error:
+        raise ScheduleError(str(error)) from error
+
+
+def draws(sch: "Schedule") -> bool:
+    """True if the configuration has dropout or noise anywhere. Llama and most later models have none: seeding random
+    streams there would needlessly break every compiled block.
+    """
+    if not hasattr(sch.module, "config"):
+        return True
+    config = sch.module.config.get_text_config().to_dict()
+    numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
+    return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)

@@ -72,4 +72,6 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     return [*even_ends(encoder, stages - 1), encoder[-1]]
 
 
-schedule = StandardSchedule(blocks, cut, stage_ends=stage_ends)
+schedule = StandardSchedule(
+    blocks, cut, stage_ends=stage_ends, no_runs="blocks of the decoder attend to what the encoder gives"
+)

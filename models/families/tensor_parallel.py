@@ -43,20 +43,25 @@ class Regions:
             each.fork_rng(differ=self.sequence_parallel)
 
 
-def column_parallel(module: "Schedule", parts: int = 1) -> None:
+def column_parallel(module: "Schedule", parts: int = 1, gathered: bool = False) -> None:
     """Cuts a linear layer along its output, including the bias; `parts` projections are fused in it.
 
     In an adapted layer (LoRA) the inner half of the adapter stays whole and sums its gradient over all ranks.
+
+    Args:
+        module: the layer.
+        parts: how many projections are fused in it.
+        gathered: its output is gathered directly after it, so that all heads are present around it.
     """
     if is_adapted(module):
-        column_parallel(module["base_layer"], parts)
+        column_parallel(module["base_layer"], parts, gathered)
         for inner, outer in _adapters(module):
             inner.sync("bwd_post", "all_reduce", on="parameters")
-            column_parallel(outer, parts)
+            column_parallel(outer, parts, gathered)
         return
-    module.shard("weight", axis=_axes(module)[0], parts=parts)
+    module.shard("weight", axis=_axes(module)[0], parts=parts, gathered=gathered)
     if module.module.bias is not None:
-        module.shard("bias", axis=0, parts=parts)
+        module.shard("bias", axis=0, parts=parts, gathered=gathered)
 
 
 def row_parallel(module: "Schedule") -> None:

@@ -7,28 +7,54 @@ Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...base._torch import children_of, parameters_of
 from ...base.errors import ScheduleError
-from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
+from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, draws, even_ends
 from .tensor_parallel import Regions, column_parallel, is_adapted, row_parallel, sequence, vocabulary
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ...schedule import Schedule
+    from ...schedule.parallel.collectives import Axis
 
 COLUMNS = ("colwise", "packed_colwise")
 WITHIN = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
 """Styles of a region: whole input, cut features, partial sums."""
-STYLES = (*WITHIN, "colwise_gather_output", "embedding_rowwise", "moe_tp_experts")
+NOTHING = ("local_params", "replicate")
+"""Styles without an effect here: tensors are plain local tensors anyway."""
+STYLES = (
+    *(*WITHIN, *NOTHING, "packed_rowwise", "rowwise_split_input", "colwise_gather_output", "embedding_rowwise"),
+    *("embedding_colwise", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce"),
+)
 """Supported styles of transformers' plans."""
 
 
 def tensor_plan(sch: "Schedule") -> dict[str, str]:
     """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty if there is none."""
-    return _plan_of_transformers(sch.module, "tp")
+    plan = _plan_of_transformers(sch.module, "tp")
+    return {**_latent_attention(sch, plan), **plan} if plan else {}
+
+
+def _latent_attention(sch: "Schedule", plan: dict[str, str]) -> dict[str, str]:
+    """Plan of multi-head latent attention, as transformers has it for DeepSeek-V2, for models whose plan leaves this
+    attention whole, such as DeepSeek-V3."""
+    config = sch.module.config.get_text_config()
+    found: dict[str, str] = {}
+    for path, _ in sch.module.named_modules():
+        around, _, name = path.rpartition(".")
+        if name != "kv_b_proj" or f"{around}.kv_a_proj_with_mqa" not in sch or not hasattr(config, "qk_rope_head_dim"):
+            continue
+        general = ".".join("*" if part.isdigit() else part for part in around.split("."))
+        if not any(each.startswith(general + ".") for each in plan):
+            names = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+            found |= {f"{general}.{each}": style for each, style in names.items()}
+            found[f"{general}.kv_a_proj_with_mqa"] = "mla_kv_a_proj"
+    return found
 
 
 def _plan_of_transformers(model: "nn.Module", kind: str) -> dict[str, Any]:
@@ -52,9 +78,11 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     strange = sorted(set(plan.values()) - set(STYLES))
     if strange:
         raise ScheduleError(f"tp: transformers' plan of this model has the style {', '.join(strange)}, not known here")
-    places = {place: style for path, style in plan.items() for place in _places(sch, path)}
+    places = {
+        place: style for path, style in plan.items() for place in _places(sch, path) if not _whole_here(sch, place)
+    }
     _cut_vocabulary(sch, places)
-    drops = _drops(sch)
+    drops = draws(sch)
     done: set[str] = set()
     for place in places:
         region = _region(sch, places, place)
@@ -82,6 +110,15 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     if len(lists) != 1:
         raise ScheduleError(f"pp: {NO_PIPELINE}")
     return even_ends(list(sch[lists[0]]), stages)
+
+
+def _whole_here(sch: "Schedule", place: str) -> bool:
+    """True if ranks share the samples of the block around a place, and none of its layers."""
+    from ...schedule.primitives.tensor_parallel import sharing_around
+
+    holder = place if place in sch else place.rpartition(".")[0]
+    sharing = sharing_around(sch[holder])
+    return sharing is not None and sharing.tp is None
 
 
 def _places(sch: "Schedule", path: str) -> list[str]:
@@ -113,15 +150,6 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
     if set(styles) <= set(WITHIN) and styles.count("rowwise") == 1 and set(styles) & set(COLUMNS):
         return parent
     return ""
-
-
-def _drops(sch: "Schedule") -> bool:
-    """True if the configuration has dropout or noise anywhere. Llama and most later models have none: seeding random
-    streams there would needlessly break every compiled block.
-    """
-    config = sch.module.config.get_text_config().to_dict()
-    numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
-    return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
 
 
 def _layer(sch: "Schedule", holder: str) -> str:
@@ -162,13 +190,17 @@ def _is_behind(path: str) -> bool:
 
 def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool, drops: bool) -> None:
     """Cuts one place of a plan, with its own communication, as transformers does."""
+    from ...schedule.primitives.tensor_parallel import tensor_parallel
+
+    if style in NOTHING:
+        return
     if _is_parameter(sch, place):
         holder, _, name = place.rpartition(".")
         dims = sch[holder].module.get_parameter(name).dim()
         if style in COLUMNS:
             sch[holder].shard(name, axis=dims - 2, parts=2 if style == "packed_colwise" else 1)
         else:
-            sch[holder].shard(name, axis=dims - 1)
+            sch[holder].shard(name, axis=dims - 1, parts=2 if style == "packed_rowwise" else 1)
         return
     module = sch[place]
     if style == "moe_tp_experts":
@@ -178,22 +210,54 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
             # For the tokens and the weights of the experts' outputs.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     elif style in COLUMNS or style == "colwise_gather_output":
-        column_parallel(module, parts=2 if style == "packed_colwise" else 1)
+        whole = style == "colwise_gather_output"
+        column_parallel(module, parts=2 if style == "packed_colwise" else 1, gathered=whole)
         module.sync("bwd_post", "all_reduce")
-        if style == "colwise_gather_output":
+        if whole:
             module.sync("fwd_post", "all_gather", axis=-1)
-    elif style == "rowwise":
+    elif style in ("rowwise", "rowwise_split_input"):
         row_parallel(module)
+        if style == "rowwise_split_input":
+            module.sync("fwd_pre", "scatter", axis=-1)
         module.sync("fwd_post", "all_reduce")
     elif style == "embedding_rowwise":
         module.shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+    elif style == "embedding_colwise":
+        module.shard("weight", axis=1).sync("fwd_post", "all_gather", axis=-1)
+    elif style == "mla_kv_a_proj":
+        # Keys' positions go to every rank's heads straight from here; the rest has its sum behind the next projection.
+        width = sch.module.config.get_text_config().qk_rope_head_dim
+        module.sync("bwd_pre", partial(_last_summed, features=width, axis=tensor_parallel(module, "shard")))
+    elif style == "moe_identity_expert":
+        module.sync("fwd_pre", partial(_share, ranks=tensor_parallel(module, "shard").size))
+    elif style == "all_reduce":
+        module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     else:
         module.sync("bwd_post", "all_reduce", on="parameters")
+
+
+def _last_summed(gradient: "torch.Tensor", features: int, axis: "Axis") -> "torch.Tensor":
+    """Sums the last features of a gradient over the ranks."""
+    import torch
+
+    from ...schedule.parallel.collectives import all_reduce
+
+    first, last = gradient.split([gradient.shape[-1] - features, features], dim=-1)
+    return torch.cat([first, all_reduce(last, axis)], dim=-1)
+
+
+def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
+    """A rank's share of a tensor that every rank has and that is summed over them afterwards."""
+    return tensor / ranks
 
 
 def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
     """Cuts embedding and head, if the plan cuts the head; they are removed from `places`."""
     paths = {id(module): path for path, module in sch.module.named_modules()}
+    try:
+        sch.module.get_input_embeddings()
+    except NotImplementedError:  # a model without tokens, such as a vision tower
+        return
     head = paths.get(id(sch.module.get_output_embeddings()), "")
     embedding = paths[id(sch.module.get_input_embeddings())]
     if places.pop(head, ""):
@@ -225,6 +289,8 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
             if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
                 each.sync("bwd_post", "all_reduce", on="parameters")
         mixture.sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    if not blocks:
+        raise ScheduleError("sequence_parallel: the model has no repeated blocks that are alike")
     norms = []
     for path, module in blocks[0].module.named_modules():
         full = f"{blocks[0].path}.{path}"

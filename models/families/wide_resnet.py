@@ -22,4 +22,9 @@ def cut(block: "Schedule", regions: Regions) -> None:
     regions.around(block["conv1"], block["conv2"])
 
 
-schedule = StandardSchedule(blocks, Cuts(block=cut), no_sequence_parallel="images are not sequences of tokens")
+schedule = StandardSchedule(
+    blocks,
+    Cuts(block=cut),
+    no_sequence_parallel="images are no sequences of tokens",
+    no_runs="its norms take the mean of a micro-batch",
+)

@@ -44,6 +44,7 @@ class Command:
             product of the knobs `micro_batch`, `grad_accum` and `dp`.
         require: bounds on metrics, such as `p99_ms < 200`; a trial that breaks one is `wrong`.
         shell: start it with `/bin/sh -c`; values in it are quoted.
+        emulate: run its first rank alone on one device, by the launcher's own mode for that (`megatron`, `torchtitan`).
     """
 
     command: Annotated[str | Sequence[str], Asked("A command to tune, with {knob} for values.", metavar="COMMAND")]
@@ -79,6 +80,7 @@ class Command:
         Sequence[str], Asked("A bound on a metric, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True)
     ] = ()
     shell: Annotated[bool, Asked("Start it in a shell.")] = False
+    emulate: Annotated[bool, Asked("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
 
     @property
     def name(self) -> str:

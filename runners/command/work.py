@@ -123,6 +123,8 @@ class Commands(Work):
             launcher = find_launcher(command.launcher)
             whole = launcher.with_knobs(command, knobs, short=False)
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
+        if command.emulate:
+            command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
         self._whole = read_command(whole.command, knobs, shell=command.shell)
         """The command without the options that shorten its run."""
@@ -326,6 +328,21 @@ def _together(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
     peaks += [each.peak_memory_mib for each in outcome.ranks if each.report is None and each.secondary]
     whole = replace(first.measured, peak_memory_mib=max((each for each in peaks if each is not None), default=None))
     return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=whole),)), first.losses
+
+
+def _emulating(command: Command) -> Command:
+    """A command that runs one rank alone.
+
+    Raises:
+        UsageError: no launcher is named, or it has no such mode.
+    """
+    if command.launcher is None:
+        raise UsageError(
+            "--emulate needs --launcher: its mode that runs one rank without the others is the framework's"
+        )
+    if command.shell:
+        raise UsageError("--emulate takes torchrun out of the command, which it cannot in a shell: drop --shell")
+    return find_launcher(command.launcher).emulating(command)
 
 
 def _variable(text: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:

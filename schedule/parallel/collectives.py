@@ -1,6 +1,6 @@
 """Collectives that gradients pass through, over one axis of the mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -88,6 +88,30 @@ def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: st
     return {name: Axis(name, each.size, each.rank, each.group_name) for name, each in found.items() if each is not None}
 
 
+def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[str]) -> Axis:
+    """The axis of the ranks of a mesh that differ in some of its axes, or in parts of these; all ranks call it.
+
+    Args:
+        mesh: of the schedule.
+        splits: axes of the mesh that are divided: names and sizes of the new axes, outermost first.
+        names: the axes along which the ranks differ, outermost first; an axis that the mesh lacks has one rank.
+    """
+    planned = isinstance(mesh, PlannedMesh)
+    sizes = mesh.axes if planned else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape))
+    shape = {new: size for name, whole in sizes.items() for new, size in splits.get(name, {name: whole}).items()}
+    along = [name for name in names if name in shape]
+    size = prod(shape[name] for name in along)
+    if planned:
+        return Axis(names[-1], size, 0, "planned")
+    grid = mesh.mesh.reshape(list(shape.values()))
+    places = {name: at for at, name in enumerate(shape)}
+    others = [at for name, at in places.items() if name not in along]
+    lines = grid.permute([*others, *(places[name] for name in along)]).reshape(-1, size).tolist()
+    timeout = timeout_of(mesh.get_group(next(iter(sizes))), torch.device(mesh.device_type))
+    group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{'_'.join(along)}")
+    return Axis(names[-1], size, dist.get_rank(group), group.group_name)
+
+
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis, without gradient."""
     if tensor.is_meta:
@@ -109,7 +133,7 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     joined = piece.new_empty(piece.shape[0] * axis.size, *piece.shape[1:])
     if not piece.is_meta:
         _all_gather(joined, piece, group=axis.group)
-    return joined.movedim(0, dim).contiguous()
+    return joined if dim == 0 else joined.movedim(0, dim).contiguous()
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:

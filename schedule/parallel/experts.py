@@ -28,6 +28,7 @@ from torch import nn
 from ...base._torch import parameters_of
 from ..forward import Layer, layers_of
 from .collectives import Axis, all_to_all_rows, through
+from .sharing import Sharing, copies_with_parts, shared_parameters
 
 
 class ExpertParallel(Layer):
@@ -162,31 +163,47 @@ def spread_experts(module: nn.Module) -> list[nn.Module]:
     return [each for each in mixtures_of(module).values() if layers_of(each, ExpertParallel)]
 
 
-def cut_copies(module: nn.Module, mesh: Any, policy: Any, reshard_after_forward: bool) -> None:
-    """Cuts experts over the ranks that hold the same ones: by expert where these ranks divide them."""
+def cut_copies(
+    module: nn.Module, mesh: Any, policy: Any, reshard_after_forward: bool, sharing: Sharing | None = None
+) -> None:
+    """Cuts experts over the ranks that hold the same ones: by expert where these ranks divide them.
+
+    Args:
+        module: the experts.
+        mesh, policy, reshard_after_forward: of the schedule, and of `fully_shard`.
+        sharing: how the samples of the block around them are shared, if they are.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     (layer,) = layers_of(module, ExpertParallel)
-    ranks = layer.replicas.size
-    copies = DeviceMesh.from_group(layer.replicas.group, mesh.device_type, mesh_dim_names=("copies",))
+    axis = layer.replicas if sharing is None else copies_with_parts(mesh, layer.axis.size, sharing)
+    copies = DeviceMesh.from_group(axis.group, mesh.device_type, mesh_dim_names=("copies",))
 
     def along(param: nn.Parameter) -> Shard | None:
-        return next((Shard(dim) for dim, size in enumerate(param.shape) if size % ranks == 0), None)
+        return next((Shard(dim) for dim, size in enumerate(param.shape) if size % axis.size == 0), None)
 
     made = fully_shard(
         module, mesh=copies, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=along
     )
     # A gradient is a mean over all replicas, of which those that share the experts have added theirs by their rows already.
     # (`set_gradient_divide_factor` divides twice in torch 2.13 where one rank holds the experts, or gloo refuses it.)
-    made.set_all_reduce_hook(lambda gradients: gradients.div_(layer.axis.size))
+    parts = 1 if sharing is None else sharing.parts.size
+    made.set_all_reduce_hook(lambda gradients: gradients.mul_(parts / layer.axis.size))
 
 
-def copies_of_experts(module: nn.Module) -> dict[nn.Parameter, Axis]:
+def copies_of_experts(module: nn.Module, mesh: Any) -> dict[nn.Parameter, Axis]:
     """The parameters of experts that are spread, and the ranks that hold the same ones."""
     out: dict[nn.Parameter, Axis] = {}
+    shared = shared_parameters(module)
+    made: dict[tuple[int, int], Axis] = {}
     for each in spread_experts(module):
         (layer,) = layers_of(each, ExpertParallel)
-        out |= {parameters_of(each)[name]: layer.replicas for name in stacked_parameters(each)}
+        params = [parameters_of(each)[name] for name in stacked_parameters(each)]
+        axis = layer.replicas
+        if (sharing := shared.get(params[0])) is not None:
+            key = layer.axis.size, sharing.parts.size
+            axis = made[key] = made.get(key) or copies_with_parts(mesh, layer.axis.size, sharing)
+        out |= dict.fromkeys(params, axis)
     return out

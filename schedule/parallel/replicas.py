@@ -1,6 +1,6 @@
 """Replicas of a model that average their gradients, bucket by bucket while the backward pass still runs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,13 @@ class Replicas:
     Args:
         params: those that this rank trains, in an order that all ranks share.
         axis: the replicas.
-        owned: whether parameters have owners.
+        owned: whether parameters have owners; or those that have.
         late: of these gradients are not complete when the backward pass has been there: they are reduced by
             `finish`.
         reduce_dtype: gradients travel in it, and are kept in their own; None for their own.
-        apart: parameters that only some of the replicas hold alike, and these: experts that are spread over the others. The
-            gradients of these are in them already, so that theirs is the mean over all replicas too.
+        apart: parameters that other ranks hold alike, and these: fewer where experts are spread over the others, whose
+            gradients are in theirs already; more where ranks share samples, whose gradients add up. Divided by the number
+            of replicas, either sum is the mean over all samples.
 
     Source: Li et al., PyTorch Distributed (2020), section 3.2, on buckets; Rajbhandari et al., ZeRO (2020).
     """
@@ -44,7 +45,7 @@ class Replicas:
         self,
         params: Iterable[nn.Parameter],
         axis: Axis,
-        owned: bool = False,
+        owned: bool | Collection[nn.Parameter] = False,
         late: Iterable[nn.Parameter] = (),
         reduce_dtype: torch.dtype | None = None,
         apart: Mapping[nn.Parameter, Axis] | None = None,
@@ -52,8 +53,6 @@ class Replicas:
         self.axis = axis
         self.passes = 1
         """Backward passes of a step, of which the last one's gradients are reduced; set before the first."""
-        self.owners = owned
-        """Whether a step leaves a gradient with its owner alone."""
         self.by_itself = True
         """Whether the end of the last pass is the end of reducing. Otherwise `finish` is to be called."""
         self._reduce_dtype = reduce_dtype
@@ -61,8 +60,9 @@ class Replicas:
         late = set(late)
         axes = {each: (apart or {}).get(each, axis) for each in params}
         owners: dict[nn.Parameter, int] = {}
-        for along in dict.fromkeys(axes.values()) if owned else ():
-            owners |= _owners([each for each in params if axes[each] == along], along.size)
+        having = set(params if owned is True else owned or ())
+        for along in dict.fromkeys(axes.values()):
+            owners |= _owners([each for each in params if each in having and axes[each] == along], along.size)
         self.owned = [each for each in params if owners.get(each, axes[each].rank) == axes[each].rank]
         """The parameters that this rank updates: all of them where they have no owners."""
         early = [each for each in reversed(params) if each not in late]
@@ -75,7 +75,7 @@ class Replicas:
         self._queued = False
         self._of: dict[nn.Parameter, _Bucket] = {}
         for bucket in self.buckets:
-            if owned:
+            if bucket.owner is not None:
                 bucket.flatten()
             for param in bucket.places:
                 self._of[param] = bucket
@@ -91,12 +91,16 @@ class Replicas:
             bucket.arrived.clear()
         self._done = self._passed = 0
 
-    def optimizer(self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """What `make` returns for the parameters that this rank owns; after each of its steps all ranks have
-        all parameters."""
+    def optimizer(
+        self,
+        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        others: Sequence[nn.Parameter] = (),
+    ) -> torch.optim.Optimizer:
+        """The optimizer that `make` returns for the parameters that this rank owns, and for others that are not averaged
+        here; after each of its steps all ranks have all parameters."""
         # A rank that owns nothing has an optimizer too, since all take part in what follows a step.
         device = next(iter(self._of)).device
-        made = make(self.owned or [nn.Parameter(torch.zeros(0, device=device))])
+        made = make([*self.owned, *others] or [nn.Parameter(torch.zeros(0, device=device))])
         made.register_step_post_hook(lambda *_: self.share())
         return made
 
@@ -112,12 +116,21 @@ class Replicas:
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A parameter's gradient, on every rank; all call it, since with owners it is sent to the others."""
-        if not self.owners or param not in self._of:
+        if not self.has_owner(param):
             return param.grad
         grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
         bucket = self._of[param]
-        dist.broadcast(grad, group=bucket.axis.group, group_src=bucket.owner)
+        if bucket.axis.size > 1:
+            dist.broadcast(grad, group=bucket.axis.group, group_src=bucket.owner)
         return grad
+
+    def has_owner(self, param: nn.Parameter) -> bool:
+        """True if a step leaves the parameter's gradient with its owner alone."""
+        return param in self._of and self._of[param].owner is not None
+
+    def holders(self, param: nn.Parameter) -> int:
+        """How many ranks hold the parameter alike; 1 for one that is not averaged here."""
+        return self._of[param].axis.size if param in self._of else 1
 
     def _arrived(self, param: nn.Parameter) -> None:
         """A backward pass has added to a parameter's gradient."""

@@ -33,6 +33,7 @@ from ...knobs.sequence import SequenceShards
 from ..forward import Layer, add_layer
 from . import ring, ulysses
 from .collectives import Axis
+from .sharing import sharing_of
 
 IGNORED = -100
 """The label of what is not predicted."""
@@ -62,12 +63,18 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
         model: the model.
         sharing: who has which piece.
         sp, cp: the ranks with which this one exchanges heads, and those of its ring; None for none.
-        tp: ranks that share its layers.
+        tp: ranks that share its layers, but for blocks whose samples are shared.
     """
+    degrees = {
+        module: 1 if samples.tp is None else samples.tp.size
+        for block in model.modules()
+        if (samples := sharing_of(block)) is not None
+        for module in block.modules()
+    }
     for module in model.modules() if sp is not None else ():
         if hasattr(module, "num_key_value_groups"):
             # So many queries share a key, and fewer do where keys are repeated.
-            heads = module.config.num_attention_heads // tp
+            heads = module.config.num_attention_heads // degrees.get(module, tp)
             module.num_key_value_groups //= ulysses.repeats(heads // module.num_key_value_groups, sharing.sp)
     change_attention(model, partial(_registered, sharing=sharing, sp=sp, cp=cp, model=model))
     axes = tuple(each for each in (sp, cp) if each is not None)

@@ -6,7 +6,6 @@ is cut in strides that no DTensor placement keeps through an optimizer, and beca
 without parallelism in mind, computes with them.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,12 +135,6 @@ def piece_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     mesh = tensor.device_mesh
     ((axis, cut),) = [(axis, each) for axis, each in enumerate(tensor.placements) if each.is_shard()]
     return cut.dim, mesh.size(axis), mesh.get_local_rank(axis)
-
-
-def copies_of(tensor: torch.Tensor) -> int:
-    """How many ranks hold the piece of a tensor that FSDP cuts: with HSDP one in every group."""
-    sizes = zip(tensor.device_mesh.shape, tensor.placements)
-    return math.prod(size for size, each in sizes if each.is_replicate())
 
 
 def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from .fused import fused_attention, fused_gelu, fused_loss
 from .graphs import decompose, find, fuse, trace
 from .modules import annotate, compile, hook, replace, replace_all
 from .pipelines import cut_pipeline_stage, pipeline
-from .tensor_parallel import fork_rng, parallel_loss, shard, sync
+from .tensor_parallel import fork_rng, parallel_loss, shard, share_samples, sync
 
 __all__ = [
     "annotate",
@@ -34,6 +34,7 @@ __all__ = [
     "shard",
     "shard_data",
     "shard_experts",
+    "share_samples",
     "sync",
     "trace",
 ]

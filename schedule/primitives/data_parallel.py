@@ -1,6 +1,6 @@
 """Primitives of replicas (sharded weights, gradients and optimizer state), of shared sequences, and of host memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,8 @@ from ..parallel.collectives import Axis, axis_of, divided, neighbours
 from ..parallel.experts import copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
+from ..parallel.sharding import is_dtensor
+from ..parallel.sharing import shared_parameters, sharing_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -31,12 +33,12 @@ def shard_data(
     sch: ScheduledModule,
     zero: int = 0,
     blocks: str | None = None,
-    gathered: Sequence[str] = (),
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     hsdp: int = 1,
     cut: Sequence[str] | None = None,
     gather: str | None = None,
+    stages: Mapping[str, int] | None = None,
 ) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
 
@@ -52,21 +54,24 @@ def shard_data(
 
     Args:
         zero: the ZeRO stage, 0 to 3.
-        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the elements of
-            the outermost module lists, and the rest together with the root.
-        gathered: at stage 3, paths of modules that stay whole from forward to backward, as at stage 2.
-        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the inputs
-            of blocks are cast; the shards that the optimizer updates keep their own format. None: their own.
-        reduce_dtype: the format in which gradients are reduced; None: float32 if `param_dtype` is given, otherwise the
-            parameters' format.
-        hsdp: at stages 2 and 3, the number of groups of neighbouring ranks. Each group has all shards: it gathers and
-            reduces within, and sums the shards of gradients with the others.
-        cut: what is sharded, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
-        gather: how long gathered weights stay whole, a `step` or a `pass`; None: a pass if `weights` are sharded.
+        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the
+            elements of the outermost module lists, and what remains together with the root.
+        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the
+            inputs of blocks are cast; the pieces that the optimizer updates keep theirs. None: theirs.
+        reduce_dtype: the format in which gradients travel; None: float32 where `param_dtype` is given, and the
+            parameters' otherwise.
+        hsdp: at stages 2 and 3, into how many groups of neighbours the ranks are divided. Each group holds
+            all pieces: it gathers and reduces within, and sums the pieces of gradients with the others.
+        cut: what is cut, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
+        gather: for how long weights that are gathered stay whole, a `step` or a `pass`; None: a pass where
+            `weights` are cut.
+        stages: the stage of modules that have another one, by path; they are gathered one at a time. Where ranks share the
+            samples of a module (`share_samples`), its weights are cut over these too.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; or groups of fewer
-            than two ranks. At `build`: stage 2 or 3 in a pipeline whose stages have tied weights.
+        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; groups that
+            are not two ranks or more; stages of their own with such groups. At `build`: stage 2 or 3 in a pipeline
+            whose stages hold tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -74,8 +79,10 @@ def shard_data(
     if sch.path:
         raise ScheduleError(f"{label}: the whole model is replicated, so call it on the root's schedule")
     ranks = _data_parallel(sch, label).size
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-        raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {zero!r}")
+    stages = dict(stages or {})
+    for stage in (zero, *stages.values()):
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {stage!r}")
     cut = _STAGES[:zero] if cut is None else tuple(cut)
     if cut != _STAGES[: len(cut)]:
         raise ScheduleError(f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}")
@@ -90,11 +97,15 @@ def shard_data(
         raise ScheduleError(
             f"{label}: experts that are spread over ranks have replicas of their own, so hsdp must be 1"
         )
+    if hsdp != 1 and (stages or sch.tree.shared):
+        raise ScheduleError(f"{label}: hsdp divides the replicas of all modules alike, so it must be 1")
+    if sch.tree.shared and balances(sch.module):
+        raise ScheduleError(f"{label}: a loss that balances experts is not computed from parts of the samples")
     if sch.deferred(_apply):
         raise ScheduleError(f"{label}: the model is replicated already")
     if blocks is not None:
         sch.select(blocks)
-    for path in gathered:
+    for path in stages:
         sch[path]
     sch.defer(
         "data",
@@ -103,7 +114,7 @@ def shard_data(
         gather=gather or ("pass" if "weights" in cut else "step"),
         hsdp=hsdp,
         blocks=blocks,
-        gathered=tuple(gathered),
+        stages=stages,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
@@ -116,6 +127,8 @@ def is_replicated(sch: ScheduledModule) -> bool:
 
 def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
     found = axis_of(sch.mesh, "dp")
+    if found is None and sch.tree.shared:
+        return Axis("dp", 1, 0, "")  # ranks that share samples are replicas of each other
     if found is None:
         raise ScheduleError(f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)")
     return found
@@ -123,14 +136,18 @@ def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
 
 @dataclass(kw_only=True, slots=True)
 class Cutting:
-    """Sharding of a model over replicas at ZeRO 2 and 3: its parts one at a time, then the rest."""
+    """How a model is cut over replicas: what ZeRO 2 and 3 cut, one part at a time, then what remains."""
 
     parts: list[nn.Module]
     """Modules that are gathered one at a time, in order."""
     whole: set[int]
     """Ids of the modules that stay whole from forward to backward."""
     gather: str
-    """How long the others stay whole."""
+    """For how long the others are whole, a `step` or a `pass`."""
+    own: dict[int, str]
+    """That of parts that have a stage of their own, by their identities."""
+    root: bool
+    """True if the root is cut too, with what remains."""
     shard: Callable[..., Any]
     """`fully_shard` with mesh and formats."""
     experts: Callable[..., Any]
@@ -138,99 +155,209 @@ class Cutting:
     done: set[int] = field(default_factory=set)
     """Ids of the sharded modules."""
 
-    def cut(self, module: nn.Module) -> None:
-        """Shards a module, once, and experts in it before the rest, each mixture separately: the gradients of experts
-        are reduced after both exchanges of rows in the backward pass, not between them.
-        """
+    def cut(self, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+        """Cuts a module, once, and experts in it before the rest, each mixture by itself: the gradients of experts are
+        reduced behind both exchanges of rows in the backward pass, and not between them. Parameters that are ignored stay
+        as they are."""
         if id(module) not in self.done:
             self.done.add(id(module))
-            cut_again = self.gather == "pass" and id(module) not in self.whole
+            cut_again = self.gather_of(module) == "pass" and id(module) not in self.whole
             for each in spread_experts(module):
-                if id(each) not in self.done:
+                if id(each) not in self.done and not any(param in ignored for param in each.parameters()):
                     self.done.add(id(each))
-                    self.experts(each, reshard_after_forward=cut_again)
-            self.shard(module, reshard_after_forward=cut_again)
+                    self.experts(each, reshard_after_forward=cut_again, sharing=sharing_of(module))
+            self.shard(module, reshard_after_forward=cut_again, ignored=ignored)
+
+    def gather_of(self, module: nn.Module) -> str:
+        """For how long a part is whole."""
+        return self.own.get(id(module), self.gather)
 
 
 def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
     """Sharding of a model over its replicas by `build`; None without sharding."""
     due = next((each for each in sch.tree.deferred if each.apply is _apply), None)
-    if due is None or "gradients" not in due.arguments["cut"]:
+    if due is None or not any(stage >= 2 for stage in _stages_of(due.arguments)):
         return None
     return _cutting(sch, context, due.arguments)
 
 
+def _stages_of(given: Mapping[str, Any]) -> list[int]:
+    """The stages of ZeRO that a model's parts have."""
+    return [len(given["cut"]), *given["stages"].values()]
+
+
 def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cutting:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if context.cutting is not None:
         return context.cutting
-    module, pipeline, hsdp = sch.tree.module, context.pipeline, given["hsdp"]
+    module, pipeline = sch.tree.module, context.pipeline
     param_dtype, reduce_dtype = given["param_dtype"], given["reduce_dtype"]
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    mesh = (
-        sch.mesh["dp"]
-        if hsdp == 1
-        else divided(sch.mesh, "dp", {"replicate": hsdp, "shard": sch.mesh["dp"].size() // hsdp})
-    )
+    along = _data_parallel(sch, "shard_data")
+    stages = {id(sch[path].module): stage for path, stage in given["stages"].items()}
+    stage = len(given["cut"])
+
+    def cut(part: nn.Module) -> bool:
+        sharing = sharing_of(part)
+        return stages.get(id(part), stage) >= 2 and (along if sharing is None else sharing.replicas).size > 1
+
     if pipeline is not None:
         # A stage's forward ends early, so hooks on the root do not run: each part is sharded separately.
         if pipeline.tied_within:
             raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
         here = [unit.module for unit in pipeline.units if not pipeline.absent(unit.path)]
-        parts = [part for part in here if any(True for _ in part.parameters())]
+        parts = [part for part in here if any(True for _ in part.parameters()) and cut(part)]
         whole = set[int]()
     else:
         blocks = given["blocks"]
-        parts = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
-        whole = {id(sch[path].module) for path in given["gathered"]}
-        # The backward pass begins with the last block and parameters outside all blocks.
-        whole |= {id(each) for each in (module, *parts[-1:])}
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    # Weights of experts arrive as made by the router.
+        every = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
+        parts = [part for part in every if cut(part)]
+        # The backward pass begins with the last block and what is in no block.
+        whole = {id(each) for each in (module, *every[-1:])}
+    # Weights of experts come as the router made them.
     experts = partial(cut_copies, mesh=sch.mesh, policy=replace(policy, cast_forward_inputs=False))
-    context.cutting = Cutting(parts=parts, whole=whole, gather=given["gather"], shard=shard, experts=experts)
+    context.cutting = Cutting(
+        parts=parts,
+        whole=whole,
+        gather=given["gather"],
+        own={id(part): "pass" if stages[id(part)] == 3 else "step" for part in parts if id(part) in stages},
+        root=stage >= 2 and along.size > 1 and pipeline is None,
+        shard=partial(_shard, mesh=sch.mesh, hsdp=given["hsdp"], policy=policy),
+        experts=experts,
+    )
     return context.cutting
+
+
+def _shard(
+    module: nn.Module,
+    reshard_after_forward: bool,
+    mesh: Any,
+    hsdp: int,
+    policy: Any,
+    ignored: Collection[nn.Parameter] = (),
+) -> None:
+    """Cuts a module over the replicas of it, but for what is cut in it already, and for parameters that are ignored."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharing = sharing_of(module)
+    if sharing is not None:
+        replicas = DeviceMesh.from_group(sharing.replicas.group, mesh.device_type, mesh_dim_names=("dp",))
+    elif hsdp > 1:
+        replicas = divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
+    elif "dp" in mesh.mesh_dim_names:
+        replicas = mesh["dp"]
+    else:  # nothing is left that could be cut
+        replicas = mesh
+    made = fully_shard(
+        module,
+        mesh=replicas,
+        mp_policy=policy,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=set(ignored) or None,
+    )
+    if sharing is not None:
+        # A mean over all ranks; over those that share samples it is a sum.
+        parts = sharing.parts.size
+        made.set_all_reduce_hook(lambda gradients: gradients.mul_(parts))
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) -> None:
     if balances(module):
         add_layer(module, BalancedTogether(_data_parallel(sch, "shard_data")))
-    if "gradients" not in given["cut"]:
-        _replicate(sch, module, context, "optimizer" in given["cut"], given["reduce_dtype"])
+    if not any(stage >= 2 for stage in _stages_of(given)):
+        _replicate(sch, module, context, given)
         return
     cutting = _cutting(sch, context, given)
     for part in cutting.parts:
         cutting.cut(part)
-    pipeline = context.pipeline
-    if pipeline is None:
-        cutting.cut(module)
-        for block, following in pairwise(cutting.parts):
-            block.set_modules_to_forward_prefetch([following, *spread_experts(following)])
-            following.set_modules_to_backward_prefetch([block, *spread_experts(block)])
+    if context.pipeline is None:
+        _cut_root(sch, module, context, given, cutting)
     elif cutting.gather == "step":  # whole until the last micro-batch
         for part in cutting.parts:
             part.set_reshard_after_backward(False)
-            pipeline.after_passes += [each.reshard for each in (part, *spread_experts(part))]
+            context.pipeline.after_passes += [each.reshard for each in (part, *spread_experts(part))]
+
+
+def _cut_root(
+    sch: ScheduledModule, module: nn.Module, context: Any, given: Mapping[str, Any], cutting: Cutting
+) -> None:
+    """Cuts what is in no part, unless it stays whole, and lets the parts be gathered ahead."""
+    inside = {param for part in cutting.parts for param in part.parameters()}
+    kept = {param for param in module.parameters() if param not in inside}
+    if cutting.root:
+        blocks = given["blocks"]
+        every = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
+        kept &= {param for part in every for param in part.parameters()}
+    if kept:
+        if context.optimizer is not None:
+            context.optimizer = partial(_in_groups, context.optimizer)
+        _replicate(sch, module, context, given, kept)
+    if cutting.root:
+        cutting.cut(module, kept)
+    else:
+        cutting.shard(module, reshard_after_forward=False, ignored=kept)
+    for block, following in pairwise(cutting.parts):
+        block.set_modules_to_forward_prefetch([following, *spread_experts(following)])
+        following.set_modules_to_backward_prefetch([block, *spread_experts(block)])
+    step = [part for part in (*cutting.parts, *([module] if cutting.root else [])) if cutting.gather_of(part) == "step"]
+    module.__dict__["whole_for_a_step"] = list(
+        {
+            id(each): each for part in step for each in (part, *(spread_experts(part) if part is not module else []))
+        }.values()
+    )
 
 
 def _replicate(
-    sch: ScheduledModule, module: nn.Module, context: Any, owned: bool, reduce_dtype: torch.dtype | None
+    sch: ScheduledModule,
+    module: nn.Module,
+    context: Any,
+    given: Mapping[str, Any],
+    kept: "set[nn.Parameter] | None" = None,
 ) -> None:
+    """Has replicas average the gradients of what they keep whole: of all parameters, or of these."""
     pipeline = context.pipeline
     late = pipeline.tied_parameters() if pipeline is not None else ()
     axis = _data_parallel(sch, "shard_data")
-    replicas = Replicas(module.parameters(), axis, owned, late, reduce_dtype, copies_of_experts(module))
+    params = [param for param in module.parameters() if kept is None or param in kept]
+    shared = {param: sharing.replicas for param, sharing in shared_parameters(module).items()}
+    apart = {**shared, **copies_of_experts(module, sch.mesh)}
+    owned = _owned(sch, module, given, params)
+    replicas = Replicas(params, axis, owned, late, given["reduce_dtype"], apart)
     if pipeline is not None:
         replicas.by_itself = False
         replicas.passes = pipeline.micro_batches
         pipeline.after_step.append(replicas.finish)
     make = context.optimizer
     if owned and make is not None:
-        context.optimizer = lambda params: replicas.optimizer(make)
+        averaged = set(params)
+        context.optimizer = lambda every: replicas.optimizer(make, [each for each in every if each not in averaged])
     module.__dict__["replicas"] = replicas
+
+
+def _in_groups(make: Callable[..., Any], params: Iterable[nn.Parameter]) -> Any:
+    """The optimizer of parameters of which some are cut by FSDP: those are in groups of their own, since fused and
+    vectorised updates take no mixture."""
+    optimizer = make(params)
+    for group in list(optimizer.param_groups):
+        plain, cut = ([each for each in group["params"] if is_dtensor(each) == wanted] for wanted in (False, True))
+        if plain and cut:
+            group["params"] = plain
+            optimizer.param_groups.append({**group, "params": cut})
+    return optimizer
+
+
+def _owned(
+    sch: ScheduledModule, module: nn.Module, given: Mapping[str, Any], params: Sequence[nn.Parameter]
+) -> list[nn.Parameter]:
+    """Those of some parameters that one replica each updates (ZeRO 1)."""
+    stages = dict.fromkeys(params, len(given["cut"]))
+    for path, stage in given["stages"].items():
+        stages |= dict.fromkeys(sch[path].module.parameters(), stage)
+    return [param for param in params if stages[param] >= 1]
 
 
 def no_tied_stages(tied: str) -> str:

@@ -1,5 +1,6 @@
 """The primitive that spreads experts over ranks."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -18,7 +19,7 @@ from .data_parallel import is_replicated
 
 
 @primitive
-def shard_experts(sch: ScheduledModule, ep: int) -> None:
+def shard_experts(sch: ScheduledModule, ep: int, blocks: Sequence[str] | None = None) -> None:
     """Spreads the experts of every mixture over groups of `ep` neighbours along the `dp` axis of the mesh.
 
     Each rank holds and updates `1 / ep` of the experts, whole or cut over the `tp` axis before. Rows of tokens are
@@ -27,11 +28,12 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
     the gradients of experts over the `dp / ep` ranks with the same ones. All ranks call it.
 
     Args:
-        ep: ranks that share the experts; it divides the ranks of the axis and the experts of every mixture.
+        ep: ranks that share the experts; it divides the ranks of the axis and the experts of these mixtures.
+        blocks: paths of the modules in which they are; None for the whole model.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis, or one that such groups do not divide; called before; no experts, or
-            experts that the ranks do not divide; or replicated before.
+        ScheduleError: not the root; no `dp` axis, or one that such groups do not divide; called before for one of these; no
+            experts, or experts that the ranks do not divide; replicated before.
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668).
     """
@@ -40,9 +42,15 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
         raise ScheduleError(f"{label}: experts are spread for the whole model, so call it on the root's schedule")
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 2:
         raise ScheduleError(f"{label}: ep must be a whole number of at least 2, but is {ep!r}")
-    if spread_experts(sch.module):
-        raise ScheduleError(f"{label}: experts are spread already")
-    if why := experts_obstacle(sch.module, ep):
+    inside = [sch[path].module for path in blocks] if blocks is not None else [sch.module]
+    if any(spread_experts(module) for module in inside):
+        raise ScheduleError(f"{label}: experts are spread once, and they already are")
+    found = {
+        path: module
+        for path, module in mixtures_of(sch.module).items()
+        if any(module in set(each.modules()) for each in inside)
+    }
+    if why := _obstacle(found, ep):
         raise ScheduleError(f"ep: {why}")
     along = axis_of(sch.mesh, "dp")
     if along is None or along.size % ep:
@@ -50,7 +58,6 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
         raise ScheduleError(f"{label}: {ep} must divide the ranks of the mesh's dp axis, but {given}")
     if is_replicated(sch):
         raise ScheduleError(f"{label}: replicas exchange the gradients of experts otherwise; call it before shard_data")
-    found = mixtures_of(sch.module)
     for path in found:
         check_called(sch[path], "shard_experts")
     axes = neighbours(sch.mesh, {"ep": ep}, along, others="copies")
@@ -63,8 +70,11 @@ def shard_experts(sch: ScheduledModule, ep: int) -> None:
 
 
 def experts_obstacle(model: nn.Module, ep: int) -> str:
-    """Reason why the experts of a model cannot be spread over this number of ranks; empty if they can."""
-    found = mixtures_of(model)
+    """Why the experts of a model cannot be spread over so many ranks; empty where they can."""
+    return _obstacle(mixtures_of(model), ep)
+
+
+def _obstacle(found: Mapping[str, nn.Module], ep: int) -> str:
     if not found:
         return "the model has no experts that could be spread"
     for path, module in found.items():

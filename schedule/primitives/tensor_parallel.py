@@ -1,8 +1,6 @@
 """Primitives of tensor parallelism: weights cut over the `tp` axis, communication around them, random streams."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +19,8 @@ from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
+from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
+from ..parallel.streams import ForkedRandom
 from ..parallel.vocabulary import SplitLogits
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -54,6 +54,7 @@ def shard(
     parts: int | Sequence[int] = 1,
     tied: bool = False,
     pad: bool = False,
+    gathered: bool = False,
 ) -> None:
     """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
 
@@ -67,9 +68,11 @@ def shard(
         axis: dimension of the tensor to be cut.
         parts: number of tensors of equal size that are fused along it, each cut separately (3 for q, k, v in one
             weight), or their sizes.
-        tied: also cut it wherever else it is used.
-        pad: pad with zeros at the end to a multiple of the ranks (a vocabulary of 50257). An embedding never looks
-            them up, and `parallel_loss` leaves them out; the whole tensor has none.
+        tied: cut it also wherever else it is held.
+        pad: fill up what the ranks do not divide with zeros at the end (a vocabulary of 50257). An embedding
+            never looks them up, and `parallel_loss` leaves them out; whole again, the tensor has none.
+        gathered: a `sync` that follows joins this module's output, so that the heads around it are all there: they may be
+            cut apart, and their counts stay.
 
     Raises:
         ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already; tied to
@@ -79,7 +82,7 @@ def shard(
     if len(set(names)) < len(names):
         raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
-    cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, ranks)]
+    cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, gathered, ranks)]
     follows = _distinct([follow for cut in cuts for follow in cut[3]])
     for module, attribute, divisor in follows:
         value = getattr(module, attribute)
@@ -103,12 +106,60 @@ def shard(
         module.__dict__["_followed"] = {*module.__dict__.get("_followed", ()), attribute}
 
 
+@primitive
+def share_samples(
+    sch: ScheduledModule, tp: int = 1, enters: bool = True, leaves: bool = True, draws: bool = True
+) -> None:
+    """Cuts what is done next to this module over `tp` neighbours of the mesh's `tp` axis alone; groups of so many ranks
+    compute a part each of the samples of a micro-batch.
+
+    Call it before `shard` and `sync` of what lies within; with `tp=1` nothing in it can be cut. The module's first
+    floating-point input has a sample for each entry of its first dimension. `shard_data` must follow on the root, as the
+    gradients of its weights are each of a part of the samples.
+
+    Args:
+        tp: ranks that share the module's layers; it divides those of the axis, and is smaller.
+        enters: all samples arrive; False where they come from another such module of the same degree.
+        leaves: all samples leave; False where they go to another one.
+        draws: the module may draw random numbers, which differ between the parts then.
+
+    Raises:
+        ScheduleError: the root; no `tp` axis; such a degree; called before, or after `shard` or `sync` within.
+
+    Source: Miao et al., Galvatron (arXiv:2211.13878).
+    """
+    label = f"share_samples on '{sch.name}'"
+    if not sch.path:
+        raise ScheduleError(f"{label}: samples are shared block by block; choose a smaller tp for the whole model")
+    ranks = tensor_parallel(sch, "share_samples").size
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or ranks % tp or tp == ranks:
+        raise ScheduleError(f"{label}: tp must divide the {ranks} ranks of the tp axis and be smaller, but is {tp!r}")
+    if sharing_around(sch) is not None:
+        raise ScheduleError(f"{label}: samples are shared once, and they already are")
+    if any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
+        raise ScheduleError(f"{label}: its weights are cut over all ranks already; call it before shard and sync")
+    check_called(sch, "share_samples")
+    known = {each.tp.size if each.tp is not None else 1: each for each in sch.tree.shared.values()}
+    sharing = known[tp] if tp in known else sharing_axes(sch.mesh, tp)
+    sch.tree.shared[sch.path] = sharing
+    add_layer(sch.module, SharedSamples(sharing, enters, leaves, draws))
+
+
+def sharing_around(sch: ScheduledModule) -> Sharing | None:
+    """How the samples of a module are shared, by itself or by one above it; None where all ranks have all."""
+    return next((sharing for path, sharing in sch.tree.shared.items() if f"{sch.path}.".startswith(f"{path}.")), None)
+
+
 def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
-    """The mesh's `tp` axis.
+    """The ranks that share this module's layers: the mesh's `tp` axis, or within `share_samples` a part of it.
 
     Raises:
         ScheduleError: there is none.
     """
+    if (sharing := sharing_around(sch)) is not None:
+        if sharing.tp is None:
+            raise ScheduleError(f"{primitive} on '{sch.name}': its ranks share samples, one by one, and no layers")
+        return sharing.tp
     found = axis_of(sch.mesh, "tp")
     if found is None:
         names = "no mesh" if sch.mesh is None else f"axes {', '.join(sch.mesh.mesh_dim_names)}"
@@ -120,7 +171,14 @@ def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
 
 
 def _cuts_of(
-    sch: ScheduledModule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
+    sch: ScheduledModule,
+    name: str,
+    axis: int,
+    parts: int | Sequence[int],
+    tied: bool,
+    pad: bool,
+    gathered: bool,
+    ranks: Axis,
 ) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
@@ -153,7 +211,7 @@ def _cuts_of(
     for path, module, held in places:
         kind = kind_of(module, held, dim)
         follow = list(kind.follow(module, ranks.size))
-        if kind.side:
+        if kind.side and not gathered:
             follow += _heads(sch, label, path, sizes, ranks, kind.side)
         layer = kind.layer(ranks, cut) if kind.layer is not None else None
         out.append((module, held, cut, follow, layer))
@@ -462,72 +520,6 @@ def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
         raise ScheduleError(f"fork_rng on '{sch.name}': the module's random stream is set already")
     check_called(sch, "fork_rng")
     sch.defer("random", _apply, axis=ranks, differ=differ)
-
-
-class ForkedRandom(Layer):
-    """Runs its inner layers on a random stream of this rank, or on the shared stream."""
-
-    order = 40
-
-    def __init__(self, axis: Axis, differ: bool) -> None:
-        self.axis = axis
-        self.differ = differ
-
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with _own(self.axis) if self.differ else _shared():
-            return inner(*args, **kwargs)
-
-
-class _Outer(threading.local):
-    """States of the shared stream, saved while a rank's own is in use; one per nesting level."""
-
-    def __init__(self) -> None:
-        self.states: list[Any] = []
-
-
-_outer = _Outer()
-
-
-@contextmanager
-def _own(axis: Axis) -> Iterator[None]:
-    if _outer.states:
-        # Already on this rank's own stream.
-        yield
-        return
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    _outer.states.append(_get())
-    torch.manual_seed(seed + 1 + axis.rank)
-    try:
-        yield
-    finally:
-        _set(_outer.states.pop())
-
-
-@contextmanager
-def _shared() -> Iterator[None]:
-    if not _outer.states:
-        yield
-        return
-    own, shared = _get(), _outer.states.pop()
-    _set(shared)
-    try:
-        yield
-    finally:
-        _outer.states.append(_get())
-        _set(own)
-
-
-def _get() -> tuple[torch.Tensor, torch.Tensor | None]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
-
-
-def _set(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, axis: Axis, differ: bool) -> None:

@@ -1,5 +1,6 @@
 """The refinement block by block: within the memory limit, never slower than the uniform winner, and optimal."""
 
+import time
 from dataclasses import replace
 from itertools import product
 
@@ -8,25 +9,30 @@ import pytest
 from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
-from redline.estimator.layerwise import _Choice, knapsack
+from redline.estimator.knob_arrays import knob_arrays
+from redline.estimator.layerwise import _Choice, knapsack, refine, relatives
 from redline.estimator.request import estimate_request
+from redline.knobs.layers import BlockStrategy, of_blocks, parse
 from redline.results import Measurement, Status, Trial
 
+SLOWER_HERE = 3
+"""How much longer the same takes where other tests run beside it."""
+LAYER = BlockStrategy(1, 1, 0, False)
 SHAPE = Shape(layers=24, hidden=2048, heads=16, vocabulary=50000, name="1.3b")
 
 
 def test_the_dynamic_program_finds_what_trying_all_finds():
     random = np.random.default_rng(0)
     for _ in range(20):
-        options = [_Choice(-float(random.uniform(0, 3)), float(random.uniform(0, 10)), False, False) for _ in range(3)]
-        options.append(_Choice(0.0, 0.0, True, False))
+        options = [_Choice(-float(random.uniform(0, 3)), float(random.uniform(0, 10)), LAYER) for _ in range(3)]
+        options.append(_Choice(0.0, 0.0, LAYER))
         choices, budget = [options] * 5, float(random.uniform(5, 30))
         best = min(
             sum(each.seconds for each in picked)
             for picked in product(*choices)
             if sum(each.mib for each in picked) <= budget
         )
-        seconds, mib, taken = knapsack(choices, budget)
+        ((seconds, mib, taken),) = knapsack(choices, [budget])
         assert mib <= budget and len(taken) == 5
         assert sum(each.mib for each in taken) == pytest.approx(mib)
         # Memory is rounded up to 1/2000 of the budget a block.
@@ -34,8 +40,14 @@ def test_the_dynamic_program_finds_what_trying_all_finds():
 
 
 def test_nothing_within_the_budget_is_nothing():
-    assert knapsack([[_Choice(0.0, 5.0, True, False)]], 4.0) is None
-    assert knapsack([], -1.0) is None
+    assert knapsack([[_Choice(0.0, 5.0, LAYER)]], [4.0]) == [None]
+    assert knapsack([], [-1.0]) == [None]
+
+
+def test_one_program_answers_for_several_budgets():
+    choices = [[_Choice(0.0, 1.0, LAYER), _Choice(-1.0, 3.0, LAYER)]] * 4
+    found = knapsack(choices, [12.0, 8.1, 3.0])
+    assert [None if each is None else each[0] for each in found] == [-4.0, -2.0, None]
 
 
 def refined(**options):
@@ -54,7 +66,7 @@ def test_where_memory_is_short_something_is_gained_within_the_limit():
     assert layerwise.throughput > uniform.estimate.throughput
     # Fewer blocks are recomputed than in the uniform winner, whose ratio is coarser.
     assert (
-        len(layerwise.checkpointed) < 24 * uniform.config["checkpoint_ratio"]
+        sum(each.ckpt for each in layerwise.layers) < 24 * uniform.config["checkpoint_ratio"]
         or layerwise.config["micro_batch"] != uniform.config["micro_batch"]
     )
     assert "layer by layer" in "\n".join(layerwise.lines())
@@ -63,23 +75,22 @@ def test_where_memory_is_short_something_is_gained_within_the_limit():
 def test_where_memory_is_ample_nothing_is_recomputed_and_the_step_is_the_uniform_one():
     _, found = refined(hardware="h200-141gb", fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 1})
     assert found.ranked[0].config["checkpoint_ratio"] == 0
-    assert found.layerwise.checkpointed == ()
+    assert found.layerwise.layers == () and found.layerwise.gain == 0
     assert found.layerwise.step_ms == pytest.approx(found.ranked[0].estimate.step_ms, rel=1e-6)
 
 
 def test_earlier_stages_of_a_pipeline_recompute_more():
     fix = {"tp": 1, "pp": 4, "pipeline_schedule": "1f1b", "zero": 0, "micro_batch": 8}
     _, found = refined(hardware="a100-40gb", global_batch=256, fix=fix)
-    indices = found.layerwise.checkpointed
-    assert indices, found.layerwise
-    stages = [sum(6 * stage <= each < 6 * stage + 6 for each in indices) for stage in range(4)]
+    layers = found.layerwise.layers
+    stages = [sum(each.ckpt for each in layers[6 * stage : 6 * stage + 6]) for stage in range(4)]
     # 1F1B: the first stage holds four micro-batches, the last one.
     assert stages == sorted(stages, reverse=True) and stages[0] > stages[3]
 
 
 def test_spare_memory_lets_zero_3_keep_blocks_whole():
     _, found = refined(hardware="h200-141gb", fix={"tp": 1, "pp": 1, "zero": 3, "micro_batch": 1})
-    assert len(found.layerwise.gathered) == 24
+    assert found.layerwise.config["strategy"] == "0-23:zero2"
     assert found.layerwise.gain > 0
 
 
@@ -129,20 +140,20 @@ def estimator(zero=1, pp=1, **more):
 
 
 @pytest.mark.parametrize("pp", [1, 4])
-def test_all_or_no_blocks_by_name_are_the_uniform_ratios(pp):
+def test_the_same_for_all_blocks_is_the_uniform_configuration(pp):
     predict = estimator(pp=pp)
-    for text, ratio in (("none", 0.0), ("0-23", 1.0)):
-        named, uniform = predict(checkpoint_blocks=text), predict(checkpoint_ratio=ratio)
-        assert named.step_ms == pytest.approx(uniform.step_ms, rel=1e-12)
-        assert named.peak_memory_mib == pytest.approx(uniform.peak_memory_mib, rel=1e-12)
-        assert named.breakdown == pytest.approx(uniform.breakdown)
-    # It stands in place of a ratio.
-    assert predict(checkpoint_blocks="none", checkpoint_ratio=1.0).step_ms == predict(checkpoint_ratio=0.0).step_ms
+    for zero, tp in product((0, 1, 2, 3), (1, 2)):
+        for text, ratio in (("0-23:-", 0.0), ("0-23:ckpt", 1.0)):
+            named, uniform = predict(zero=zero, tp=tp, strategy=text), predict(zero=zero, tp=tp, checkpoint_ratio=ratio)
+            assert named.step_ms == pytest.approx(uniform.step_ms, rel=1e-9)
+            assert named.peak_memory_mib == pytest.approx(uniform.peak_memory_mib, rel=1e-9)
+            assert named.breakdown == pytest.approx(uniform.breakdown)
 
 
 def test_more_recomputed_blocks_take_less_memory_and_longer():
     predict = estimator()
-    found = [predict(checkpoint_blocks=text) for text in ("none", "0-2", "0-2,5,7-9", "0-22")]
+    texts = ("0-23:-", "0-2:ckpt 3-23:-", "0-2:ckpt 3-4:- 5:ckpt 6:- 7-9:ckpt 10-23:-", "0-22:ckpt 23:-")
+    found = [predict(strategy=text) for text in texts]
     memory, steps = [each.peak_memory_mib for each in found], [each.step_ms for each in found]
     assert memory == sorted(memory, reverse=True) and len(set(memory)) == 4
     assert steps == sorted(steps) and len(set(steps)) == 4
@@ -150,45 +161,60 @@ def test_more_recomputed_blocks_take_less_memory_and_longer():
 
 def test_where_blocks_are_recomputed_only_in_early_stages_the_fullest_may_be_a_later_one():
     predict = estimator(pp=4)
-    first, all_of_them, last = (predict(checkpoint_blocks=text) for text in ("0-5", "0-23", "18-23"))
-    nothing = predict(checkpoint_blocks="none")
+    texts = ("0-5:ckpt 6-23:-", "0-23:ckpt", "0-17:- 18-23:ckpt")
+    first, all_of_them, last = (predict(strategy=text) for text in texts)
+    nothing = predict(strategy="0-23:-")
     # The first stage holds most: the last one's blocks save nothing of the peak, but cost the slowest stage its time.
     assert last.peak_memory_mib == nothing.peak_memory_mib > first.peak_memory_mib > all_of_them.peak_memory_mib
     assert nothing.step_ms < first.step_ms < all_of_them.step_ms
     assert nothing.step_ms < last.step_ms
 
 
-def test_blocks_that_stay_gathered_take_memory_and_save_gathers_under_zero_3_alone():
+def test_blocks_that_stay_whole_take_memory_and_save_gathers():
     predict = estimator(zero=3)
-    none, some, all_of_them = (predict(gathered_blocks=text) for text in ("none", "0-11", "0-23"))
+    none, some, all_of_them = (predict(strategy=text) for text in ("0-23:-", "0-11:zero2 12-23:-", "0-23:zero2"))
     assert none.peak_memory_mib < some.peak_memory_mib < all_of_them.peak_memory_mib
     gathers = [each.breakdown["time.parameter gathers"] for each in (none, some, all_of_them)]
     assert gathers[0] > gathers[1] > gathers[2] > 0
     assert none.step_ms == predict().step_ms
-    other = estimator(zero=1)
-    assert other(gathered_blocks="0-23").step_ms == other().step_ms
-    assert other(gathered_blocks="0-23").peak_memory_mib == other().peak_memory_mib
 
 
-@pytest.mark.parametrize("text, rule", [("0-24", "24 blocks"), ("first", "indices such as 0-3,7 or none")])
+def test_blocks_cut_over_fewer_ranks_lie_between_both_uniform_degrees_and_pay_for_handing_samples_over():
+    base = estimator()
+
+    def predict(**knobs):
+        return base(**{"tp": 2, "micro_batch": 8, **knobs})
+
+    one, both = base(tp=1), predict()
+    mixed, once = predict(strategy="0-11:tp1 12-23:-"), predict(strategy="0-23:tp1")
+    assert min(one.step_ms, both.step_ms) < mixed.step_ms < max(one.step_ms, both.step_ms)
+    assert once.step_ms < mixed.step_ms
+    often = " ".join(f"{at}:{'tp1' if at % 2 else '-'}" for at in range(24))
+    exchanges = [each.breakdown["time.tensor parallel"] for each in (mixed, predict(strategy=often))]
+    assert exchanges[1] > exchanges[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("0-24:-", "25 blocks, but the model has 24"), ("first", "character 1: blocks are a number")]
+)
 def test_blocks_that_there_are_not_are_refused(text, rule):
     with pytest.raises(UsageError, match=rule):
-        estimator()(checkpoint_blocks=text)
+        estimator()(strategy=text)
 
 
 def test_blocks_and_a_ratio_together_are_refused_where_both_are_asked_for():
     request, _ = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
-    with pytest.raises(SpaceError, match="in place of checkpoint_ratio"):
-        estimate_document(request, config={"checkpoint_blocks": "0-3", "checkpoint_ratio": 0.5})
-    with pytest.raises(SpaceError, match="checkpoint_blocks"):
-        estimate_document(request, config={"checkpoint_block": "0-3"})
+    with pytest.raises(SpaceError, match="leave checkpoint_ratio out"):
+        estimate_document(request, config={"strategy": "0-3:ckpt 4-23:-", "checkpoint_ratio": 0.5})
+    with pytest.raises(SpaceError, match="strategy"):
+        estimate_document(request, config={"strateg": "0-23:-"})
 
 
 def test_what_was_learnt_from_a_refined_trial_counts_like_any_other():
     predict = estimator()
     request = estimate_request(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
-    config = {"tp": 1, "zero": 1, "micro_batch": 4, "precision": "bf16", "checkpoint_blocks": "0-7"}
-    expected = predict(checkpoint_blocks="0-7")
+    config = {"tp": 1, "zero": 1, "micro_batch": 4, "precision": "bf16", "strategy": "0-7:ckpt 8-23:-"}
+    expected = predict(strategy="0-7:ckpt 8-23:-")
     measured = Measurement(status=Status.OK, step_ms=1.3 * expected.step_ms, peak_memory_mib=expected.peak_memory_mib)
     trials = [Trial(number=0, config=config, measurement=measured)]
     after = request.estimator.calibrate(trials)(config)
@@ -200,26 +226,47 @@ def test_the_answer_holds_both_beside_each_other():
     _request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     data = found.to_dict()["layerwise"]
     assert data["gain"] == pytest.approx(data["throughput"] / found.ranked[0].estimate.throughput - 1)
-    assert data["config"]["checkpoint_blocks"] and "checkpoint_ratio" not in data["config"]
+    assert data["config"]["strategy"] == data["strategy"] and "checkpoint_ratio" not in data["config"]
+    assert [run.last for run in parse(data["strategy"])][-1] == 23
 
 
 def test_a_refinement_that_treats_all_blocks_alike_is_said_to_be_the_uniform_configuration():
     _, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     mixed = found.layerwise
-    assert 0 < len(mixed.checkpointed) < 24 and mixed.amounts_to(24) is None
-    base = {name: value for name, value in mixed.config.items() if name != "checkpoint_blocks"}
+    assert 0 < sum(each.ckpt for each in mixed.layers) < 24 and mixed.amounts_to() is None
+    base = {name: value for name, value in mixed.config.items() if name != "strategy"}
 
-    def made(checkpointed, gathered=(), **more):
-        config = {
-            **mixed.config,
-            "checkpoint_blocks": "any",
-            **({"gathered_blocks": "any"} if gathered else {}),
-            **more,
-        }
-        return replace(mixed, config=config, checkpointed=checkpointed, gathered=gathered).amounts_to(24)
+    def made(text, **more):
+        layers = tuple(of_blocks(text, 24, tp=more.get("tp", 1), zero=more.get("zero", 1)))
+        return replace(mixed, config={**mixed.config, "strategy": text, **more}, layers=layers).amounts_to()
 
-    every = tuple(range(24))
-    assert made(()) == {**base, "checkpoint_ratio": 0.0}
-    assert made(every) == {**base, "checkpoint_ratio": 1.0}
-    assert made((), every, zero=3) == {**base, "zero": 2, "checkpoint_ratio": 0.0}
-    assert made((), every[:5], zero=3) is None
+    assert made("0-23:-") == {**base, "checkpoint_ratio": 0.0}
+    assert made("0-23:ckpt") == {**base, "checkpoint_ratio": 1.0}
+    assert made("0-23:zero2", zero=3) == {**base, "zero": 2, "checkpoint_ratio": 0.0}
+    assert made("0-4:zero2 5-23:-", zero=3) is None
+    # What is in no block stays cut over the mesh's ranks.
+    assert made("0-23:tp1", tp=2) is None
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_no_plan_is_named_that_is_predicted_slower_than_the_uniform_winner(devices):
+    for hardware, batch in (("a100-40gb", 64), ("h100-80gb", 256)):
+        request, found = refined(hardware=hardware, devices=devices, global_batch=batch)
+        plan, uniform = found.layerwise, found.ranked[0]
+        assert plan.throughput >= uniform.estimate.throughput
+        assert plan.peak_memory_mib <= request.estimator.memory_limit_mib
+        if plan.layers:
+            assert request.estimator(plan.config).throughput == pytest.approx(plan.throughput, rel=1e-9)
+
+
+def test_a_deep_model_on_many_devices_is_planned_in_seconds():
+    shape = Shape(layers=128, hidden=12288, heads=96, vocabulary=50304, name="deep")
+    fix = {"precision": "bf16", "fusion": False, "offload": "none", "tp": 8, "pp": 8, "pipeline_schedule": "1f1b"}
+    request = estimate_request(shape, "a100-80gb", devices=512, seq_len=2048, global_batch=1024, fix=fix)
+    (winner,) = estimate_document(request, top=1).ranked[:1]
+    facts = request.estimator.facts_of(knob_arrays([winner.config], request.estimator.training), 0)
+    began = time.process_time()
+    plan = refine(request.estimator, winner, facts, relatives(request.space, winner.config))
+    assert time.process_time() - began < 2 * SLOWER_HERE
+    assert plan.throughput >= winner.estimate.throughput
+    assert not plan.layers or len(plan.layers) == 128

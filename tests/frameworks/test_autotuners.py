@@ -102,6 +102,14 @@ def test_flagscales_space_holds_the_strategies_of_its_searcher_and_no_others(tmp
     assert "off there, and so no knobs: context_parallel_size=1, expert_model_parallel_size=1" in found.notes
 
 
+def test_ranks_that_share_experts_are_replicas_in_flagscale(tmp_path):
+    found = read(flagscale(tmp_path, expert_model_parallel_size=[1, 2, 8]), devices=8)
+    mine = {(config["tp"], config["pp"], config["dp"], config["ep"]) for config in found.space}
+    assert {(2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 2, 2)} <= mine
+    assert all(tp * pp * dp == 8 and dp % ep == 0 for tp, pp, dp, ep in mine)
+    assert not [each for each in mine if each[3] == 8]  # tp is 2 at least
+
+
 def test_flagscales_auto_is_its_own_range_and_recomputing_everything_is_a_ratio(tmp_path):
     path = flagscale(
         tmp_path,

@@ -25,6 +25,7 @@ LATTICE = {
     "pipeline_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"), "virtual_stages": (1, 2, 4),
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
+    "strategy": ("0-3:-", "0-3:tp1", "0-2:tp2 3:ckpt", "0-3:zero3", "0-3:ep2", "0-4:-"),
 }  # fmt: skip
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 
@@ -37,6 +38,8 @@ def context_of(rule, devices=4):
         global_batch=16 if rule.name == "global batch" else None,
         seq_len=24,
         own_loss=rule.name in OWN_LOSS,
+        blocks=4 if "strategy" in rule.knobs else None,
+        no_runs="they meet elsewhere" if rule.name == "runs of a model" else "",
         experts=() if rule.name == "experts of a dense model" else (4,),
     )
 
@@ -87,11 +90,13 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     """The refusal comes before anything is built or a process group is needed."""
-    family = "mixtral-tiny" if "ep" in rule.knobs and rule.name != "experts of a dense model" else "llama-tiny"
+    mixture = {"ep", "strategy"} & set(rule.knobs) and rule.name != "experts of a dense model"
+    family = "mixtral-tiny" if mixture else "llama-tiny"
     made = workload(family, seq_len=24, global_batch=16)
     task = {
         **dict.fromkeys(OWN_LOSS, replace(made, loss=lambda output, batch: output.loss)),
         "sequences of tokens": replace(made, seq_len=None, unit="samples/s"),
+        "runs of a model": replace(made, schedule=replace(made.schedule, no_runs="they meet elsewhere")),
     }.get(rule.name, made)
     if rule.name == "global batch":  # knobs that are left to it follow it; where both are given they decide
         with pytest.raises(WorkloadError, match="must divide a replica's samples, 16, but is 3"):
@@ -101,7 +106,8 @@ def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     for each in combinations(rule):
         pp, zero = (2 if "pipeline_schedule" in each else 1), (3 if "hsdp" in each else 0)
         dp = 12 if {"ep", "hsdp"} <= set(each) else 2
-        beside = {"micro_batch": 1, "grad_accum": 4, "dp": dp, "pp": pp, "zero": zero, "precision": "bf16"}
+        micro = 6 if "strategy" in rule.knobs else 1
+        beside = {"micro_batch": micro, "grad_accum": 4, "dp": dp, "pp": pp, "zero": zero, "precision": "bf16"}
         config = {**beside, **each}
         strategy = Strategy.of(config)
         context = context_of(rule, devices=3 if rule.name == "devices" else strategy.devices)

@@ -568,3 +568,17 @@ def test_deepspeed_refuses_tp_beside_pp():
     with pytest.raises(UsageError, match="tp=2 with pp=2 is nothing that DeepSpeed runs from a file"):
         render("deepspeed", trial(tp=2, pp=2, micro_batch=1, grad_accum=2), DOCUMENT)
     assert parsed("deepspeed", tp=2, micro_batch=1, grad_accum=2)[0]["tensor_parallel"] == {"autotp_size": 2}
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "python"])
+def test_blocks_that_are_treated_unlike_each_other_are_refused_where_that_cannot_be_stated(target):
+    plain = {"dp": 4, "zero": 1, "micro_batch": 4, "grad_accum": 2}
+    with pytest.raises(UsageError, match=f'to {target}: strategy="0-1:ckpt 2-3:-" treats blocks unlike each other'):
+        render(target, trial(**plain, strategy="0-1:ckpt 2-3:-"), DOCUMENT)
+    alike = render(target, trial(**plain, strategy="0-3:ckpt"), DOCUMENT)
+    assert alike.text == render(target, trial(**plain, checkpoint_ratio=1.0), DOCUMENT).text
+
+
+def test_a_script_of_redlines_own_takes_a_strategy_along():
+    made = render("python", trial(dp=2, tp=2, micro_batch=4, grad_accum=1, strategy="0-1:tp1,ckpt 2-3:-"), DOCUMENT)
+    assert "'strategy': '0-1:tp1,ckpt 2-3:-'" in made.text and "strategy" not in " ".join(made.notes)

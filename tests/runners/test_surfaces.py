@@ -101,7 +101,7 @@ def test_a_table_of_another_space_is_refused(space, tmp_path):
         record.Table(path, space, "tokens_per_second")
     other = Space()
     other.choice("tp", [1, 2])
-    with pytest.raises(UsageError, match="give the command that began it"):
+    with pytest.raises(UsageError, match="give the command that started it"):
         record.Table(path, other, "tokens_per_second")
 
 

@@ -28,10 +28,11 @@ def kept_agent():
 @pytest.fixture(scope="session", autouse=True)
 def _one_agent(kept_agent):
     """What runs on this machine has that agent, which is started when it is first needed."""
-    from redline.runners import local
+    from redline.runners import emulate, local
     from redline.tuner import search_setup
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "HostAgent", kept_agent)
         patch.setattr(search_setup, "HostAgent", kept_agent)
+        patch.setattr(emulate, "HostAgent", kept_agent)
         yield

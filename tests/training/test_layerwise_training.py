@@ -1,10 +1,11 @@
-"""Choices made block by block do what they say, and leave what is computed as it is."""
+"""A strategy for each run of blocks does what it says, and leaves what is computed as it is."""
+
+import re
 
 import numeric
 import pytest
 import torch
-from redline.base.errors import ScheduleError
-from redline.models.families import indices_of
+from redline.base.errors import UsageError
 from redline.training import Training
 
 CPU = torch.device("cpu")
@@ -24,31 +25,32 @@ def recomputed(workload, **config):
 def test_only_the_named_blocks_are_recomputed(small):
     workload = small("llama", num_hidden_layers=4)
     assert recomputed(workload) == [1, 1, 1, 1]
-    assert recomputed(workload, checkpoint_blocks="0,2") == [2, 1, 2, 1]
-    assert recomputed(workload, checkpoint_blocks="1-3") == [1, 2, 2, 2]
-    assert recomputed(workload, checkpoint_blocks="none", checkpoint_ratio=1.0) == [1, 1, 1, 1]
+    assert recomputed(workload, strategy="0:ckpt 1:- 2:ckpt 3:-") == [2, 1, 2, 1]
+    assert recomputed(workload, strategy="0:- 1-3:ckpt") == [1, 2, 2, 2]
+    assert recomputed(workload, strategy="0-3:-") == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("text", ["none", "0", "1-2", "0-3"])
+@pytest.mark.parametrize("text", ["0-3:-", "0:ckpt 1-3:-", "0:- 1-2:ckpt 3:-", "0-3:ckpt"])
 def test_recomputed_blocks_compute_what_the_plain_model_does(small, seed, text):
     workload = small("llama", num_hidden_layers=4)
-    numeric.hold(numeric.departure(workload, {"micro_batch": 8, "checkpoint_blocks": text}, seed))
+    numeric.hold(numeric.departure(workload, {"micro_batch": 8, "strategy": text}, seed))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("0,9", "the last is 3"), ("a", "must be indices such as"), ("1-x", "must be indices such as"), ("", "must be")],
+    [
+        ("0-9:ckpt", "strategy=0-9:ckpt: the runs of a strategy cover the model's 4 blocks, 0 to 3"),
+        ("0-2:ckpt", "cover the model's 4 blocks, 0 to 3"),
+        ("0-1:ckpt 1-3:-", "character 10: block 1 has a strategy already"),
+        ("0:ckpt 3:-", "character 8: blocks 1 to 2 would have no strategy"),
+        ("0-3:ckpt,tq2", "character 10: unknown item 'tq'; did you mean 'tp'"),
+        ("a", "character 1: blocks are a number or a range such as 0-7"),
+        ("", "but is empty"),
+    ],
 )
-def test_blocks_that_there_are_not_are_refused(small, text, said):
-    with pytest.raises(ScheduleError, match=said):
-        Training(small("llama", num_hidden_layers=4), {"micro_batch": 8, "checkpoint_blocks": text}, CPU)
-
-
-def test_indices_are_read_as_they_are_written():
-    from redline.estimator.layerwise import blocks_text
-
-    for indices in ([], [0], [0, 1, 2], [0, 2, 3, 7], list(range(40))):
-        assert indices_of(blocks_text(indices), 40) == indices
+def test_texts_of_other_models_or_none_are_refused_with_the_place(small, text, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Training(small("llama", num_hidden_layers=4), {"micro_batch": 8, "strategy": text}, CPU)
 
 
 def gathers_of(workload, config):
@@ -61,10 +63,10 @@ def gathers_of(workload, config):
     return sum(event.name == "gloo:all_gather" for event in profile.events())
 
 
-@pytest.mark.parametrize("text", ["2-3", "0-3"])
+@pytest.mark.parametrize("text", ["0-1:- 2-3:zero2", "0-3:zero2"])
 def test_blocks_that_zero_3_keeps_whole_compute_the_same(two, small, seed, text):
     workload = small("llama", num_hidden_layers=4)
-    config = {"zero": 3, "micro_batch": 2, "grad_accum": 2, "gathered_blocks": text}
+    config = {"zero": 3, "micro_batch": 2, "grad_accum": 2, "strategy": text}
     for found in two.run(numeric.departure, workload, config, seed):
         numeric.hold(found)
 
@@ -74,16 +76,16 @@ def test_blocks_that_zero_3_keeps_whole_are_gathered_once(two, small):
     workload = small("llama", num_hidden_layers=4)
     config = {"zero": 3, "micro_batch": 2, "grad_accum": 2}
     gathers = {
-        text: two.run(gathers_of, workload, {**config, **({"gathered_blocks": text} if text else {})})[0]
-        for text in ("", "2-3", "0-3")
+        text: two.run(gathers_of, workload, {**config, **({"strategy": text} if text else {})})[0]
+        for text in ("", "0-1:- 2-3:zero2", "0-3:zero2")
     }
-    # One gather less for each block and micro-batch; the last block stays whole anyway.
-    assert gathers[""] - gathers["2-3"] == 1 * 2
-    assert gathers[""] - gathers["0-3"] == 3 * 2
+    # Gathered once a step in place of twice a micro-batch; the last block stays whole in each micro-batch anyway.
+    assert gathers[""] - gathers["0-1:- 2-3:zero2"] == 3 + 1
+    assert gathers[""] - gathers["0-3:zero2"] == 3 * 3 + 1
 
 
 def test_stages_of_a_pipeline_recompute_their_own(two, small, seed):
     workload = small("llama", num_hidden_layers=4)
-    config = {"pp": 2, "micro_batch": 2, "grad_accum": 4, "checkpoint_blocks": "0-1"}
+    config = {"pp": 2, "micro_batch": 2, "grad_accum": 4, "strategy": "0-1:ckpt 2-3:-"}
     for found in two.run(numeric.departure, workload, config, seed):
         numeric.hold(found)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from redline.models import hugging_face
 from redline.models.architecture import Architecture
 from redline.models.families import schedule_of
+from redline.models.families.tp_plans import tensor_plan
 from redline.models.huggingface import hugging_face_workload
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
@@ -39,6 +40,8 @@ QUICK = [
     ("t5", "pp2+kernels"),
     ("mixtral", "ep2"),
     ("deepseek_v3", "ep2+zero3"),
+    ("llama", "runs tp1/tp2"),
+    ("gpt2", "runs zero1/zero3"),
 ]
 """Every way of spreading at least once, and of every family what is its own."""
 MORE = [
@@ -51,6 +54,8 @@ MORE = [
     *(("mixtral", cell) for cell in ("ep2+zero1", "ep2+zero2", "ep2+zero3", "ep2·cp2", "ep2+fusion")),
     *(("qwen3_moe", cell) for cell in ("ep2", "ep2+zero1")),
     *(("deepseek_v3", cell) for cell in ("ep2", "tp2", "pp2 1f1b")),
+    *((family, "runs tp1/tp2") for family in ("bert", "gpt2", "mixtral")),
+    *((family, "runs zero2/zero3") for family in ("llama", "mixtral")),
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
 ]
@@ -86,6 +91,42 @@ def test_stages_of_a_pipeline_that_share_weights_are_replicated(four, seed):
 @pytest.mark.parametrize("combination", ["sp2·tp2", "sp2·dp2+zero3", "pp2·sp2", "cp2·tp2", "cp2·sp2", "pp2·cp2"])
 def test_sequences_are_cut_beside_all_else(four, seed, combination):
     hold(four, "llama", combination, seed)
+
+
+STYLES = {
+    "phi3": ("colwise_gather_output", "rowwise_split_input"),
+    "olmo2": ("colwise_gather_output", "rowwise_split_input"),
+    "glm": ("rowwise_split_input",),
+    "granite_swa": ("local_params",),
+    "deepseek_v2": ("mla_kv_a_proj",),
+    "deepseek_v3": (),
+}
+"""Families whose plans have styles that no family of the table has. That of DeepSeek-V3 leaves attention whole."""
+
+
+def styled(family):
+    arguments = dict(numerics.FAMILIES["deepseek_v3" if family.startswith("deepseek") else "llama"][1])
+    arguments |= {"head_dim": 8} if family == "glm" else {}
+    made = Architecture(model_type=family, arguments=arguments, task="causal")
+    return hugging_face_workload(made, name=family, spec=family, seq_len=16, global_batch=8)
+
+
+@pytest.mark.parametrize("family", tiered(["phi3", "deepseek_v2"], ["olmo2", "glm", "granite_swa", "deepseek_v3"]))
+def test_styles_of_plans_that_the_table_lacks_are_cut_alike(two, seed, family):
+    workload = styled(family)
+    plan = set(tensor_plan(create_schedule(skeleton(workload))).values())
+    assert set(STYLES[family]) <= plan
+    for found in two.run(numeric.departure, workload, {"tp": 2}, seed):
+        numeric.hold(found)
+
+
+def test_latent_attention_is_cut_by_heads_where_its_plan_leaves_it_whole():
+    sch = create_schedule(skeleton(styled("deepseek_v3")), PlannedMesh(tp=2))
+    styled("deepseek_v3").schedule(sch, {"tp": 2})
+    attention = sch["model.layers.0.self_attn"].module
+    assert attention.kv_b_proj.weight.shape[0] == 4 * (8 + 8) // 2
+    assert attention.o_proj.weight.shape[1] == 4 * 8 // 2
+    assert attention.kv_a_proj_with_mqa.weight.shape[0] == 16 + 4
 
 
 def balanced(**config):

@@ -369,9 +369,8 @@ def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypa
 def test_blocks_by_name_may_hold_commas_within_a_configuration():
     from redline.cli.estimate import config_of
 
-    assert config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2,gathered_blocks=none") == {
-        "micro_batch": 8, "tp": 2, "checkpoint_blocks": "0-3,7", "gathered_blocks": "none",
-    }  # fmt: skip
+    found = config_of("micro_batch=8,strategy=0-3:tp1,ckpt 4-7:zero2,tp=2")
+    assert found == {"micro_batch": 8, "tp": 2, "strategy": "0-3:tp1,ckpt 4-7:zero2"}
     with pytest.raises(UsageError, match="must look like"):
         config_of("micro_batch=8,7")
 

@@ -272,7 +272,7 @@ def test_what_is_known_to_need_as_much_is_no_fallback(tiny, monkeypatch):
 
 
 def test_a_refined_configuration_has_fallbacks_too(tiny):
-    refined = Config({**LIKE, "checkpoint_blocks": "0", "dp": 2})
+    refined = Config({**LIKE, "strategy": "0:ckpt 1-5:-", "dp": 2})
     taken = safer(tiny, refined, devices=2, hardware=H100)
     before = estimator(with_samples_of(tiny, refined), 2)(refined)
     assert taken.estimate.peak_memory_mib <= CLEARLY_LESS * before.peak_memory_mib

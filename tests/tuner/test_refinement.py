@@ -9,7 +9,7 @@ import redline as rl
 import yaml
 from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Estimator, Shape, TrainingSetup
-from redline.models.families.standard import indices_of
+from redline.knobs.layers import of_blocks
 from redline.models.huggingface import hugging_face
 from redline.results import Measurement, Status, Trial, View, summary
 from redline.results.again import judged
@@ -68,7 +68,7 @@ class Measures(Runner):
     def run(self, request):
         self.order.append(request.number)
         known = self._folder.trials()[request.number].measurement
-        if known is not None and "checkpoint_blocks" not in request.config:
+        if known is not None and "strategy" not in request.config:
             return known
         return self._outcome
 
@@ -84,13 +84,11 @@ class Heard(SearchListener):
         self.ends.append(trial.number)
 
 
-def searched(throughputs, outcome, found="0-3"):
+def searched(throughputs, outcome, found="0-3:ckpt"):
     folder, heard = Memory(throughputs), Heard()
     runner = Measures(folder, outcome)
     search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=heard)
-    made = found and Refinement(
-        config=Config(checkpoint_blocks=found), predicted_throughput=150.0, summary="so many more"
-    )
+    made = found and Refinement(config=Config(strategy=found), predicted_throughput=150.0, summary="so many more")
     search.refine(lambda trials: made)
     search.confirm()
     return folder.trials(), runner.order, heard
@@ -136,7 +134,7 @@ def test_one_that_was_tried_before_is_not_tried_again():
     runner = Measures(folder, Measurement(status=Status.OK, throughput=110.0))
     for _ in range(2):
         search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1))
-        search.refine(lambda trials: Refinement(config=Config(checkpoint_blocks="0")))
+        search.refine(lambda trials: Refinement(config=Config(strategy="0:ckpt")))
     assert len(folder.trials()) == 3 and runner.order == [2]
 
 
@@ -155,7 +153,7 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
     # Nothing need be recomputed on such a device, whatever the measurements say.
     winner = measured(0, half, estimator(half).throughput)
     found = refined([winner])
-    assert found.config == {"micro_batch": 8, "checkpoint_blocks": "none"}
+    assert found.config == {"micro_batch": 8, "strategy": "0-23:-"}
     assert found.predicted_throughput > winner.measurement.throughput
     slower = measured(1, none, 0.9 * winner.measurement.throughput)
     assert refined([winner, slower]) is None
@@ -185,7 +183,7 @@ def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
     own = replace(rl.workload("gpt2-tiny"), schedule=lambda sch, config: None)
     with pytest.raises(UsageError, match="has its own"):
         rl.tune(own, layerwise=True)
-    with pytest.raises(UsageError, match="no such knob"):
+    with pytest.raises(UsageError, match="none of these knobs"):
         rl.tune(rl.workload("gpt2-tiny"), space, layerwise=True)
 
 
@@ -194,11 +192,13 @@ def test_blocks_can_be_fixed_so_that_a_winner_can_be_measured_again():
     from redline.models.request import TrainingRequest
     from redline.tuner.task import resolve_task
 
-    task = resolve_task(TrainingRequest("gpt2-tiny", fix=fixes_of(("micro_batch=8", "checkpoint_blocks=0-1,4"))))
+    task = resolve_task(TrainingRequest("gpt2-tiny", fix=fixes_of(("micro_batch=8", "strategy=0-1:ckpt 2:- 3-5:ckpt"))))
     config = task.space.default()
-    assert (config["checkpoint_blocks"], config["checkpoint_ratio"], config["micro_batch"]) == ("0-1,4", 0.0, 8)
-    with pytest.raises(SpaceError, match="indices such as 0-3,7"):
-        resolve_task(TrainingRequest("gpt2-tiny", fix={"checkpoint_blocks": "the first"}))
+    assert (config["strategy"], config["checkpoint_ratio"], config["micro_batch"]) == ("0-1:ckpt 2:- 3-5:ckpt", 0.0, 8)
+    with pytest.raises(SpaceError, match="character 1: blocks are a number or a range"):
+        resolve_task(TrainingRequest("gpt2-tiny", fix={"strategy": "the first"}))
+    with pytest.raises(UsageError, match="for 5 blocks, but the model has 6"):
+        resolve_task(TrainingRequest("gpt2-tiny", fix={"strategy": "0-4:ckpt"}))
 
 
 def test_a_simulated_search_refines_its_winner(tmp_path):
@@ -215,16 +215,16 @@ def test_a_simulated_search_refines_its_winner(tmp_path):
     uniform, refined = result.trials[result.trials.sampler != REFINEMENT], result.all_trials[-1]
     assert len(uniform) == 2 and list(uniform.status).count("ok") == 1
     assert refined.sampler == REFINEMENT and "checkpoint_ratio" not in refined.config
-    assert 0 < len(indices_of(refined.config["checkpoint_blocks"], 24)) < 24
+    assert 0 < sum(each.ckpt for each in of_blocks(refined.config["strategy"], 24)) < 24
     assert refined.predicted_throughput > uniform.throughput.max() and refined.predicted_memory_mib < 6144
     if refined.ok:
         assert refined.measurement.throughput == pytest.approx(refined.predicted_throughput, rel=0.5)
     # It stands in the table, says nothing to an earlier run's readers, and the run goes on with or without it.
     rows = list(csv.DictReader((out / "trials.csv").open()))
-    assert rows[-1]["knob.checkpoint_blocks"] == refined.config["checkpoint_blocks"]
+    assert rows[-1]["knob.strategy"] == refined.config["strategy"]
     assert [len(each.trials) for each in read_runs([out])] == [2]
     again = rl.tune("gpt2-medium", trials=2, resume=True, **asked)
-    assert len(again.all_trials) == 3 and "knob.checkpoint_blocks" in again.trials
+    assert len(again.all_trials) == 3 and "knob.strategy" in again.trials
 
 
 @pytest.mark.exhaustive
@@ -249,7 +249,7 @@ def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_i
     nothing, everything, refined = result.all_trials
     assert str(nothing.measurement.status) == "oom" and everything.ok
     assert refined.sampler == REFINEMENT
-    assert 0 < len(indices_of(refined.config["checkpoint_blocks"], 12)) < 12
+    assert 0 < sum(each.ckpt for each in of_blocks(refined.config["strategy"], 12)) < 12
     assert refined.ok and refined.measurement.peak_memory_mib <= limit
     faster = refined.measurement.throughput > everything.measurement.throughput
     assert (result.best.trial.number == refined.number) == faster

@@ -395,7 +395,7 @@ def _estimated(predictions: Predictions, share: float, scales: Scales) -> Belief
 
 def _need(measurement: Measurement) -> tuple[float | None, bool | None]:
     """Peak memory, and True if it was too much; None if unknown."""
-    if measurement.status is Status.OOM:
+    if measurement.did_not_fit:
         return measurement.peak_memory_mib, True
     return measurement.peak_memory_mib, False if measurement.ok else None
 

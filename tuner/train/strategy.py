@@ -78,7 +78,8 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     path = path_of(given)
     if is_plan(path):
         found = load(path)
-        return _source(found.trains, Config(found.trial.config), found.trial.measured.throughput, str(path), of_model)
+        measured = None if found.trains.get("emulated") else found.trial.measured.throughput
+        return _source(found.trains, Config(found.trial.config), measured, str(path), of_model)
     if path.name == BEST and path.is_file():
         path = path.parent
     if path.is_dir() and holds_run(path):

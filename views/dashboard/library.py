@@ -234,6 +234,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "name": source.name,
             "state": source.state,
             "simulated": source.simulated,
+            "emulated": source.emulated,
             "lossy": lossy_values(winner.config, winner.lossy) if winner else "",
             "devices": words.devices(source.request),
             "began": words.began(source.request),

@@ -31,6 +31,7 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
         "state": source.state,
         "made": time.time(),
         "simulated": source.simulated,
+        "emulated": source.emulated,
         "folder": source.folder.resolve().name,
         "devices": words.devices(source.request),
         "began": words.began(source.request),

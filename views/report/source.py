@@ -52,6 +52,11 @@ class Source:
         """True if all numbers are predictions."""
         return bool((self.request or {}).get("asked", {}).get("simulated"))
 
+    @property
+    def emulated(self) -> bool:
+        """True if some ranks of each trial ran on one device, and communication was priced."""
+        return bool((self.request or {}).get("asked", {}).get("emulated"))
+
     @classmethod
     def unreadable(cls, folder: Path, why: str) -> "Source":
         """Returns a run that cannot be read, as one without trials."""

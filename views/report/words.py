@@ -23,6 +23,8 @@ def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
     out = []
     if given.get("simulated"):
         out.append(["Simulated", "nothing was run: these are predictions"])
+    if given.get("emulated"):
+        out.append(["Emulated", "some ranks ran alone on one device: communication is priced, not measured"])
     for key, name in _ASKED.items():
         value = given.get(key)
         if value is None:

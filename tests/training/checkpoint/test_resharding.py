@@ -12,6 +12,7 @@ QUICK = [
     ("gpt2", "zero1", "pp2"),
     ("t5", "pp2", "zero3"),
     ("mixtral", "ep2", "one"),
+    ("llama", "runs", "zero1"),
 ]
 """Every kind of strategy on either side of a checkpoint."""
 SLOW = [
@@ -26,6 +27,8 @@ SLOW = [
     ("mixtral", "ep2+zero3", "tp2+sp"),
     ("mixtral", "ep2", "ep4+zero1"),
     ("mixtral", "ep2·tp2", "ep2"),
+    ("gpt2", "zero1", "runs"),
+    ("mixtral", "runs", "ep2+zero3"),
 ]
 
 

@@ -53,7 +53,7 @@ function runLine(each, root, chose) {
   box.addEventListener("change", () => { if (box.checked) chosenRuns.add(each.run); else chosenRuns.delete(each.run); chose(); });
   return el("li", { class: "run-line", "data-run": each.run },
     box,
-    el("a", { class: "run-name", href: runLink(each.run) }, el("span", {}, el("strong", {}, each.name), ...tagsOf(each.simulated, each.lossy)), el("span", { class: "under" }, each.run === "." ? root : each.run), each.devices ? el("span", { class: "under" }, each.devices) : null),
+    el("a", { class: "run-name", href: runLink(each.run) }, el("span", {}, el("strong", {}, each.name), ...tagsOf(each, each.lossy)), el("span", { class: "under" }, each.run === "." ? root : each.run), each.devices ? el("span", { class: "under" }, each.devices) : null),
     el("span", { class: "run-state" }, el("span", { class: `state state-${each.state}`, title: STATE_WORDS[each.state] }, STATES[each.state]),
       each.problems ? el("span", { class: "warned", title: "Some files could not be read; see its page." }, "⚠ unreadable files") : null),
     sparkline(each.spark),

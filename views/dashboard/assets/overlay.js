@@ -93,7 +93,7 @@ function overlayPage(page, ids) {
     for (const run of runs) run.label = runs.filter((each) => each.name === run.name).length > 1 ? run.path : run.name;
     const compared = comparison(runs);
     redrawn(place, [
-      legend(...runs.map((run, index) => [el("a", { href: runLink(ids[index]) }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`)), [tagsOf(run.simulated, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"]])),
+      legend(...runs.map((run, index) => [el("a", { href: runLink(ids[index]) }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`)), [tagsOf(run, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"]])),
       new Set(runs.map((run) => run.simulated)).size > 1 ? el("p", { class: "lead" }, "Simulated runs contain predictions; the others were measured.") : null,
       compared.ratios ? el("p", { class: "lead" }, "These runs measure different units, so each is shown relative to its own default configuration (to its best, if that did not succeed).") : null,
       section("overlay-progress", "Progress of each run", "The highest throughput so far, by number of trials and by device time used.",

@@ -11,6 +11,7 @@ const DETAIL_FIELDS = [
   ["devices", "Devices", (row) => number(row.devices, 9)],
   ["sampler", "Chosen by", (row) => row.sampler],
   ["loss", "Loss of the first step", (row) => number(row.loss, 6)],
+  ["expert_load", "Rows of the fullest expert over the mean", (row) => number(row.expert_load, 3)],
   ["started", "Started", (row) => moment(row.started)],
   ["seconds_total", "Total time", (row) => duration(row.seconds_total)],
   ["seconds_build", "Build", (row) => duration(row.seconds_build)],
@@ -32,7 +33,7 @@ function showDetails(run, row, more = null) {
   if (again) facts.splice(row.status === "ok" ? 1 : 0, 0, ["First", rate(again.first, run.unit, 6)], ...(again.again.length ? [[`${title} again`, again.again.map((each) => number(each, 5)).join(", ")]] : []));
   const knobs = Object.entries(row.knobs).filter(([, value]) => value !== null && value !== undefined);
   const box = el("dialog", { class: "details", "aria-label": `Trial ${row.trial}` },
-    el("header", {}, el("h3", {}, `Trial ${row.trial} `, badge(row.status), run.simulated ? tag("simulated") : null),
+    el("header", {}, el("h3", {}, `Trial ${row.trial} `, badge(row.status), run.simulated ? tag("simulated") : null, run.emulated ? tag("emulated") : null),
       el("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => box.close() }, "×")),
     row.reason ? el("p", { class: "reason" }, row.reason) : null,
     el("h4", {}, "Configuration"),

@@ -81,7 +81,7 @@ function headline(run) {
   const { failures } = run.headline;
   return el("section", { id: "headline", class: !winner ? "nothing" : run.headline.gain_shown && run.headline.gain > 1 ? "gain" : "" },
     el("p", { class: "big" }, figureOf(big)),
-    el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : null, sentence),
+    el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : run.emulated ? [tag("emulated"), " Some ranks ran alone on one device. "] : null, sentence),
     winner && winner.lossy ? caution(run) : null,
     el("div", { class: "tiles" }, tiles),
     failures ? el("p", { class: "lead", id: "ended" }, `${failures}.`) : null,

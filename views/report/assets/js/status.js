@@ -40,6 +40,7 @@ function badge(status) {
 // Shown with every such run or trial.
 const TAG_WORDS = {
   simulated: "Nothing was run: all numbers are predictions.",
+  emulated: "Some ranks ran alone on one device: memory is measured, communication is priced.",
   lossy: "Trades accuracy for speed, such as by weights without an fp32 master copy: it changes the training, not only its speed.",
 };
 
@@ -47,8 +48,8 @@ function tag(kind) {
   return el("span", { class: `tag tag-${kind}`, title: TAG_WORDS[kind] }, kind);
 }
 
-function tagsOf(simulated, lossy) {
-  return [simulated ? tag("simulated") : null, lossy ? tag("lossy") : null];
+function tagsOf(run, lossy) {
+  return [run.simulated ? tag("simulated") : null, run.emulated ? tag("emulated") : null, lossy ? tag("lossy") : null];
 }
 
 // Entries of a legend: the statuses present, with their counts.

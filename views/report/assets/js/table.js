@@ -99,7 +99,7 @@ function trialTable(first, open) {
       if (empty(x) !== empty(y)) return empty(x) ? 1 : -1;
       return sign * compareCells(x, y) || a.trial - b.trial;
     });
-    about.textContent = [run.simulated ? "Nothing was run: these numbers are predictions." : "",
+    about.textContent = [run.simulated ? "Nothing was run: these numbers are predictions." : run.emulated ? "Some ranks ran alone on one device: communication is priced." : "",
       run.measuredAgain ? `The winner is first, followed by the other trials that were ${run.seen} again; “First” is their first throughput.` : "", whyAbove(run)].filter(Boolean).join(" ");
     about.hidden = !about.textContent;
     found.textContent = wanted.unknown.length

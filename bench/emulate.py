@@ -1,0 +1,289 @@
+"""Holds emulated ranks against real ones: memory of each rank, step time, and the order of configurations.
+
+    python bench/emulate.py                              # all parts, and the tables of docs/emulation.md
+    python bench/emulate.py --parts memory --models llama-tiny
+    python bench/emulate.py --write                      # the tables alone, from bench/results/emulate.json
+
+Every configuration is run by real gloo ranks on this machine and by emulated ones, in turns. Three parts:
+
+- `memory`: peak of each rank. Both run with glibc's thresholds for mmap and trimming fixed at 64 KiB, so that memory that is
+  freed is returned. Without that the resident peak of a small model is mostly what glibc keeps, and runs of one configuration
+  scatter by 5 to 10 % among themselves.
+- `time`: the step, with glibc as it is, so that times are those that trials have; the median of the turns counts.
+- `ranking`: 20 configurations of llama-tiny on 8 ranks, by Spearman's correlation.
+
+Results are kept row by row in bench/results/emulate.json; rows that are there are not run again (`--again` drops them).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+KEPT = HERE / "results" / "emulate.json"
+PAGE = HERE.parent / "docs" / "emulation.md"
+MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny")
+ORDERS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp=2": (2, {"tp": 2}),
+    **{f"zero={zero}": (2, {"zero": zero}) for zero in range(4)},
+    **{
+        f"pp=2 {order}": (2, {"pp": 2, "pipeline_schedule": order, "virtual_stages": held})
+        for order, held in ORDERS.items()
+    },
+    "sp=2": (2, {"sp": 2}),
+    "cp=2": (2, {"cp": 2}),
+    "ep=2": (2, {"ep": 2}),
+    "tp=2 zero=3": (4, {"tp": 2, "zero": 3}),
+    "pp=2 dp=2": (4, {"pp": 2, "zero": 1}),
+}
+RANKED: tuple[dict[str, Any], ...] = (
+    {"micro_batch": 4}, {"micro_batch": 2, "zero": 1}, {"micro_batch": 4, "zero": 2}, {"micro_batch": 4, "zero": 3},
+    {"micro_batch": 1, "zero": 3}, {"micro_batch": 4, "checkpoint_ratio": 1}, {"tp": 2, "micro_batch": 8},
+    {"tp": 2, "micro_batch": 4, "zero": 3}, {"tp": 4, "micro_batch": 16}, {"tp": 2, "micro_batch": 8, "zero": 1},
+    {"pp": 2, "micro_batch": 4}, {"pp": 2, "micro_batch": 2, "zero": 1},
+    {"pp": 2, "micro_batch": 4, "pipeline_schedule": "gpipe"},
+    {"pp": 4, "micro_batch": 4, "pipeline_schedule": "gpipe"}, {"pp": 2, "tp": 2, "micro_batch": 8},
+    {"pp": 2, "micro_batch": 4, "pipeline_schedule": "interleaved", "virtual_stages": 2},
+    {"sp": 2, "micro_batch": 8}, {"cp": 2, "micro_batch": 8}, {"cp": 2, "micro_batch": 8, "zero": 3},
+    {"sp": 2, "micro_batch": 2, "zero": 1},
+)  # fmt: skip
+TUNABLES = "glibc.malloc.mmap_threshold=65536:glibc.malloc.trim_threshold=65536"
+LIMIT_MIB = 2500.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["memory", "time", "ranking"])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--turns", type=int, default=3, help="turns of the parts with times")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for measuring the steps of one turn")
+    parser.add_argument("--again", action="store_true", help="drop the rows of these parts that are kept")
+    parser.add_argument("--write", action="store_true", help="write the tables alone")
+    options = parser.parse_args()
+    rows: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if not options.write:
+        if options.again:
+            rows = {key: row for key, row in rows.items() if row["part"] not in options.parts}
+        if "memory" in options.parts:
+            os.environ["GLIBC_TUNABLES"] = TUNABLES
+            memory(rows, options.models)
+            os.environ.pop("GLIBC_TUNABLES")
+        if "time" in options.parts:
+            times(rows, options.models, options.turns, options.seconds)
+        if "ranking" in options.parts:
+            ranking(rows, options.turns, options.seconds)
+    tables = written(rows)
+    print(tables)
+    page = PAGE.read_text() if PAGE.exists() else ""
+    begin, end = "<!-- bench/emulate.py -->", "<!-- end -->"
+    if begin in page:
+        head, _, rest = page.partition(begin)
+        PAGE.write_text(f"{head}{begin}\n\n{tables}\n{end}{rest.partition(end)[2]}")
+
+
+class Sides:
+    """Real and emulated trials of one model on so many ranks."""
+
+    def __init__(self, model: str, devices: int, agent: Any, seconds: float, batch: int = 16) -> None:
+        import redline as rl
+        from redline.base.device import detect, usable_cores
+        from redline.estimator.measuring import this_machine
+        from redline.runners import TimingPlan, TrialTerms
+        from redline.runners.dispatch import DryRuns
+        from redline.runners.emulate import EmulateRunner, EmulationTerms, wire_here
+        from redline.runners.local import LocalRunner
+
+        workload = rl.workload(model, global_batch=batch)
+        plan = TimingPlan(seconds=seconds, min_steps=4, precision=0.01)
+        threads = max(1, usable_cores() // devices)
+        terms = TrialTerms(device=detect(), devices=devices, memory_limit_mib=LIMIT_MIB, threads=threads, plan=plan)
+        work = DryRuns(workload, compiles=False)
+        hardware = this_machine().shared(devices)
+        wire = wire_here(hardware, devices, threads)
+        self.real = LocalRunner(work, terms, agent=agent)
+        self.emulated, self.deciding = (
+            EmulateRunner(
+                workload, terms, EmulationTerms(hardware=hardware, ranks=ranks), wire=wire, compiles=False, agent=agent
+            )
+            for ranks in ("all", "deciding")
+        )
+
+    def run(self, runner: Any, config: dict[str, Any]) -> Any:
+        from redline.runners.runner import TrialRequest
+        from redline.space import Config
+
+        return runner.run(TrialRequest(config=Config(config), number=0, log=Path("/dev/null")))
+
+
+def agent_of() -> Any:
+    from redline.runners.host import PLAIN_IMPORTS, HostAgent
+
+    return HostAgent(PLAIN_IMPORTS)
+
+
+def keep(rows: dict[str, Any], key: str, row: dict[str, Any]) -> None:
+    rows[key] = row
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text(json.dumps(rows, indent=1))
+    print(key, {name: value for name, value in row.items() if name not in ("part",)}, flush=True)
+
+
+def cases(models: list[str]) -> list[tuple[str, str, int, dict[str, Any]]]:
+    return [
+        (model, name, devices, {"micro_batch": 4, **config})
+        for model in models
+        for name, (devices, config) in CASES.items()
+    ]
+
+
+def failed(real: Any, emulated: Any) -> str:
+    """Why there is nothing to compare; empty where there is."""
+    if not real.ok:
+        return f"not valid: {real.reason[:160]}"
+    return "" if emulated.ok else f"emulated {emulated.status}: {emulated.reason[:160]}"
+
+
+def memory(rows: dict[str, Any], models: list[str]) -> None:
+    agent = agent_of()
+    try:
+        for model, name, devices, config in cases(models):
+            key = f"memory {model} {name}"
+            if key in rows:
+                continue
+            sides = Sides(model, devices, agent, 0.3)
+            real, emulated = sides.run(sides.real, config), sides.run(sides.emulated, config)
+            row: dict[str, Any] = {"part": "memory", "model": model, "case": name, "why": failed(real, emulated)}
+            if not row["why"]:
+                theirs = {each.rank: each.peak_memory_mib for each in real.ranks}
+                row["ranks"] = [[each.rank, theirs[each.rank], each.peak_memory_mib] for each in emulated.ranks]
+            keep(rows, key, row)
+    finally:
+        agent.close()
+
+
+def times(rows: dict[str, Any], models: list[str], turns: int, seconds: float) -> None:
+    agent = agent_of()
+    try:
+        for model, name, devices, config in cases(models):
+            key = f"time {model} {name}"
+            if key in rows:
+                continue
+            sides = Sides(model, devices, agent, seconds)
+            keep(rows, key, {"part": "time", "model": model, "case": name, **in_turns(sides, config, turns)})
+    finally:
+        agent.close()
+
+
+def in_turns(sides: Sides, config: dict[str, Any], turns: int) -> dict[str, Any]:
+    """Median steps of both sides, ms, and what else ran meanwhile."""
+    real_ms, emulated_ms, modelled, foreign, spread = [], [], [], [], []
+    for _ in range(turns):
+        real, emulated = sides.run(sides.real, config), sides.run(sides.deciding, config)
+        if why := failed(real, emulated):
+            return {"why": why}
+        real_ms.append(real.step_ms)
+        emulated_ms.append(emulated.step_ms)
+        modelled.append(emulated.seconds_modelled * 1e3)
+        spread.append(emulated.step_ms_spread)
+        foreign.append(real.foreign_cores or 0.0)
+    return {
+        "why": "",
+        "real_ms": statistics.median(real_ms),
+        "emulated_ms": statistics.median(emulated_ms),
+        "modelled_ms": statistics.median(modelled),
+        "spread_ms": statistics.median(spread),
+        "foreign_cores": statistics.median(foreign),
+        "real_memory_mib": real.peak_memory_mib,
+        "emulated_memory_mib": emulated.peak_memory_mib,
+    }
+
+
+def ranking(rows: dict[str, Any], turns: int, seconds: float) -> None:
+    os.environ["GLIBC_TUNABLES"] = TUNABLES  # for memory; both sides have it
+    agent = agent_of()
+    try:
+        sides = None
+        for config in RANKED:
+            name = " ".join(f"{knob}={value}" for knob, value in config.items())
+            key = f"ranking {name}"
+            if key in rows:
+                continue
+            sides = sides or Sides("llama-tiny", 8, agent, seconds, batch=64)
+            keep(rows, key, {"part": "ranking", "model": "llama-tiny", "case": name, **in_turns(sides, config, turns)})
+    finally:
+        agent.close()
+        os.environ.pop("GLIBC_TUNABLES")
+
+
+def off(value: float, truth: float) -> float:
+    """Departure in per cent."""
+    return 100 * (value / truth - 1)
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    import pandas
+
+    return float(pandas.Series(one).corr(pandas.Series(other), method="spearman"))
+
+
+def written(rows: dict[str, Any]) -> str:
+    """The tables as Markdown."""
+    parts = {part: [row for row in rows.values() if row["part"] == part and not row["why"]] for part in
+             ("memory", "time", "ranking")}  # fmt: skip
+    out: list[str] = []
+    if found := parts["memory"]:
+        apart = [abs(off(mine, real)) for row in found for _, real, mine in row["ranks"]]
+        out += [
+            f"Memory of {len(apart)} ranks of {len(found)} configurations: median error {statistics.median(apart):.1f} %, "
+            f"largest {max(apart):.1f} %. For each configuration the rank that is furthest off, real and emulated, MiB:",
+            "",
+            *grid(found, memory_cell),
+            "",
+        ]
+    if found := parts["time"]:
+        apart = [abs(off(row["emulated_ms"], row["real_ms"])) for row in found]
+        foreign = statistics.median(row["foreign_cores"] for row in found)
+        out += [
+            f"Step time of {len(apart)} configurations: median error {statistics.median(apart):.1f} %, largest "
+            f"{max(apart):.1f} %; other processes took {foreign:.1f} cores meanwhile (median). Real and emulated, ms:",
+            "",
+            *grid(found, time_cell),
+            "",
+        ]
+    if found := parts["ranking"]:
+        memories = spearman(*([row[name] for row in found] for name in ("real_memory_mib", "emulated_memory_mib")))
+        steps = spearman(*([row[name] for row in found] for name in ("real_ms", "emulated_ms")))
+        out += [
+            f"{len(found)} configurations of llama-tiny on 8 ranks: Spearman's correlation with real ranks is {memories:.3f} "
+            f"for memory and {steps:.3f} for step time.",
+            "",
+        ]
+    return "\n".join(out)
+
+
+def memory_cell(row: dict[str, Any]) -> str:
+    _, real, mine = max(row["ranks"], key=lambda each: abs(off(each[2], each[1])))
+    return f"{real:.0f} {mine:.0f} ({off(mine, real):+.1f} %)"
+
+
+def time_cell(row: dict[str, Any]) -> str:
+    return f"{row['real_ms']:.0f} {row['emulated_ms']:.0f} ({off(row['emulated_ms'], row['real_ms']):+.0f} %)"
+
+
+def grid(rows: list[dict[str, Any]], cell: Any) -> list[str]:
+    models = [each for each in MODELS if any(row["model"] == each for row in rows)]
+    lines = [f"| | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
+    for name in CASES:
+        found = {row["model"]: row for row in rows if row["case"] == name}
+        if found:
+            lines.append(f"| {name} | {' | '.join(cell(found[m]) if m in found else '' for m in models)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""A strategy per run of repeated blocks, as the text of the knob `strategy`: `0-7:tp2,ckpt 8-31:tp1,zero3`.
+
+    strategy : run (' ' run)*
+    run      : range ':' item (',' item)*
+    range    : block | block '-' block                   both ends belong to it; blocks count from 0
+    item     : 'tp' number | 'ep' number | 'zero' stage | 'ckpt'               '-' for none
+
+Runs cover all blocks once, in order. An item that a run lacks has the value of the configuration's own knob; `ckpt`
+recomputes the blocks of the run, and without it they keep their activations. What lies
+in no block (embeddings, head) follows the knobs.
+
+`tp` of a run divides the knob `tp`, which is that of the mesh: with `tp=4` the blocks of a `tp2` run are each cut over two
+ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md).
+
+Source: Miao et al., Galvatron (arXiv:2211.13878), whose plans name the strategy of each layer.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..base.errors import UsageError, unknown
+
+MOST_BLOCKS = 10_000
+"""Blocks of the deepest model that a text can name."""
+ITEMS = ("tp", "ep", "zero", "ckpt")
+"""Items of a run, in the order in which they are printed."""
+_ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
+
+
+class LayersError(UsageError):
+    """A text is not a strategy per layer. `column` counts from 1."""
+
+    def __init__(self, problem: str, text: str, offset: int) -> None:
+        self.problem, self.text, self.column = problem, text, offset + 1
+        start = max(0, offset - 60)
+        shown = text[start : offset + 60]
+        super().__init__(f"strategy, character {offset + 1}: {problem}\n  {shown}\n  {' ' * (offset - start)}^")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks that are treated alike. None: as the configuration's knob says."""
+
+    first: int
+    last: int
+    tp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    ckpt: bool = False
+
+    @property
+    def count(self) -> int:
+        """Blocks of the run."""
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        blocks = f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
+        given = {"tp": self.tp, "ep": self.ep, "zero": self.zero}
+        items = [f"{name}{value}" for name, value in given.items() if value is not None]
+        items += ["ckpt"] if self.ckpt else []
+        return f"{blocks}:{','.join(items) or '-'}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStrategy:
+    """The strategy of one block."""
+
+    tp: int
+    """Ranks that share the block's weights."""
+    ep: int
+    """Ranks that share its experts."""
+    zero: int
+    """Stage of ZeRO of its weights."""
+    ckpt: bool
+    """Its activations are recomputed."""
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> tuple[Run, ...]:
+    """The runs of a text, in order.
+
+    Raises:
+        LayersError: it is not in the grammar, or its runs overlap, leave blocks out, or do not begin at block 0.
+    """
+    runs: list[Run] = []
+    if not text.strip():
+        raise LayersError("a strategy names runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3, but is empty", text, 0)
+    for found in re.finditer(r"\S+", text):
+        run = _run(text, found.group(), found.start())
+        expected = runs[-1].last + 1 if runs else 0
+        if run.first > expected:
+            missing = f"block {expected}" if run.first == expected + 1 else f"blocks {expected} to {run.first - 1}"
+            raise LayersError(f"{missing} would have no strategy: runs cover all blocks, in order", text, found.start())
+        if run.first < expected:
+            last = min(run.last, expected - 1)
+            again = f"block {last} has" if run.first == last else f"blocks {run.first} to {last} have"
+            raise LayersError(f"{again} a strategy already: runs cover each block once", text, found.start())
+        runs.append(run)
+    return tuple(runs)
+
+
+def canonical(text: str) -> str:
+    """The same strategy in one spelling: single spaces, items in order, neighbours that are alike as one run.
+
+    >>> canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ")
+    '0-3:tp2,ckpt 4:-'
+    """
+    return printed(parse(text))
+
+
+def printed(runs: Iterable[Run]) -> str:
+    """Runs as text, neighbours that are alike as one."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and replace(joined[-1], first=run.first, last=run.last) == run:
+            joined[-1] = replace(joined[-1], last=run.last)
+        else:
+            joined.append(run)
+    return " ".join(map(str, joined))
+
+
+def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0) -> list[BlockStrategy]:
+    """Returns the strategy of each of a model's blocks.
+
+    Args:
+        text: the strategy.
+        blocks: repeated blocks of the model.
+        tp, ep, zero: the configuration's own knobs.
+
+    Raises:
+        UsageError: the text is for another number of blocks, or not a strategy.
+    """
+    runs = parse(text)
+    if runs[-1].last + 1 != blocks:
+        raise UsageError(
+            f"strategy: its runs are for {runs[-1].last + 1} blocks, but the model has {blocks}: the last run must end "
+            f"at block {blocks - 1}"
+        )
+    return [
+        BlockStrategy(
+            tp if run.tp is None else run.tp,
+            ep if run.ep is None else run.ep,
+            zero if run.zero is None else run.zero,
+            run.ckpt,
+        )
+        for run in runs
+        for _ in range(run.count)
+    ]
+
+
+def uniform(text: str, *, tp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
+    """Returns the strategy of every block, if all have the same, with the `tp` and `ep` of the knobs; else None.
+
+    >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
+    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True), None)
+    """
+    runs = parse(text)
+    found = set(of_blocks(text, runs[-1].last + 1, tp=tp, ep=ep, zero=zero))
+    first = next(iter(found))
+    return first if len(found) == 1 and (first.tp, first.ep) == (tp, ep) else None
+
+
+def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, ep: int = 1, zero: int = 0) -> str:
+    """The text of a strategy for each block, without what the configuration's own knobs say: the inverse of `of_blocks`.
+
+    >>> text_of([BlockStrategy(2, 1, 0, True)] * 2 + [BlockStrategy(1, 1, 3, False)], tp=2)
+    '0-1:ckpt 2:tp1,zero3'
+    """
+    return printed(
+        Run(
+            at,
+            at,
+            tp=None if each.tp == tp else each.tp,
+            ep=None if each.ep == ep else each.ep,
+            zero=None if each.zero == zero else each.zero,
+            ckpt=each.ckpt,
+        )
+        for at, each in enumerate(strategies)
+    )
+
+
+def _run(text: str, run: str, start: int) -> Run:
+    blocks, colon, items = run.partition(":")
+    found = _RANGE.match(blocks)
+    if found is None:
+        raise LayersError(f"blocks are a number or a range such as 0-7, but here is {blocks!r}", text, start)
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise LayersError(f"a range goes up, but {first} is behind {last}", text, start)
+    if last >= MOST_BLOCKS:
+        raise LayersError(f"a model has at most {MOST_BLOCKS} blocks, but here is block {last}", text, start)
+    if not colon:
+        problem = f"behind the blocks {blocks} a colon and items are expected, such as {blocks}:ckpt"
+        raise LayersError(problem, text, start + len(blocks))
+    place, made = start + len(blocks) + 1, Run(first, last)
+    if items == "-":
+        return made
+    seen: set[str] = set()
+    for item in items.split(","):
+        name, value = _item(text, item, place)
+        if name in seen:
+            raise LayersError(f"{name} is given twice for the blocks {blocks}", text, place)
+        seen.add(name)
+        given: dict[str, Any] = {name: value}
+        made = replace(made, **given)
+        place += len(item) + 1
+    return made
+
+
+def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
+    found = _ITEM.match(item)
+    if found is None:
+        known = "tp2, zero3 or ckpt"
+        raise LayersError(f"an item is expected, such as {known}, but here is {item!r}", text, place)
+    name, number = found["name"], found["number"]
+    if name not in ITEMS:
+        raise LayersError(unknown("item", name, ITEMS), text, place)
+    if name == "ckpt":
+        if number:
+            raise LayersError(f"ckpt takes no number, but here is {item!r}", text, place + len(name))
+        return name, True
+    if not number:
+        raise LayersError(f"{name} takes a number, such as {name}2", text, place + len(name))
+    value = int(number)
+    if name == "zero" and value > 3:
+        raise LayersError(f"zero is a stage from 0 to 3, but here is {value}", text, place + len(name))
+    if name in ("tp", "ep") and not 1 <= value <= 1 << 20:
+        raise LayersError(f"{name} is a whole number of at least 1, but here is {value}", text, place + len(name))
+    return name, value

@@ -1,0 +1,362 @@
+"""Trials on one device that stands for many: some ranks run for real, one after another, and their communication is priced.
+
+The ranks that decide are started one by one, each in a fresh process that holds a process group without peers
+(`training/emulation.py`). Memory is measured. The step is what the ranks computed, with the time of communication put back
+(`replay.py`) by the links of the hardware. Nothing is compared with a reference: what a rank computes without its peers is
+no training, so that no trial is `wrong`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..base.device import usable_cores
+from ..base.errors import UsageError, WorkloadError, unknown
+from ..estimator.wire import Wire
+from ..models import Workload
+from ..results import Measurement, RankReport, Status
+from ..training.world import World
+from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
+from .emulated_rank import EmulatedDryRun, EmulatedReport
+from .host import HostAgent
+from .job import Job, Outcome, RankOutcome, Rendezvous
+from .replay import Played, play
+from .runner import Runner, TrialRequest
+from .timing import median_interval
+from .work import TrialTerms
+
+if TYPE_CHECKING:
+    from ..estimator.estimate import Estimate
+    from ..estimator.hardware import Hardware
+    from ..training.emulation import Message, StepTrace
+
+RANKS = ("deciding", "all")
+"""Which ranks are emulated, by name."""
+Z95 = 1.959964
+NCCL_CHANNEL_MIB = 1.0
+"""NCCL's buffers of one channel to one peer: those of its protocols Simple (512 KiB a direction), LL and LL128 as NCCL_BUFFSIZE
+and its documentation state them, halved as most channels use one of them."""
+NCCL_CHANNELS = 24
+"""Channels of a communicator between devices of a node with NVLink, by NCCL's own tuning of such nodes; half as many rings and
+trees go between nodes."""
+NCCL_BASE_MIB = 60.0
+"""A communicator's kernels, queues and work space on its device."""
+
+GLOO_GROUP_MIB = 0.2
+"""What a gloo group takes of a process, as measured on Linux with torch 2.13."""
+RECORDED, RECORDED_MIB = 2000, 0.72 / 1024
+"""Entries of torch's flight recorder, which notes every collective of a real group, and the memory of one, as measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationTerms:
+    """What all emulated trials share."""
+
+    hardware: "Hardware"
+    """That the devices are: its links are priced, its memory is the limit."""
+    ranks: str = "deciding"
+    """A name in `RANKS`."""
+    memory_only: bool = False
+    """Whether no time is wanted, as where this device is another than the hardware."""
+
+    def __post_init__(self) -> None:
+        if self.ranks not in RANKS:
+            raise UsageError(unknown("ranks", self.ranks, RANKS))
+
+
+class EmulateRunner(Runner):
+    """Emulates ranks of each trial on one device of this machine.
+
+    Args:
+        workload: what is trained.
+        terms: devices of a trial, limits and deadlines; its device is the one here.
+        emulation: what is emulated.
+        wire: prices communications; called once, before the first trial.
+        estimator: predicts the time of trials of which memory alone is measured.
+        compiles: whether any configuration may compile.
+        agent: one that was started beforehand; this runner closes it.
+    """
+
+    name = "emulate"
+    confirms = False
+
+    def __init__(
+        self,
+        workload: Workload,
+        terms: TrialTerms,
+        emulation: EmulationTerms,
+        *,
+        wire: "Callable[[HostAgent], Wire] | None" = None,
+        estimator: "Callable[[Mapping[str, Any]], Estimate] | None" = None,
+        compiles: bool = True,
+        agent: HostAgent | None = None,
+    ) -> None:
+        self.workload, self.terms, self.emulation = workload, terms, emulation
+        self._runs = DryRuns(workload, compiles=compiles)
+        self._make_wire, self._estimator = wire, estimator
+        self._wire: Wire | None = None
+        if agent is None:
+            agent = HostAgent(self._runs.imports)
+        else:
+            agent.also_import(self._runs.imports)
+        self._agent = agent
+
+    @property
+    def wire(self) -> Wire:
+        """Prices of communications; measured among real ranks where the hardware is this CPU."""
+        if self._wire is None:
+            self._wire = (
+                Wire.on(self.emulation.hardware, self.terms.devices)
+                if self._make_wire is None
+                else self._make_wire(self._agent)
+            )
+        return self._wire
+
+    def wait_ready(self) -> None:
+        self._agent.wait_ready()
+        if not self.emulation.memory_only:
+            self.wire  # noqa: B018  # measured before the first trial
+
+    def run(self, request: TrialRequest) -> Measurement:
+        started, begin = time.time(), time.perf_counter()
+        found: list[RankOutcome] = []
+        failed: Outcome | None = None
+        try:
+            world = World.of(request.config, 0, self.terms.devices)
+        except WorkloadError as error:
+            failed = Outcome(status=Status.CRASH, reason=str(error))
+        else:
+            deadline = self._deadline(request)
+            for number, rank in enumerate(emulated_ranks(world, request.config, self.emulation)):
+                left = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
+                outcome = self._agent.run(self._job(request, rank, left, first=number == 0), key=str(request.log or ""))
+                found += outcome.ranks
+                if outcome.status is not Status.OK:
+                    failed = outcome
+                    break
+        common: dict[str, Any] = {
+            "devices": self.terms.devices,
+            "started": started,
+            "seconds_total": time.perf_counter() - begin,
+            "log": request.log_name,
+            "memory_limit_mib": self.terms.memory_limit_mib or float(self.terms.device.memory_mib),
+            "emulated_ranks": ",".join(str(each.rank) for each in found),
+        }
+        if failed is not None:
+            needs = [each.needed_memory_mib or each.peak_memory_mib for each in failed.ranks]
+            return Measurement(
+                status=failed.status,
+                reason=f"emulated: {failed.reason}",
+                peak_memory_mib=max((each for each in needs if each), default=None),
+                ranks=tuple(_rank_report(each, None) for each in found),
+                **common,
+            )
+        return self._measured(request, world, found, common)
+
+    def _deadline(self, request: TrialRequest) -> float | None:
+        return request.timeout_s or self.terms.timeout_s
+
+    def _job(self, request: TrialRequest, rank: int, timeout_s: float | None, *, first: bool) -> Job:
+        import cloudpickle
+
+        terms = self.terms
+        program = EmulatedDryRun(
+            workload=self.workload,
+            config=request.config,
+            plan=terms.plan,
+            seed=terms.seed,
+            memory_only=self.emulation.memory_only,
+        )
+        return Job(
+            program=cloudpickle.dumps(program),
+            ranks=1,
+            rendezvous=Rendezvous(world_size=terms.devices, first_rank=rank),
+            device_type=terms.device.type,
+            threads=terms.threads,
+            memory_limit_mib=terms.memory_limit_mib,
+            timeout_s=timeout_s,
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
+            log=str(request.log) if request.log else None,
+            log_continues=not first,
+        )
+
+    def _measured(
+        self, request: TrialRequest, world: World, outcomes: Sequence[RankOutcome], common: Mapping[str, Any]
+    ) -> Measurement:
+        reports: dict[int, EmulatedReport] = {each.rank: each.report for each in outcomes}
+        first = next(iter(reports.values()))
+        beside = {rank: self.beside_mib(world, each) for rank, each in reports.items()}
+        known: dict[str, Any] = {
+            "peak_memory_mib": max(each.peak_memory_mib + beside[rank] for rank, each in reports.items()),
+            "samples_per_step": first.samples_per_step,
+            "unit": self.workload.unit,
+            "seconds_build": sum(each.seconds_build + each.seconds_compile for each in reports.values()),
+            "seconds_compile": sum(each.seconds_compile for each in reports.values()),
+            "seconds_warmup": sum(each.seconds_warmup for each in reports.values()),
+            "seconds_measure": sum(each.seconds_measure for each in reports.values()),
+        }
+        spent = sum(known[name] for name in ("seconds_build", "seconds_warmup", "seconds_measure"))
+        known["seconds_overhead"] = max(0.0, common["seconds_total"] - spent)
+        notes = [f"emulated ranks {common['emulated_ranks']} of {self.terms.devices}, no comparison with a reference"]
+        if self.terms.device.type == "cuda":
+            notes.append(f"{max(beside.values()):,.0f} MiB of NCCL added")
+        if odd := [str(rank) for rank, each in reports.items() if not each.finite]:
+            notes.append(f"values of rank {', '.join(odd)} are not finite, and kernels may run at another speed")
+        if self.emulation.memory_only:
+            assert self._estimator is not None, "what is not timed is predicted"
+            estimate = self._estimator(request.config)
+            step, spread = estimate.step_ms / 1e3, (estimate.step_ms_high - estimate.step_ms_low) / 2e3
+            modelled = step
+            notes.append("memory measured, time predicted")
+        else:
+            step, spread, modelled = self._step(world, reports)
+            notes.append(f"{1e3 * (step - modelled):,.1f} ms measured and {1e3 * modelled:,.1f} ms modelled")
+        ranks = tuple(_rank_report(each, step, beside[each.rank]) for each in outcomes)
+        rate = first.samples_per_step / step
+        tokens = first.tokens_per_step / step if first.tokens_per_step else None
+        tflops = first.flops_per_step / step / 1e12 / self.terms.devices if first.flops_per_step else None
+        return Measurement(
+            status=Status.OK,
+            reason="; ".join(notes),
+            throughput=tokens if self.workload.unit == "tokens/s" else rate,
+            samples_per_second=rate,
+            tokens_per_second=tokens,
+            step_ms=step * 1e3,
+            step_ms_spread=spread * 1e3,
+            seconds_modelled=modelled,
+            tflops_per_device=tflops,
+            ranks=ranks,
+            **known,
+            **dict(common),
+        )
+
+    def _step(self, world: World, reports: Mapping[int, EmulatedReport]) -> tuple[float, float, float]:
+        """The step, the half-width of its 95 % interval, and its modelled part, s."""
+        best: tuple[float, float, float] | None = None
+        for line in pipelines(world, list(reports)):
+            traces = [reports[rank].traces for rank in line]
+            played = [self._play(steps, 1.0) for steps in zip(*traces)]
+            seconds, scatter = median_interval([each.seconds for each in played])
+            middle = min(played, key=lambda each: abs(each.seconds - seconds))
+            at = played.index(middle)
+            factor = math.exp(Z95 * self.wire.log_std)
+            ends = [self._play([each[at] for each in traces], scale).seconds for scale in (1 / factor, factor)]
+            spread = math.hypot(scatter, (ends[1] - ends[0]) / 2)
+            if best is None or seconds > best[0]:
+                best = seconds, spread, min(middle.modelled, seconds)
+        assert best is not None, "a trial has a rank"
+        return best
+
+    def _play(self, steps: "Sequence[StepTrace]", scale: float) -> Played:
+        wire = self.wire
+
+        def price(message: "Message") -> float:
+            # Both ends of a send meet; of a group all ranks do.
+            ranks = message.ranks if message.peer is None else (message.ranks[0], message.peer)
+            if message.peer is not None and message.peer == ranks[0]:
+                ranks = (message.ranks[-1], message.peer)
+            return scale * wire.price(message.kind.value, message.num_bytes, ranks)
+
+        cores, table = self.emulation.hardware.cores, wire.table
+        busy = cores is not None and self.terms.devices > 1 and table is not None
+        return play(
+            steps,
+            price,
+            cores=None if cores is None else cores / max(1, self.terms.threads or 1),
+            world_size=self.terms.devices,
+            slower=table.company if busy and table is not None else 1.0,
+        )
+
+    def beside_mib(self, world: World, report: EmulatedReport) -> float:
+        """What real communication takes beside the rank's own memory, MiB: NCCL's buffers on CUDA, and of a CPU's process what
+        gloo and torch's flight recorder keep. Nothing for memory of other hardware on a CPU, whose NCCL the limit leaves out."""
+        if self.terms.device.type == "cuda":
+            return self.nccl_mib(world)
+        if self.emulation.hardware.kind != "cpu":
+            return 0.0
+        return GLOO_GROUP_MIB * report.groups + RECORDED_MIB * min(RECORDED, report.messages)
+
+    def nccl_mib(self, world: World) -> float:
+        """What NCCL's communicators take of a device, MiB: channels to the peers of each axis of the mesh, and what each
+        communicator has of its own. A stated term: an emulated rank has none."""
+        hardware, total = self.emulation.hardware, 0.0
+        stride = 1
+        for size in (world.tp, world.sp, world.cp, world.dp, world.pp):
+            if size > 1:
+                far = size * stride > hardware.devices_per_node
+                channels = NCCL_CHANNELS / 2 if far else NCCL_CHANNELS
+                total += NCCL_BASE_MIB + channels * NCCL_CHANNEL_MIB * min(2, size - 1)
+            stride *= size
+        return total
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        self._agent.stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        self._agent.close()
+
+
+def emulated_ranks(world: World, config: Mapping[str, Any], emulation: EmulationTerms) -> list[int]:
+    """The ranks of a training that are emulated.
+
+    Ranks of one stage differ where something is not the same on all: owners of parameters (ZeRO 1), rows of experts (`ep`), last
+    pieces of what is not divided without a rest. The first of them decides unless experts are shared: then as many as share
+    them. Of a pipeline all stages are wanted for time, the first, the middle and the last for memory alone.
+    """
+    stages = list(range(world.pp))
+    within = world.replicas * world.tp
+    if emulation.memory_only and emulation.ranks != "all":
+        stages = sorted({0, world.pp // 2, world.pp - 1})
+    replicas = list(range(min(world.ep, MOST_SHARERS)))
+    places = [replica * world.tp for replica in replicas]
+    if emulation.ranks == "all":
+        alike = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
+        replicas = [0] if alike else list(range(world.replicas))
+        tensors = sorted({0, world.tp - 1})
+        places = [replica * world.tp + tensor for replica in replicas for tensor in tensors]
+    return [stage * within + place for stage in stages for place in places]
+
+
+MOST_SHARERS = 4
+"""Of replicas that share experts, how many are emulated."""
+
+
+def pipelines(world: World, ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks with the same place in their stages, stage by stage."""
+    within = world.replicas * world.tp
+    lines: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        lines.setdefault(rank % within, []).append(rank)
+    return list(lines.values())
+
+
+def _rank_report(outcome: RankOutcome, step: float | None, beside_mib: float = 0.0) -> RankReport:
+    report = outcome.report if isinstance(outcome.report, EmulatedReport) else None
+    return RankReport(
+        rank=outcome.rank,
+        status=outcome.status,
+        reason=outcome.reason,
+        step_ms=None if step is None else step * 1e3,
+        peak_memory_mib=report.peak_memory_mib + beside_mib if report else outcome.peak_memory_mib,
+        peak_allocated_mib=report.peak_allocated_mib if report else None,
+        build_memory_mib=report.build_memory_mib if report else None,
+        allocation_retries=report.allocation_retries if report else 0,
+    )
+
+
+def wire_here(hardware: "Hardware", devices: int, threads: int) -> "Callable[[HostAgent], Wire]":
+    """How communications are priced on this machine: on a CPU by a table that is measured once and cached, on GPUs by the
+    hardware's links."""
+
+    def make(agent: HostAgent) -> Wire:
+        if hardware.kind != "cpu" or devices < 2:
+            return Wire.on(hardware, devices)
+        from .measured_wire import cached_wire
+
+        return Wire.on(hardware, devices, cached_wire(agent, devices, threads, usable_cores()))
+
+    return make

@@ -1,0 +1,181 @@
+"""Measures what communications take among real ranks on this CPU, and what they compute slower in each other's company."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..base.errors import RunnerError
+from ..estimator.wire import WireTable
+from ..results import Status
+from .dry_run import join
+from .host import HostAgent
+from .job import Job, Rendezvous
+from .rank import RankContext
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 23)
+"""Bytes that are timed."""
+REPEATS = (30, 30, 20, 12, 6)
+"""How often each."""
+WORK_S = 0.4
+"""How long each rank computes, alone and in company, s."""
+VERSION = 1
+"""Of what is measured; a table that was cached under another is not used."""
+
+
+def group_sizes(world_size: int) -> list[int]:
+    """Sizes of groups that ranks can form."""
+    return [size for size in range(2, world_size + 1) if world_size % size == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireMeasurement:
+    """A program for real ranks: times communications in groups of each size, all groups at once, as in a training."""
+
+    def __call__(self, context: RankContext) -> WireTable:
+        import torch.distributed as dist
+
+        join(context)
+        world, rank = context.world_size, context.rank
+        seconds: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for size in group_sizes(world):
+            lines = [list(range(first, first + size)) for first in range(0, world, size)]
+            mine, _ = dist.new_subgroups_by_enumeration(lines)
+            for number, num_bytes in enumerate(SIZES):
+                for kind, call in _calls(num_bytes, mine, rank % size, size):
+                    taken = self._undisturbed(call, REPEATS[number])
+                    seconds.setdefault(kind, {}).setdefault(size, []).append((num_bytes, taken))
+        return WireTable(ranks=world, seconds=seconds, company=self._company(rank, world))
+
+    def _undisturbed(self, call: Callable[[], None], times: int) -> float:
+        """Lower quartile of repetitions, mean over ranks: what disturbs makes a call longer, never shorter."""
+        import torch
+        import torch.distributed as dist
+
+        call()
+        taken = []
+        for _ in range(times):
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+        total = torch.tensor(statistics.quantiles(taken, n=4)[0], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    def _company(self, rank: int, world: int) -> float:
+        """Thread time of a piece of work while others do the same, over that of the first rank alone."""
+        import torch
+        import torch.distributed as dist
+
+        alone = torch.zeros(2, dtype=torch.float64)
+        dist.barrier()
+        if rank == 0:
+            alone[0] = _work_seconds()
+        dist.barrier()
+        alone[1] = _work_seconds() / world
+        dist.all_reduce(alone)
+        return max(1.0, float(alone[1] / alone[0]))
+
+
+def _work_seconds() -> float:
+    """Median thread time of a piece of work as in a small model: products, and passes over memory."""
+    import torch
+
+    weights, data = torch.randn(512, 512), torch.randn(1024, 512)
+    taken: list[float] = []
+    end = time.perf_counter() + WORK_S
+    while time.perf_counter() < end or len(taken) < 3:
+        begin = time.thread_time()
+        hidden = torch.nn.functional.gelu(data @ weights)
+        torch.nn.functional.layer_norm(hidden + data, (512,)) @ weights
+        taken.append(time.thread_time() - begin)
+    return statistics.median(taken)
+
+
+def _calls(
+    num_bytes: int, group: "torch.distributed.ProcessGroup", place: int, size: int
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Each kind of communication of so many bytes."""
+    import torch
+    import torch.distributed as dist
+
+    count = max(size, num_bytes // 4 // size * size)
+    whole, other, piece = torch.ones(count), torch.ones(count), torch.ones(count // size)
+    first = dist.get_global_rank(group, 0)
+    ahead, behind = ((place + step) % size for step in (1, -1))
+
+    def ring() -> None:
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, whole, group=group, group_peer=ahead),
+                dist.P2POp(dist.irecv, other, group=group, group_peer=behind),
+            ]
+        ):
+            work.wait()
+
+    yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
+    yield "all-gather", lambda: dist.all_gather_into_tensor(whole, piece, group=group)
+    yield "reduce-scatter", lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+    yield "all-to-all", lambda: dist.all_to_all_single(other, whole, group=group)
+    yield "broadcast", lambda: dist.broadcast(whole, first, group=group)
+    yield "reduce", lambda: dist.reduce(whole, first, group=group)
+    yield "send", ring
+    yield "barrier", lambda: dist.barrier(group=group)
+
+
+def measured_wire(agent: HostAgent, world_size: int, threads: int) -> WireTable:
+    """Times of communications among so many ranks on this CPU.
+
+    Raises:
+        RunnerError: a rank failed.
+    """
+    import cloudpickle
+
+    job = Job(
+        program=cloudpickle.dumps(WireMeasurement()),
+        ranks=world_size,
+        rendezvous=Rendezvous(world_size=world_size),
+        threads=threads,
+        timeout_s=180.0,
+    )
+    outcome = agent.run(job)
+    if outcome.status is not Status.OK:
+        raise RunnerError(f"measuring communication among {world_size} ranks failed: {outcome.reason}")
+    table: WireTable = outcome.ranks[0].report
+    return table
+
+
+def cached_wire(agent: HostAgent, world_size: int, threads: int, cores: int) -> WireTable:
+    """As `measured_wire`, kept on disk for 30 days.
+
+    Raises:
+        RunnerError: a rank failed.
+    """
+    import torch
+
+    from ..base.device import detect
+    from ..estimator.facts import disk_cache
+    from ..estimator.measuring import MAX_AGE_S
+    from ..models.fingerprint import digest
+
+    what = {
+        "device": detect().to_dict(),
+        "cores": cores,
+        "ranks": world_size,
+        "threads": threads,
+        "torch": torch.__version__,
+        "version": VERSION,
+    }
+    name = Path("wire", f"{digest(what)}.json")
+    kept = disk_cache.load_json(name)
+    if isinstance(kept, dict) and time.time() - kept.get("measured", 0.0) < MAX_AGE_S:
+        return WireTable.from_dict(kept["table"])
+    table = measured_wire(agent, world_size, threads)
+    disk_cache.store_json(name, {"measured": time.time(), "table": table.to_dict()})
+    return table

@@ -1,0 +1,92 @@
+"""Random numbers of ranks that share layers or samples: one stream for all of them, or one for each."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..forward import Layer
+from .collectives import Axis
+
+
+class ForkedRandom(Layer):
+    """Runs what lies within on a random stream of this rank, or on the stream that ranks share."""
+
+    order = 40
+
+    def __init__(self, axis: Axis, differ: bool) -> None:
+        self.axis = axis
+        self.differ = differ
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with _own(self.axis) if self.differ else _shared():
+            return inner(*args, **kwargs)
+
+
+class _Outer(threading.local):
+    """The shared stream's states, set aside while a rank's own is in use; one a nesting level."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+
+_outer = _Outer()
+
+
+@contextmanager
+def _own(axis: Axis) -> Iterator[None]:
+    if _outer.states:
+        # Already on this rank's own stream.
+        yield
+        return
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    _outer.states.append(_get())
+    torch.manual_seed(seed + 1 + axis.rank)
+    try:
+        yield
+    finally:
+        _set(_outer.states.pop())
+
+
+@contextmanager
+def apart(axis: Axis) -> Iterator[None]:
+    """Random numbers that ranks of an axis draw each for themselves, as replicas do; what is within may fork again."""
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    outside, state = _outer.states, _get()
+    _outer.states = []
+    torch.manual_seed(seed + 1 + axis.rank)
+    try:
+        yield
+    finally:
+        _set(state)
+        _outer.states = outside
+
+
+@contextmanager
+def _shared() -> Iterator[None]:
+    if not _outer.states:
+        yield
+        return
+    own, shared = _get(), _outer.states.pop()
+    _set(shared)
+    try:
+        yield
+    finally:
+        _outer.states.append(_get())
+        _set(own)
+
+
+def _get() -> tuple[torch.Tensor, torch.Tensor | None]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+
+
+def _set(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

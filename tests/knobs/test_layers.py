@@ -1,0 +1,70 @@
+"""The text of a strategy per layer: read and printed, refused at the character where it is wrong."""
+
+import pytest
+from hypothesis import given, strategies as st
+from redline.base.errors import UsageError
+from redline.knobs.layers import BlockStrategy, LayersError, canonical, of_blocks, parse, text_of, uniform
+from redline.knobs.strategy import Strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "problem"),
+    [
+        ("0-7:tp2,ckpt 9-31:-", 14, "block 8 would have no strategy"),
+        ("0-7:tp2 12:-", 9, "blocks 8 to 11 would have no strategy"),
+        ("0-7:tp2 7-9:-", 9, "block 7 has a strategy already"),
+        ("0-7:tp2 5-9:-", 9, "blocks 5 to 7 have a strategy already"),
+        ("0-7:tp2 3:-", 9, "block 3 has a strategy already"),
+        ("1-7:tp2", 1, "block 0 would have no strategy"),
+        ("0-7", 4, "a colon and items are expected, such as 0-7:ckpt"),
+        ("0-7:", 5, "an item is expected, such as tp2, zero3 or ckpt, but here is ''"),
+        ("0-7:tp2,", 9, "an item is expected"),
+        ("0-7:tp2;ckpt", 5, "an item is expected, such as tp2, zero3 or ckpt, but here is 'tp2;ckpt'"),
+        ("7-0:tp2", 1, "a range goes up, but 7 is behind 0"),
+        ("0-x:tp2", 1, "blocks are a number or a range such as 0-7, but here is '0-x'"),
+        ("0:tp", 5, "tp takes a number, such as tp2"),
+        ("0:tp0", 5, "tp is a whole number of at least 1, but here is 0"),
+        ("0:zero4", 7, "zero is a stage from 0 to 3, but here is 4"),
+        ("0:ckpt1", 7, "ckpt takes no number"),
+        ("0:ep2,ckpt,ep4", 12, "ep is given twice"),
+        ("0:chkpt", 3, "unknown item 'chkpt'; did you mean 'ckpt'?"),
+        ("0-10000:-", 1, "at most 10000 blocks"),
+        ("  ", 1, "is empty"),
+    ],
+)
+def test_a_wrong_text_is_refused_at_its_character(text, column, problem):
+    with pytest.raises(LayersError) as caught:
+        parse(text)
+    assert caught.value.column == column and problem in str(caught.value)
+    *_, shown, caret = str(caught.value).split("\n")
+    assert caret.index("^") - 2 == column - 1 and shown[2:] == text
+    with pytest.raises(UsageError, match=f"character {column}"):
+        Strategy.of({"strategy": text})
+
+
+layer = st.builds(
+    BlockStrategy,
+    tp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2]), zero=st.integers(0, 3), ckpt=st.booleans(),
+)  # fmt: skip
+
+
+@given(layers=st.lists(layer, min_size=1, max_size=40), tp=st.sampled_from([1, 2, 4]), zero=st.integers(0, 3))
+def test_what_is_printed_is_read_again(layers, tp, zero):
+    text = text_of(layers, tp=tp, zero=zero)
+    assert of_blocks(text, len(layers), tp=tp, zero=zero) == layers
+    assert canonical(text) == text == Strategy.of({"strategy": f"  {text} "}).strategy
+    alike = uniform(text, tp=tp, zero=zero)
+    same = len(set(layers)) == 1 and (layers[0].tp, layers[0].ep) == (tp, 1)
+    assert alike == (layers[0] if same else None)
+
+
+def test_a_text_for_another_depth_is_refused_with_both_numbers():
+    with pytest.raises(
+        UsageError, match="its runs are for 8 blocks, but the model has 12: the last run must end at block 11"
+    ):
+        of_blocks("0-7:ckpt", 12)
+
+
+def test_one_spelling_stands_for_all():
+    assert canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ") == "0-3:tp2,ckpt 4:-"
+    assert canonical("0-1:zero3,ep2,tp1") == "0-1:tp1,ep2,zero3"

@@ -1,0 +1,171 @@
+"""Trials of which some ranks run alone on one device."""
+
+import pytest
+import redline as rl
+from redline.base.device import detect
+from redline.base.errors import UsageError
+from redline.estimator.hardware import find_hardware
+from redline.estimator.wire import Wire, WireTable
+from redline.results import Status
+from redline.runners import TimingPlan, TrialTerms
+from redline.runners.emulate import EmulateRunner, EmulationTerms, emulated_ranks, pipelines
+from redline.runners.runner import TrialRequest
+from redline.space import Config
+from redline.training.world import World
+
+H100 = find_hardware("h100-80gb")
+QUICK = TimingPlan(warmup_max_steps=2, min_steps=2, max_steps=2, seconds=0.1)
+CASES = {
+    "tensor parallel": ("llama-tiny", 2, {"tp": 2}),
+    "ZeRO 3": ("gpt2-tiny", 2, {"zero": 3}),
+    "interleaved": ("llama-tiny", 2, {"pp": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}),
+    "experts": ("mixtral-tiny", 2, {"ep": 2}),
+}
+MORE = {
+    "ZeRO 0": ("bert-tiny", 2, {"zero": 0}),
+    "ZeRO 1": ("bert-tiny", 2, {"zero": 1}),
+    "ZeRO 2": ("t5-tiny", 2, {"zero": 2}),
+    "1F1B": ("t5-tiny", 2, {"pp": 2}),
+    "GPipe": ("gpt2-tiny", 2, {"pp": 2, "pipeline_schedule": "gpipe"}),
+    "zero bubble": ("llama-tiny", 2, {"pp": 2, "pipeline_schedule": "zero_bubble"}),
+    "ZBV": ("llama-tiny", 2, {"pp": 2, "pipeline_schedule": "zbv", "virtual_stages": 2}),
+    "heads": ("bert-tiny", 2, {"sp": 2}),
+    "ring": ("llama-tiny", 2, {"cp": 2}),
+    "tp and sequence": ("llama-tiny", 2, {"tp": 2, "sequence_parallel": True}),
+    "tp and ZeRO 3": ("gpt2-tiny", 4, {"tp": 2, "zero": 3}),
+    "pp and dp": ("llama-tiny", 4, {"pp": 2, "zero": 1}),
+    "all": ("llama-tiny", 16, {"pp": 2, "tp": 2, "cp": 2, "zero": 1}),
+    "compiled": ("llama-tiny", 2, {"tp": 2, "fusion": True}),
+    "bf16": ("llama-tiny", 2, {"zero": 3, "precision": "bf16"}),
+}
+
+
+@pytest.fixture
+def emulate(kept_agent):
+    """Runs one trial and returns its measurement."""
+
+    def run(model, devices, config, *, limit_mib=4000.0, hardware=H100, log=None, **how):
+        workload = rl.workload(model, global_batch=max(16, 4 * devices))
+        terms = TrialTerms(device=detect(), devices=devices, memory_limit_mib=limit_mib, threads=1, plan=QUICK)
+        emulation = EmulationTerms(hardware=hardware, **how)
+        runner = EmulateRunner(
+            workload,
+            terms,
+            emulation,
+            estimator=rl.Estimator(workload, hardware, {"devices": devices}),
+            compiles=bool(config.get("fusion")),
+            agent=kept_agent(),
+        )
+        return runner.run(TrialRequest(config=Config({"micro_batch": 4, **config}), number=0, log=log))
+
+    return run
+
+
+def check(measured, devices, config):
+    assert measured.ok, measured.reason
+    assert "not finite" not in measured.reason
+    assert measured.step_ms > 0 and measured.throughput > 0
+    assert 1e-3 * measured.step_ms_spread > 0
+    assert 0 < measured.seconds_modelled < 1e-3 * measured.step_ms
+    pp = config.get("pp", 1)
+    assert len({int(each) // (devices // pp) for each in measured.emulated_ranks.split(",")}) == pp, "every stage"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_run_alone_with_finite_values_and_their_communication_is_priced(emulate, name):
+    model, devices, config = CASES[name]
+    check(emulate(model, devices, config), devices, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_every_way_of_spreading_a_model_is_emulated(emulate, name):
+    model, devices, config = MORE[name]
+    check(emulate(model, devices, config), devices, config)
+
+
+def test_memory_alone_is_measured_and_the_time_predicted(emulate):
+    measured = emulate("gpt2-tiny", 64, {"zero": 1, "pp": 2}, memory_only=True)
+    assert measured.ok, measured.reason
+    assert measured.emulated_ranks == "0,32"
+    assert measured.seconds_modelled == pytest.approx(1e-3 * measured.step_ms)
+    assert 10 < measured.peak_memory_mib < 1000
+    assert "memory measured, time predicted" in measured.reason
+
+
+def test_what_does_not_fit_is_out_of_memory_and_names_the_rank(emulate, tmp_path):
+    log = tmp_path / "3.log"
+    # Logits are in the last stage, and only there.
+    measured = emulate(
+        "llama-tiny", 2, {"pp": 2, "pipeline_schedule": "gpipe", "micro_batch": 8}, limit_mib=110.0, log=log
+    )
+    assert measured.status is Status.OOM
+    assert "rank 1" in measured.reason
+    assert "emulated" in measured.reason
+    assert [each.status for each in measured.ranks] == [Status.OK, Status.OOM]
+    assert "emory" in log.read_text()
+
+
+def test_degrees_that_do_not_make_the_world_are_refused_with_the_numbers(emulate):
+    measured = emulate("gpt2-tiny", 8, {"tp": 3})
+    assert measured.status is Status.CRASH
+    assert "8" in measured.reason and "3" in measured.reason
+
+
+def test_ranks_to_emulate_are_deciding_or_all():
+    with pytest.raises(UsageError, match="deciding"):
+        EmulationTerms(hardware=H100, ranks="some")
+
+
+def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_middle():
+    config = {"pp": 8, "tp": 2}
+    world = World.of(config, 0, 32)
+    assert emulated_ranks(world, config, EmulationTerms(hardware=H100)) == list(range(0, 32, 4))
+    only = EmulationTerms(hardware=H100, memory_only=True)
+    assert emulated_ranks(world, config, only) == [0, 16, 28]
+
+
+def test_ranks_that_share_experts_are_all_emulated_up_to_four():
+    config = {"ep": 8}
+    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1, 2, 3]
+
+
+def test_all_ranks_are_those_that_differ():
+    every = EmulationTerms(hardware=H100, ranks="all")
+    config = {"tp": 4, "zero": 0}
+    assert emulated_ranks(World.of(config, 0, 16), config, every) == [0, 3]
+    config = {"zero": 1}
+    assert emulated_ranks(World.of(config, 0, 4), config, every) == [0, 1, 2, 3]
+
+
+def test_a_pipelines_line_has_the_same_place_in_every_stage():
+    world = World.of({"pp": 2, "tp": 2}, 0, 8)
+    assert pipelines(world, [0, 3, 4, 7]) == [[0, 4], [3, 7]]
+
+
+def test_nccl_takes_more_with_more_axes_and_nothing_alone(emulate, kept_agent):
+    terms = TrialTerms(device=detect(), devices=16)
+    runner = EmulateRunner(rl.workload("gpt2-tiny"), terms, EmulationTerms(hardware=H100), agent=kept_agent())
+    alone, one, two = (runner.nccl_mib(World.of(each, 0, 16)) for each in ({"dp": 16}, {"tp": 2}, {"tp": 2, "pp": 2}))
+    assert 0 < alone < one < two < 1200, "within what the estimate reserves for context and NCCL"
+
+
+def test_prices_of_links_grow_with_bytes_and_ranks_and_between_nodes():
+    wire = Wire.on(H100, 64)
+    near, far = range(8), range(0, 64, 8)
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send"):
+        assert wire.price(kind, 1 << 20, near) < wire.price(kind, 1 << 26, near) < wire.price(kind, 1 << 26, far), kind
+    # A ring sends each byte 2 (n - 1) / n times: 64 MiB over 450 GB/s at 80 %.
+    large = wire.price("all-reduce", 1 << 30, near) - wire.price("all-reduce", 1 << 29, near)
+    assert large == pytest.approx(2 * 7 / 8 * (1 << 29) / (450e9 * 0.8), rel=1e-6)
+    assert wire.price("all-reduce", 1 << 20, [3]) == 0.0
+
+
+def test_a_measured_table_is_read_between_its_sizes_and_beyond():
+    table = WireTable(ranks=4, seconds={"send": {2: ((1000, 1e-3), (2000, 2e-3))}, "barrier": {2: ((0, 5e-4),)}})
+    wire = Wire.on(H100, 4, table)
+    assert wire.price("send", 1500, (0, 1)) == pytest.approx(1.5e-3)
+    assert wire.price("receive", 4000, (0, 1)) == pytest.approx(4e-3)
+    assert wire.price("send", 10, (0, 1)) == pytest.approx(1e-3)
+    assert wire.price("barrier", 0, (0, 1)) == pytest.approx(5e-4)
+    assert WireTable.from_dict(table.to_dict()) == table

@@ -1,0 +1,119 @@
+"""Blocks that are cut and shared out unlike each other compute what one process computes."""
+
+from dataclasses import replace
+
+import numeric
+import pytest
+import torch
+import torch.distributed as dist
+from redline.models import workload
+from redline.schedule.parallel import sharing
+from redline.testing import numerics
+from redline.training import Training
+
+CPU = torch.device("cpu")
+DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "mixtral": {"num_hidden_layers": 4}}
+TWO = [
+    ("llama", {"tp": 2, "micro_batch": 2}, "0:tp1 1-2:- 3:tp1,ckpt"),
+    ("llama", {"tp": 2, "micro_batch": 4}, "0-3:tp1"),
+    ("llama", {"tp": 2, "micro_batch": 4}, "0-1:tp1,zero3 2:ckpt 3:-"),
+    ("llama", {"dp": 2, "micro_batch": 2}, "0:ckpt 1:zero1 2:zero2 3:zero3"),
+    ("gpt2", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:zero0 1:zero1 2:ckpt 3:-"),
+    ("gpt2", {"tp": 2, "micro_batch": 2}, "0-1:tp1,zero1 2-3:ckpt"),
+    ("gpt2", {"tp": 2, "micro_batch": 8, "kernels": True}, "0:- 1-3:tp1,zero2"),
+    ("mixtral", {"tp": 2, "micro_batch": 2}, "0-1:tp1 2-3:-"),
+    ("mixtral", {"dp": 2, "micro_batch": 2}, "0:ep2 1:ep2,zero3 2:zero2 3:ckpt"),
+    ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:ep1 1:zero3,ckpt 2-3:-"),
+]
+FOUR = [
+    ("llama", {"tp": 2, "dp": 2, "micro_batch": 2}, "0-1:tp1,zero3 2-3:zero2"),
+    ("llama", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}, "0:tp1 1:zero1 2:tp1,zero0 3:ckpt"),
+    ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-2:tp1 3:ckpt"),
+    ("llama", {"tp": 2, "sp": 2, "micro_batch": 4}, "0-1:tp1,ckpt 2-3:-"),
+    ("llama", {"tp": 2, "cp": 2, "zero": 1, "micro_batch": 4}, "0-1:tp1,zero3 2-3:-"),
+    ("llama", {"tp": 2, "dp": 2, "micro_batch": 2, "fusion": True}, "0-1:tp1 2-3:-"),
+    ("gpt2", {"tp": 4, "micro_batch": 4}, "0:tp1,zero3 1:tp2,zero2 2:ckpt 3:tp2"),
+    ("gpt2", {"tp": 4, "micro_batch": 4}, "0-1:tp2 2-3:tp1"),
+    ("gpt2", {"tp": 2, "pp": 2, "grad_accum": 4, "zero": 0}, "0:tp1 1-2:ckpt 3:tp1"),
+    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "micro_batch": 2}, "0-1:tp1 2:- 3:ckpt"),
+    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,zero2 2:zero1 3:-"),
+    ("mixtral", {"dp": 4, "micro_batch": 2}, "0:ep4,zero2 1:ep2,ckpt 2:ep2,zero3 3:-"),
+    ("mixtral", {"tp": 2, "cp": 2, "ep": 2, "micro_batch": 4}, "0-1:tp1 2-3:-"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    # Once, before ranks are forked.
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+
+def deep(family):
+    """The family's workload of the numerics table with four blocks."""
+    task, arguments = numerics.FAMILIES[family]
+    numerics.FAMILIES = {**numerics.FAMILIES, family: (task, {**arguments, **DEEP[family]})}
+    try:
+        return numerics.tiny(family)
+    finally:
+        numerics.FAMILIES = {**numerics.FAMILIES, family: (task, arguments)}
+
+
+def hold(pool, family, config, text, seed):
+    for found in pool.run(numeric.departure, deep(family), {**config, "strategy": text}, seed):
+        numeric.hold(found)
+
+
+@pytest.mark.parametrize(("family", "config", "text"), [TWO[0], TWO[4], TWO[8]])
+def test_runs_compute_what_one_process_computes(two, seed, family, config, text):
+    hold(two, family, config, text, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "config", "text"), [each for each in TWO if each not in (TWO[0], TWO[4], TWO[8])])
+def test_more_runs_compute_what_one_process_computes(two, seed, family, config, text):
+    hold(two, family, config, text, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "config", "text"), FOUR)
+def test_runs_compute_so_beside_all_else(four, seed, family, config, text):
+    hold(four, family, config, text, seed)
+
+
+def summed_over_replicas_alone(family, config, text, seed):
+    """As if the gradients of a run's weights were those of all samples on each rank already."""
+    shared = sharing.shared_parameters
+    from redline.schedule.primitives import data_parallel
+
+    data_parallel.shared_parameters = lambda root: {}
+    try:
+        return numeric.departure(deep(family), {**config, "strategy": text}, seed)
+    finally:
+        data_parallel.shared_parameters = shared
+
+
+def test_gradients_of_a_part_of_the_samples_alone_are_seen(two, seed):
+    for found in two.run(summed_over_replicas_alone, *TWO[0], seed):
+        worst = found.gravest("gradients")
+        numeric.caught(worst.by, worst.allowed, worst.said)
+
+
+def drawn(config):
+    """What a block of a dropping model lets through on this rank: the mask of its last dropout."""
+    made = workload("gpt2-tiny", seq_len=8, global_batch=4)
+    made = replace(made, model=replace(made.model, arguments={**made.model.arguments, "n_layer": 2}))
+    training = Training(made, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    masks = []
+    block = training.model.transformer.h[0]
+    block.mlp.dropout.register_forward_hook(lambda module, args, out: masks.append((out == 0) & (args[0] != 0)))
+    training.step()
+    return masks[0].clone()
+
+
+def test_ranks_that_share_samples_drop_unlike_each_other_and_ranks_that_share_layers_alike(two):
+    config = {"tp": 2, "micro_batch": 4, "strategy": "0:tp1 1:-"}
+    first, second = two.run(drawn, config)
+    assert first.shape[0] == 2 and first.any() and not torch.equal(first, second)
+    first, second = two.run(drawn, {**config, "strategy": "0:- 1:tp1"})
+    assert first.shape[0] == 4 and first.any() and torch.equal(first, second)

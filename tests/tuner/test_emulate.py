@@ -1,0 +1,255 @@
+"""Searches with emulated trials: alone, before the devices, and of a framework's own command."""
+
+import csv
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redline as rl
+import yaml
+from redline.base.errors import UsageError
+from redline.cli import main
+from redline.frameworks.launcher import alone
+from redline.frameworks.registry import LAUNCHERS, find_launcher
+from redline.results import Measurement, Status, Trial
+from redline.runners.command.command import Command
+from redline.runners.runner import Runner, TrialRequest
+from redline.space import Config
+from redline.tuner.emulating import EmulateFirst, communicated, corrected_by_emulation
+from redline.tuner.feasibility import OutOfMemoryKnowledge
+
+NARROW = {
+    "global_batch": 32,
+    "seq_len": 16,
+    "fix": {
+        "attention": "sdpa",
+        "precision": "fp32",
+        "fusion": False,
+        "kernels": False,
+        "fused_optimizer": True,
+        "checkpoint_ratio": 0,
+        "tp": 1,
+        "sp": 1,
+        "cp": 1,
+    },
+}
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A search for 64 devices, whose memory alone is measured here."""
+    out = tmp_path_factory.mktemp("runs") / "emulated"
+    result = rl.tune(
+        "gpt2-tiny", runner="emulate", devices=64, hardware="h100-80gb", memory_only=True, trials=2, patience=0, out=out,
+        **{**NARROW, "global_batch": 256},
+    )  # fmt: skip
+    return result, out
+
+
+def test_a_whole_search_is_emulated_and_says_so_wherever_it_is_shown(finished, capsys):
+    result, out = finished
+    assert result.emulated and not result.simulated
+    assert result.best.config["pp"] * result.best.config["dp"] == 64
+    rows = list(csv.DictReader((out / "trials.csv").open()))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    for row in rows:
+        assert "0" in row["emulated_ranks"].split(",")
+        assert float(row["seconds_modelled"]) == pytest.approx(float(row["step_ms"]) / 1e3, rel=1e-5)
+    assert yaml.safe_load((out / "best.yaml").read_text())["emulated"] is True
+    asked = yaml.safe_load((out / "run.yaml").read_text())["asked"]
+    assert asked["emulated"] is True
+    assert (asked["devices"]["name"], asked["devices"]["used"]) == ("h100-80gb", 64)
+    code, text, _ = run(capsys, "show", out)
+    assert code == 0 and "emulated" in text and "h100-80gb" in text
+    code, text, _ = run(capsys, "export", out, "--to", "torchtitan")
+    assert code == 0 and "emulated" in text
+
+
+def test_times_of_one_device_are_not_taken_for_anothers():
+    with pytest.raises(UsageError, match="memory_only"):
+        rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h100-80gb", trials=1, **NARROW)
+
+
+def test_hardware_that_nobody_knows_is_refused_with_the_nearest():
+    with pytest.raises(UsageError, match="h100"):
+        rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h10-80gb", trials=1, memory_only=True, **NARROW)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"runner": "local", "memory_only": True}, "belongs to the runner 'emulate'"),
+        ({"runner": "emulate", "ranks": "some", "memory_only": True, "hardware": "h100-80gb"}, "deciding"),
+        ({"runner": "emulate", "soak": True}, "no part in emulated trials"),
+        ({"runner": "simulate", "hardware": "h100-80gb", "emulate_first": True}, "emulate_first"),
+        ({"runner": "local", "emulate_first": True, "devices": 1}, "no use for trials of one device"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(options, says):
+    with pytest.raises(UsageError, match=says):
+        rl.tune("gpt2-tiny", **{"devices": 2, "trials": 1, "global_batch": 32, **options})
+
+
+class Answers(Runner):
+    """Gives each configuration its measurement, and remembers what was asked."""
+
+    name = "local"
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    def run(self, request):
+        self.asked.append(request.config)
+        return self.answer(request.config)
+
+
+def fits(config):
+    return Measurement(status=Status.OK, throughput=1.0, seconds_total=1.0, step_ms=5.0)
+
+
+def too_large(config):
+    if config["micro_batch"] < 8:
+        return fits(config)
+    return Measurement(
+        status=Status.OOM, reason="emulated: rank 3: asked for 9 MiB", emulated_ranks="0,3", peak_memory_mib=900.0,
+        memory_limit_mib=800.0, seconds_total=2.0,
+    )  # fmt: skip
+
+
+def test_what_does_not_fit_when_emulated_never_takes_the_devices():
+    emulated, devices = Answers(too_large), Answers(fits)
+    runner = EmulateFirst(emulated, devices)
+    large, small = Config(micro_batch=8), Config(micro_batch=4)
+    skipped = runner.run(TrialRequest(config=large, number=0))
+    assert (skipped.status, skipped.peak_memory_mib) == (Status.SKIPPED, 900.0)
+    assert "rank 3" in skipped.reason and "not tried on the devices" in skipped.reason
+    measured = runner.run(TrialRequest(config=small, number=1))
+    runner.run(TrialRequest(config=small, number=2))
+    assert measured.ok and measured.seconds_total >= 1.0
+    assert devices.asked == [small, small]
+    assert emulated.asked == [large, small], "what was measured again is not emulated again"
+
+
+def test_an_emulated_rank_without_memory_rules_out_what_needs_more():
+    space = rl.Space()
+    space.choice("micro_batch", [4, 8, 16], monotone_memory=1)
+    measured = replace(too_large(Config(micro_batch=8)), status=Status.SKIPPED)
+    assert measured.did_not_fit
+    trial = Trial(number=0, config=Config(micro_batch=8), measurement=measured)
+    knowledge = OutOfMemoryKnowledge(space)
+    assert knowledge.blocked_by(Config(micro_batch=16), [trial]) is trial
+    assert knowledge.blocked_by(Config(micro_batch=4), [trial]) is None
+    plain = replace(trial, measurement=Measurement(status=Status.SKIPPED, reason="needs as much as another"))
+    assert knowledge.blocked_by(Config(micro_batch=16), [plain]) is None
+
+
+def test_emulated_times_correct_the_estimate():
+    workload = rl.workload("gpt2-tiny", global_batch=64)
+    estimator = rl.Estimator(workload, "h100-80gb", {"devices": 8, "global_batch": 64, "seq_len": 64})
+    space = rl.Space()
+    space.choice("micro_batch", [1, 2, 4, 8])
+
+    def slow(config):
+        return Measurement(
+            status=Status.OK, throughput=1.0, step_ms=3 * estimator(config).step_ms, emulated_ranks="0",
+            samples_per_step=64, samples_per_second=64e3 / (3 * estimator(config).step_ms),
+        )  # fmt: skip
+
+    runner = Answers(slow)
+    corrected = corrected_by_emulation(estimator, space, runner, lambda what: None)
+    config = Config(micro_batch=2)
+    assert runner.asked
+    assert 1.3 < corrected(config).step_ms / estimator(config).step_ms < 3.0
+
+
+def test_torchrun_is_taken_out_of_a_command_and_nothing_else():
+    assert alone("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16") == "python pretrain_gpt.py --bf16"
+    assert alone("/opt/bin/torchrun --nnodes=2 -m torchtitan.train --x 1") == "python -m torchtitan.train --x 1"
+    assert alone("python -m torch.distributed.run --nproc_per_node {devices} a.py") == "python a.py"
+    assert alone("torchrun --no-python --nproc-per-node 2 ./train --lr 1") == "./train --lr 1"
+    assert alone("python train.py --with torchrun.yaml") == "python train.py --with torchrun.yaml"
+
+
+def test_frameworks_without_such_a_mode_are_refused_by_name():
+    able = {name for name in LAUNCHERS if find_launcher(name).emulated}
+    assert able == {"megatron", "torchtitan"}
+    for name in set(LAUNCHERS) - able:
+        with pytest.raises(UsageError, match=f"--launcher {name} has no such mode"):
+            find_launcher(name).emulating(Command(command="torchrun a.py", launcher=name))
+
+
+FAKE = """
+import os, sys, time
+assert "--fake-process-group" in sys.argv, sys.argv
+assert (os.environ["WORLD_SIZE"], os.environ["RANK"]) == ("16", "0")
+batch = int(sys.argv[sys.argv.index("--micro-batch-size") + 1])
+for step in range(1, 300):
+    time.sleep(0.01)
+    print(f" iteration {step}/ 300 | consumed samples: {step} | elapsed time per iteration (ms): 10.0 | "
+          f"global batch size: 32 | lm loss: 9.0 |", flush=True)
+"""
+OLD = "import sys; sys.exit('pretrain_gpt.py: error: unrecognized arguments: --fake-process-group')"
+COMMAND = [
+    *("tune", "--launcher", "megatron", "--emulate", "--devices", "16", "--global-batch", "32", "--trials", "2"),
+    *("--set", "micro_batch=1,2", "--measure-time", "100ms", "--sampler", "grid"),
+]
+
+
+def test_one_rank_of_a_frameworks_command_runs_by_its_own_mode(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain_gpt.py").write_text(FAKE)
+    command = "torchrun --nproc-per-node 16 pretrain_gpt.py"
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    code, out, err = run(capsys, *COMMAND, "--command", command, "--out", "run")
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("run/trials.csv")))
+    assert [row["status"] for row in rows] == ["ok", "ok"], rows
+    assert {row["emulated_ranks"] for row in rows} == {"0"}
+    assert {row["devices"] for row in rows} == {"16"}
+    assert "emulated rank 0 of 16" in rows[0]["reason"]
+    assert "(emulated on one device)" in out
+
+
+def test_a_version_that_lacks_the_mode_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain_gpt.py").write_text(OLD)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    code, _, _ = run(capsys, *COMMAND, "--command", "torchrun pretrain_gpt.py", "--out", "run")
+    assert code == 3
+    row = next(csv.DictReader(open("run/trials.csv")))
+    assert row["status"] == "crash"
+    assert "this version of megatron has no --fake-process-group" in row["reason"]
+
+
+def test_the_share_that_a_rank_alone_lacks_is_that_of_links_and_bubble():
+    estimate = rl.Estimator("gpt2", "h100-80gb", {"devices": 8, "global_batch": 64})({"pp": 2, "micro_batch": 4})
+    lacking = sum(estimate.breakdown[f"time.{name}"] for name in ("bubble", "pipeline transfers", "data parallel"))
+    assert (
+        communicated(estimate) == pytest.approx(lacking / estimate.step_ms, abs=0.05) and communicated(estimate) > 0.1
+    )
+
+
+@pytest.mark.slow
+def test_a_search_with_times_names_a_winner_of_eight_ranks(tmp_path):
+    result = rl.tune(
+        "llama-tiny",
+        devices=8,
+        runner="emulate",
+        trials=3,
+        out=tmp_path / "run",
+        fix={"fusion": False},
+        measure_time="200ms",
+    )
+    assert result.best is not None
+    rows = list(csv.DictReader((tmp_path / "run" / "trials.csv").open()))
+    for row in rows:
+        if row["status"] == "ok":
+            assert 0 < float(row["seconds_modelled"]) < float(row["step_ms"]) / 1e3

@@ -1,0 +1,554 @@
+"""Process groups of one rank whose peers do not exist, and the record of what it communicates.
+
+A rank that is emulated runs alone at its true rank and world size. Every collective returns at once with values of plausible
+scale, and is noted with the moment at which it began and at which it was waited for; `runners/replay.py` puts the time back
+that it would take. torch's own `fake` process group is not used for two reasons: it leaves what is received as it was, which may
+be NaN or denormal and so change the speed of kernels, and only a TorchDispatchMode could note its collectives, which runs Python
+for every other operator as well.
+"""
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BACKEND = "emulated"
+"""The backend's name in torch.distributed."""
+RECEIVED = 0.02
+"""Standard deviation of numbers that are received: that of weights as transformers initialises them, so that sums of products
+with them neither overflow nor become denormal."""
+
+
+class Kind(StrEnum):
+    """What is communicated."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    SEND = "send"
+    RECEIVE = "receive"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One communication of a rank."""
+
+    kind: Kind
+    num_bytes: int
+    """What the whole group has together of an all-gather or reduce-scatter; of the rest what this rank gives."""
+    dtype: str
+    """Number format, as `float32`."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group."""
+    group: str
+    """Name of the group: its messages run one after another."""
+    peer: int | None = None
+    """Global rank at the other end of a send or receive."""
+    tag: int = 0
+    """Of a send or receive; those of one tag arrive in order."""
+
+
+class Act(IntEnum):
+    """What is noted of a rank."""
+
+    BEGIN = 0
+    """A communication starts."""
+    WAIT = 1
+    """The rank, or its stream, waits for one."""
+    RECORD = 2
+    """A CUDA event is recorded on a stream."""
+    AWAIT = 3
+    """A CUDA stream waits for an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the record of a step."""
+
+    act: Act
+    number: int
+    """Of the communication, or of the CUDA event."""
+    message: Message | None
+    """What is communicated, of a `BEGIN`."""
+    at: float
+    """Seconds since the step began."""
+    left: float
+    """When the call returned: what lies between is the emulation's own work."""
+    stream: int
+    """CUDA stream; 0 on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What one optimizer step of a rank communicated, and when."""
+
+    rank: int
+    seconds: float
+    """From its begin to its end, the emulation's own work included."""
+    entries: tuple[Entry, ...]
+    """In the order in which the host issued them."""
+    stream: int
+    """The stream on which the step begins and ends."""
+
+    @property
+    def own_seconds(self) -> float:
+        """The part of `seconds` in which the rank did what it does among real peers."""
+        return self.seconds - sum(each.left - each.at for each in self.entries)
+
+
+class Recorder:
+    """Notes the communications of this process, step by step.
+
+    On a CPU moments are those of a clock of the host. On CUDA they are events on the stream that is current, read when all is
+    over: nothing waits for the device meanwhile, and a collective is in the timeline where its stream comes to it.
+
+    Args:
+        rank: of this process.
+        device: where it computes.
+        clock: of the host, s. By default the time that this thread computes, which others on the same core do not prolong.
+    """
+
+    def __init__(self, rank: int, device: torch.device, clock: Callable[[], float] = time.thread_time) -> None:
+        self.rank, self.clock = rank, clock
+        self.recording = False
+        self._cuda = device.type == "cuda"
+        self._number = self._collectives = 0
+        self._messages: dict[Message, int] = {}
+        self._steps: list[_RawStep] = []
+        self._alive: list[Any] = []
+        self.groups: set[str] = set()
+        """Names of the groups that communicated."""
+
+    @property
+    def messages(self) -> int:
+        """Collectives so far, those outside of steps included; sends and receives are not counted."""
+        return self._collectives
+
+    def begin(self, message: Message, work: Callable[[], None]) -> int:
+        """Notes a communication that begins now; `work` makes what it would bring, which the record leaves out."""
+        self._number += 1
+        self._collectives += message.peer is None
+        self.groups.add(message.group)
+        if not self.recording:
+            with torch.no_grad():
+                work()
+            return self._number
+        at = self.now()
+        with torch.no_grad():
+            work()
+        self._note(Act.BEGIN, self._number, self._messages.setdefault(message, len(self._messages)), at, self.now())
+        return self._number
+
+    def wait(self, number: int) -> None:
+        """Notes a wait for a communication."""
+        if self.recording:
+            at = self.now()
+            self._note(Act.WAIT, number, -1, at, at)
+
+    def begin_step(self) -> None:
+        """A step begins now."""
+        self._steps.append(_RawStep(self.now(), self._stream(), array("q"), [] if self._cuda else array("d")))
+        self.recording = True
+
+    def end_step(self) -> None:
+        """It ends now."""
+        self.recording = False
+        self._steps[-1].end = self.now()
+
+    def forget(self) -> None:
+        """Drops the steps so far."""
+        self._steps.clear()
+        self._alive.clear()
+
+    def traces(self) -> tuple[StepTrace, ...]:
+        """The steps so far. On CUDA it waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        messages = list(self._messages)
+        return tuple(self._read(each, messages) for each in self._steps)
+
+    def _read(self, raw: "_RawStep", messages: list[Message]) -> StepTrace:
+        def since(moment: Any) -> float:
+            return raw.begin.elapsed_time(moment) * 1e-3 if self._cuda else moment - raw.begin
+
+        entries = []
+        for line in range(len(raw.times) // 2):
+            act, number, message, stream = raw.codes[4 * line : 4 * line + 4]
+            at, left = (since(each) for each in raw.times[2 * line : 2 * line + 2])
+            entries.append(Entry(Act(act), number, messages[message] if message >= 0 else None, at, left, stream))
+        return StepTrace(self.rank, since(raw.end), tuple(entries), raw.stream)
+
+    def now(self) -> Any:
+        """The moment: of the clock, or an event on the current stream."""
+        if not self._cuda:
+            return self.clock()
+        event = _Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _note(self, act: Act, number: int, message: int, at: Any, left: Any) -> None:
+        raw = self._steps[-1]
+        raw.codes.extend((act, number, message, self._stream()))
+        raw.times.extend((at, left))
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self._cuda else 0
+
+    @contextmanager
+    def watching_streams(self) -> Iterator[None]:
+        """Within it the events are noted by which one CUDA stream waits for another: a gather that FSDP issues on a stream of
+        its own delays those that wait for it, and no others. Does nothing on a CPU, which has no streams."""
+        if not self._cuda:
+            yield
+            return
+        events = torch.cuda.Event
+        record, wait = events.record, events.wait
+
+        def note(act: Act, event: Any, stream: Any) -> None:
+            if self.recording and not isinstance(event, _Event):
+                self._alive.append(event)  # while it lives no other event has its id
+                with torch.cuda.stream(stream):
+                    at = self.now()
+                    self._note(act, id(event), -1, at, at)
+
+        def recorded(event: Any, stream: Any = None) -> None:
+            record(event, stream)
+            note(Act.RECORD, event, stream)
+
+        def waited(event: Any, stream: Any = None) -> None:
+            wait(event, stream)
+            note(Act.AWAIT, event, stream)
+
+        events.record, events.wait = recorded, waited
+        try:
+            yield
+        finally:
+            events.record, events.wait = record, wait
+
+
+@dataclass(slots=True)
+class _RawStep:
+    """A step as it is noted, in little memory: that of the rank is measured meanwhile."""
+
+    begin: Any
+    stream: int
+    codes: "array[int]"
+    """Act, number, message and stream of each entry."""
+    times: Any
+    """Begin and end of each entry."""
+    end: Any = None
+
+
+class _Event(torch.cuda.Event):
+    """The recorder's own."""
+
+
+class _Work(dist._Work):
+    """A communication that is over."""
+
+    def __init__(self, recorder: Recorder, number: int, result: Any) -> None:
+        super().__init__()
+        self._recorder, self._number, self._result = recorder, number, result
+        self.held: Any = None
+        """What a real one would hold until it is dropped."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._recorder.wait(self._number)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """The ranks of a group, of which this process alone exists.
+
+    What others would send is made of what this rank has: a gather repeats its piece, a reduction leaves it, an exchange gives
+    back from every rank the piece that this rank has for itself, since ranks are alike on average.
+
+    Args:
+        rank: along the group.
+        ranks: global ranks of the group.
+        name: of the group.
+        recorder: notes what is communicated.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], name: str, recorder: Recorder) -> None:
+        super().__init__(rank, len(ranks))
+        # It has the options that callers read, and does what is not overridden here.
+        fake = FakeProcessGroup._create_internal(rank, len(ranks))
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
+        self._rank, self._ranks, self._name, self._recorder = rank, ranks, name, recorder
+
+    def getBackendName(self) -> str:  # torch's name
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def _begin(
+        self,
+        kind: Kind,
+        like: torch.Tensor,
+        num_bytes: int,
+        result: Any,
+        work: Callable[[], None] = lambda: None,
+        peer: int | None = None,
+        tag: int = 0,
+    ) -> _Work:
+        other = None if peer is None else self._ranks[peer]
+        dtype = str(like.dtype).removeprefix("torch.")
+        message = Message(kind, num_bytes, dtype, self._ranks, self._name, other, tag)
+        return _Work(self._recorder, self._recorder.begin(message, work), result)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._begin(Kind.ALL_REDUCE, tensors[0], _bytes(tensors), tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._begin(Kind.BROADCAST, tensors[0], _bytes(tensors), tensors)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._begin(Kind.REDUCE, tensors[0], _bytes(tensors), tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
+        def fill() -> None:
+            for each, source in zip(outputs, inputs, strict=True):
+                for out in each:
+                    out.detach().copy_(source)
+
+        return self._begin(Kind.ALL_GATHER, inputs[0], sum(map(_bytes, outputs)), outputs, fill)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
+        def fill() -> None:
+            _repeated(output, source, self.size())
+
+        return self._begin(Kind.ALL_GATHER, source, _bytes([output]), output, fill)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> _Work:
+        def fill() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                _repeated(output, source, self.size())
+
+        return self._begin(Kind.ALL_GATHER, inputs[0], _bytes(outputs), outputs, fill)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
+        def fill() -> None:
+            for out, each in zip(outputs, inputs, strict=True):
+                out.detach().copy_(each[self._rank])
+
+        return self._begin(Kind.REDUCE_SCATTER, outputs[0], sum(map(_bytes, inputs)), outputs, fill)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> _Work:
+        def fill() -> None:
+            for out, source in zip(outputs, inputs, strict=True):
+                mine = source.detach().reshape(self.size(), -1)[self._rank]
+                out.detach().copy_(mine.view(out.shape))
+
+        work = self._begin(Kind.REDUCE_SCATTER, outputs[0], _bytes(inputs), outputs, fill)
+        if inputs[0].device.type == "cpu":
+            # gloo reduces a copy, which lives as long as the work.
+            work.held = [each.clone() for each in inputs]
+        return work
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> _Work:
+        def fill() -> None:
+            given, taken = source.detach(), output.detach()
+            if not output_sizes and not input_sizes:
+                pieces = given.view(self.size(), -1)
+                taken.view(self.size(), -1).copy_(pieces[self._rank : self._rank + 1])
+                return
+            first = sum(input_sizes[: self._rank])
+            mine = given[first : first + input_sizes[self._rank]]
+            mine = mine if len(mine) else given
+            if not len(mine):
+                _received(taken)
+                return
+            at = 0
+            for size in output_sizes:
+                for begin in range(at, at + size, len(mine)):
+                    part = taken[begin : min(begin + len(mine), at + size)]
+                    part.copy_(mine[: len(part)])
+                at += size
+
+        return self._begin(Kind.ALL_TO_ALL, source, _bytes([source]), output, fill)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
+        def fill() -> None:
+            for out, source in zip(outputs, inputs, strict=True):
+                if out.shape == source.shape:
+                    out.detach().copy_(source)
+                else:
+                    _received(out)
+
+        return self._begin(Kind.ALL_TO_ALL, inputs[0], _bytes(inputs), outputs, fill)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
+        def fill() -> None:
+            for number, out in enumerate(outputs):
+                if inputs:
+                    out.detach().copy_(inputs[number][self._rank])
+                else:
+                    _received(out)
+
+        return self._begin(Kind.BROADCAST, outputs[0], _bytes(outputs) * self.size(), outputs, fill)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
+        def fill() -> None:
+            for each, source in zip(outputs, inputs, strict=False):
+                for out in each:
+                    out.detach().copy_(source)
+
+        return self._begin(Kind.REDUCE, inputs[0], _bytes(inputs) * self.size(), outputs, fill)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
+        return self._begin(Kind.SEND, tensors[0], _bytes(tensors), tensors, peer=peer, tag=tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
+        def fill() -> None:
+            for each in tensors:
+                _received(each)
+
+        return self._begin(Kind.RECEIVE, tensors[0], _bytes(tensors), tensors, fill, peer=peer, tag=tag)
+
+    def barrier(self, opts: Any = None) -> _Work:
+        none = torch.empty(0)
+        return self._begin(Kind.BARRIER, none, 0, none)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def _repeated(output: torch.Tensor, piece: torch.Tensor, times: int) -> None:
+    """Fills a tensor with a piece of it so many times; the piece may lie within it."""
+    for each in output.detach().view(-1).chunk(times):
+        if each.data_ptr() != piece.data_ptr():
+            each.copy_(piece.detach().reshape(-1))
+    if output.device.type == "cpu":
+        output.detach().clone()  # gloo gathers into a tensor of its own and copies that
+
+
+def _received(tensor: torch.Tensor) -> None:
+    """Fills a tensor with what a peer might have sent: small numbers, and ones where it counts or chooses something (the stages
+    of torch.distributed.pipelining vote so on whether shapes are known)."""
+    tensor = tensor.detach()
+    if tensor.is_floating_point():
+        tensor.copy_(_noise(tensor.dtype, tensor.device, tensor.numel()).view(tensor.shape))
+    else:
+        tensor.fill_(1)
+
+
+_NOISE = 1 << 14
+"""Numbers of noise that are made; a longer tensor repeats them."""
+
+
+def _noise(dtype: torch.dtype, device: torch.device, count: int) -> torch.Tensor:
+    """So many small numbers, the same at every call, without a draw from the generator that training uses."""
+    at = torch.arange(min(count, _NOISE), device=device, dtype=torch.float32)
+    wave = (RECEIVED * math.sqrt(2)) * torch.sin(at * 12.9898 + 0.5)
+    return wave.to(dtype).repeat(-(-count // max(1, len(wave))))[:count] if count else wave.to(dtype)
+
+
+class WithoutProducts(TorchDispatchMode):
+    """Within it products and fused attention are allocated and filled and not computed, on a CPU: memory is as it is with them,
+    and a model that a CPU cannot train in hours takes seconds. What they need meanwhile, such as packed copies, is missing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        make = _PRODUCTS.get(getattr(func, "overloadpacket", func))
+        tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        if make is None or tensor is None or tensor.device.type != "cpu" or (kwargs and "out" in kwargs):
+            return func(*args, **(kwargs or {}))
+        return make(*args)
+
+
+def _filled(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return like.new_full(shape, RECEIVED, dtype=dtype)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Heads lie behind tokens in memory, as the kernel has them.
+    batch, heads, tokens, _ = query.shape
+    output = _filled(query, batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+    return output, _filled(query, batch, heads, tokens, dtype=torch.float32)
+
+
+def _attention_backward(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.full_like(each, RECEIVED) for each in inputs[:3])
+
+
+_aten = torch.ops.aten
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    _aten.mm: lambda a, b, *_: _filled(a, a.shape[0], b.shape[1]),
+    _aten.addmm: lambda _, a, b, *more: _filled(a, a.shape[0], b.shape[1]),
+    _aten.bmm: lambda a, b, *_: _filled(a, a.shape[0], a.shape[1], b.shape[2]),
+    _aten.baddbmm: lambda _, a, b, *more: _filled(a, a.shape[0], a.shape[1], b.shape[2]),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""What is not computed, and what is allocated in its place."""
+
+
+def join_emulated(rank: int, world_size: int, recorder: Recorder) -> None:
+    """Makes the default process group of an emulated rank; groups made from it later are emulated too."""
+
+    def make(options: Any, _: Any) -> EmulatedGroup:
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(world_size))
+        return EmulatedGroup(options.group_rank, ranks, options.group_id, recorder)
+
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)

@@ -1,0 +1,318 @@
+"""Emulated trials of a search: their runner, their memory, and what is refused."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..base.device import Device, available_memory_mib, usable_cores
+from ..base.errors import UsageError
+from ..estimator.constants import Constants
+from ..estimator.hardware import find_hardware, recognise
+from ..estimator.time import BINDS
+from ..frameworks.registry import find_launcher
+from ..results import Measurement, Status, Trial
+from ..runners import Runner, TimingPlan, TrialTerms
+from ..runners.command.command import Command
+from ..runners.emulate import EmulateRunner, EmulationTerms, wire_here
+from ..runners.host import HostAgent
+from ..runners.runner import TrialRequest
+from ..space import Config, Space
+
+if TYPE_CHECKING:
+    from ..estimator import Estimator
+    from ..estimator.estimate import Estimate
+    from .request import Request
+    from .task import Task
+
+EMULATE = "emulate"
+"""The runner's name."""
+HOST_SHARE = 0.9
+"""Of the host's free memory, what an emulated rank may take."""
+
+
+def memory_of_emulated(hardware: Any, device: Device, devices: int, given_mib: float | None) -> float | None:
+    """Memory of an emulated rank, MiB: that of the hardware, and no more than the device here has. On the CPU that is
+    emulated as itself, each rank's share.
+
+    Raises:
+        UsageError: the hardware is unknown.
+    """
+    if device.type == "cuda":
+        named = None if hardware is None else find_hardware(hardware).memory_mib - Constants().context_mib
+        return _least(given_mib, named)
+    room = float(int(available_memory_mib() * HOST_SHARE))
+    if given_mib is not None:
+        return min(given_mib, room)
+    if hardware is None:
+        return float(int(room / devices))
+    found = find_hardware(hardware)
+    return float(int(min(found.memory_mib - (Constants().context_mib if found.kind != "cpu" else 0.0), room)))
+
+
+def _least(*values: float | None) -> float | None:
+    return min((each for each in values if each is not None), default=None)
+
+
+def emulator(
+    request: "Request",
+    task: "Task",
+    limit_mib: float | None,
+    estimator: "Estimator | None",
+    plan: TimingPlan,
+    agent: HostAgent | None,
+    compiles: bool,
+    memory_only: bool | None = None,
+) -> Runner:
+    """The runner of emulated trials, ready for the first.
+
+    Args:
+        request, task: what is asked, and what it comes to.
+        limit_mib: memory of a rank, MiB.
+        estimator: of the task.
+        plan: how long steps are measured.
+        agent: one that was started beforehand.
+        compiles: whether any configuration may compile.
+        memory_only: in place of the request's.
+
+    Raises:
+        UsageError: the hardware is neither known nor measurable here, or its times cannot be measured on this device.
+    """
+    assert task.workload is not None, "what is emulated is a workload"
+    if estimator is None:
+        raise UsageError(
+            "the runner 'emulate' prices communication by the hardware's links, but this machine could not be measured: "
+            "name its hardware by --hardware NAME or FILE"
+        )
+    hardware, device = estimator.hardware, task.device
+    memory_only = request.memory_only if memory_only is None else memory_only
+    if not memory_only and not _is(hardware.name, hardware.kind, device):
+        raise UsageError(
+            f"times measured on {device.name} say nothing about {hardware.name}: add --memory-only, which measures memory and "
+            "predicts the time, or leave --hardware out"
+        )
+    threads = max(1, usable_cores() // task.devices) if device.type == "cpu" else None
+    terms = TrialTerms(
+        device=device,
+        devices=task.devices,
+        memory_limit_mib=limit_mib,
+        timeout_s=request.timeout_s,
+        threads=(usable_cores() if memory_only else threads) if device.type == "cpu" else None,
+        plan=plan,
+        seed=request.seed,
+    )
+    made = EmulateRunner(
+        task.workload,
+        terms,
+        EmulationTerms(hardware=hardware, ranks=request.ranks, memory_only=memory_only),
+        wire=wire_here(hardware, task.devices, threads or 1),
+        estimator=estimator,
+        compiles=compiles,
+        agent=agent,
+    )
+    try:
+        made.wait_ready()
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _is(name: str, kind: str, device: Device) -> bool:
+    """True if hardware is the device here."""
+    if device.type == "cpu":
+        return kind == "cpu"
+    found = recognise(device.name, device.memory_mib)
+    return name.startswith("this-") or (found is not None and found.name == name)
+
+
+AHEAD = 3
+"""Configurations that are emulated with their times before the first trial, to correct the estimate."""
+LOOKED_AT = 256
+"""Configurations of which these are the fastest by the estimate."""
+
+
+def check_emulate_first(request: "Request", task: "Task") -> None:
+    """Refuses `emulate_first` where there is nothing to emulate, or no device to do it on.
+
+    Raises:
+        UsageError: so it is.
+    """
+    if task.own is None or task.simulated or task.emulated or isinstance(request.runner, Runner):
+        raise UsageError(
+            "emulate_first tries a workload's candidates on one device before all of theirs: it has no part in commands, "
+            f"callables, given runners, or the runner '{request.runs_on}'"
+        )
+    if task.devices == 1:
+        raise UsageError("emulate_first has no use for trials of one device, which is the trial itself")
+    if (request.concurrency or 1) > 1:
+        raise UsageError(
+            "emulate_first emulates on a device of the next trial, so trials run one at a time: drop concurrency"
+        )
+
+
+class EmulateFirst(Runner):
+    """Emulates a candidate's deciding ranks on one device, and gives it to the others only if these fit.
+
+    Args:
+        emulated: measures memory alone.
+        devices: runs the trials.
+    """
+
+    def __init__(self, emulated: Runner, devices: Runner) -> None:
+        self.name = devices.name  # type: ignore[misc]  # that of the trials
+        self.isolated, self.confirms, self.settle_s = devices.isolated, devices.confirms, devices.settle_s
+        self.per_host, self.device, self.slots = devices.per_host, devices.device, 1
+        self._emulated, self._devices = emulated, devices
+        self._known: dict[Any, Measurement] = {}
+
+    @property
+    def takes_turns(self) -> bool:
+        return self._devices.takes_turns
+
+    def wait_ready(self) -> None:
+        self._emulated.wait_ready()
+        self._devices.wait_ready()
+
+    def run(self, request: TrialRequest) -> Measurement:
+        begin = time.perf_counter()
+        known = self._known.get(request.config)
+        if known is None:
+            known = self._known[request.config] = self._emulated.run(request)
+        if known.status is Status.OOM:
+            return replace(known, status=Status.SKIPPED, reason=f"not tried on the devices: {known.reason}")
+        # What else ends an emulated rank may not end a real one.
+        spent = time.perf_counter() - begin
+        measured = self._devices.run(request)
+        total = None if measured.seconds_total is None else measured.seconds_total + spent
+        return replace(measured, seconds_total=total, seconds_overhead=(measured.seconds_overhead or 0.0) + spent)
+
+    def take_turns(
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
+    ) -> list[list[Measurement]] | None:
+        return self._devices.take_turns(requests, alone, patience_s)
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        for each in (self._emulated, self._devices):
+            if (stop := getattr(each, "stop", None)) is not None:
+                stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        self._emulated.close()
+        self._devices.close()
+
+
+def corrected_by_emulation(
+    estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
+) -> "Estimator":
+    """An estimator that begins with what some emulated trials measured: the fastest by the estimate, of different degrees.
+
+    Args:
+        estimator: of the task.
+        space: what may vary.
+        runner: emulates with times.
+        say: told what is done.
+    """
+    configs = space.sample(min(LOOKED_AT, len(space)) if space.enumerable else LOOKED_AT, seed=0)
+    table = estimator.table(configs)
+    order = sorted(range(len(configs)), key=lambda at: -float(table.throughput[at]) * bool(table.fits[at]))
+    chosen: dict[tuple[Any, ...], Config] = {}
+    for at in order:
+        chosen.setdefault(tuple(configs[at].get(name) for name in ("tp", "pp", "zero", "sp", "cp")), configs[at])
+        if len(chosen) == AHEAD:
+            break
+    trials = []
+    for number, config in enumerate(chosen.values()):
+        say("emulating")
+        measured = runner.run(TrialRequest(config=config, number=number))
+        trials.append(Trial(number=number, config=config, measurement=measured))
+    return estimator.carrying([estimator.calibrate(trials)]) if any(each.ok for each in trials) else estimator
+
+
+def emulates_command(request: "Request") -> bool:
+    """Whether a command is asked for whose framework runs one rank alone.
+
+    Raises:
+        UsageError: it is to run elsewhere than here.
+    """
+    if not (isinstance(request.target, Command) and request.target.emulate):
+        return False
+    if request.runs_on not in ("local", EMULATE):
+        raise UsageError(
+            f"--emulate runs one rank of a command here, by --runner local, but got runner='{request.runs_on}'"
+        )
+    return True
+
+
+class EmulatedCommands(Runner):
+    """Runs of a command's first rank alone. Memory is as it is read; the communication that its times lack is priced by the
+    estimate's share of links and bubble.
+
+    Args:
+        runner: starts the command.
+        task: that is tuned.
+        estimator: of what the command trains; None where that is not known.
+    """
+
+    def __init__(self, runner: Runner, task: "Task", estimator: "Estimator | None") -> None:
+        self.name = runner.name  # type: ignore[misc]  # that of the trials
+        self.slots, self.confirms, self.settle_s = runner.slots, False, runner.settle_s
+        self._runner, self._task, self._estimator = runner, task, estimator
+
+    def wait_ready(self) -> None:
+        self._runner.wait_ready()
+
+    def run(self, request: TrialRequest) -> Measurement:
+        measured = self._runner.run(request)
+        known: dict[str, Any] = {"devices": self._task.devices, "emulated_ranks": "0", "ranks": ()}
+        if not measured.ok:
+            return replace(measured, reason=self._why(measured), **known)
+        share = 0.0 if self._estimator is None else communicated(self._estimator(request.config))
+        slower = 1 / (1 - share)
+        note = f"emulated rank 0 of {self._task.devices}, " + (
+            f"{100 * share:.0f} % of the step priced for communication and other stages"
+            if self._estimator is not None
+            else "its time is without communication"
+        )
+        steps: dict[str, Any] = {
+            name: None if (value := getattr(measured, name)) is None else value * slower
+            for name in ("step_ms", "step_ms_spread")
+        }
+        rates: dict[str, Any] = {
+            name: None if (value := getattr(measured, name)) is None else value / slower
+            for name in ("throughput", "tokens_per_second", "samples_per_second")
+        }
+        modelled = None if measured.step_ms is None else measured.step_ms * (slower - 1) / 1e3
+        reason = "; ".join(filter(None, [measured.reason, note]))
+        return replace(measured, reason=reason, seconds_modelled=modelled, **steps, **rates, **known)
+
+    def _why(self, measured: Measurement) -> str:
+        """Why it failed; where the framework does not know the mode, that it is too old."""
+        command = self._task.command
+        assert command is not None and command.requested.launcher is not None
+        mode = find_launcher(command.requested.launcher).emulated
+        option, _, value = mode.partition(" ")
+        if measured.status is Status.CRASH and (option in measured.reason or (value and value in measured.reason)):
+            return f"this version of {command.requested.launcher} has no {mode}: {measured.reason}"
+        return measured.reason
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        if (stop := getattr(self._runner, "stop", None)) is not None:
+            stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        self._runner.close()
+
+
+def communicated(estimate: "Estimate") -> float:
+    """The share of an estimated step that a rank alone does not take: links, and waiting for other stages; below 1."""
+    lacking = sum(
+        value
+        for name, value in estimate.breakdown.items()
+        if name.startswith("time.") and BINDS.get(name.removeprefix("time.")) in ("links", "bubble")
+    )
+    return min(0.95, max(0.0, lacking / estimate.step_ms))
