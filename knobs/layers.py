@@ -6,8 +6,8 @@
     item     : 'tp' number | 'ep' number | 'zero' stage | 'ckpt'               '-' for none
 
 Runs cover all blocks once, in order. An item that a run lacks has the value of the configuration's own knob; `ckpt`
-recomputes the blocks of the run, and without it they keep their activations. What lies
-in no block (embeddings, head) follows the knobs.
+recomputes the blocks of the run, and without it they keep their activations. Modules
+outside of blocks (embeddings, head) follow the knobs.
 
 `tp` of a run divides the knob `tp`, which is that of the mesh: with `tp=4` the blocks of a `tp2` run are each cut over two
 ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md).
@@ -43,7 +43,7 @@ class LayersError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks that are treated alike. None: as the configuration's knob says."""
+    """Consecutive blocks with the same strategy. None: the configuration's knob applies."""
 
     first: int
     last: int
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class BlockStrategy:
-    """The strategy of one block."""
+    """Strategy of one block."""
 
     tp: int
     """Ranks that share the block's weights."""
@@ -76,12 +76,12 @@ class BlockStrategy:
     zero: int
     """Stage of ZeRO of its weights."""
     ckpt: bool
-    """Its activations are recomputed."""
+    """True if its activations are recomputed."""
 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[Run, ...]:
-    """The runs of a text, in order.
+    """Returns the runs of a text, in order.
 
     Raises:
         LayersError: it is not in the grammar, or its runs overlap, leave blocks out, or do not begin at block 0.
@@ -104,7 +104,8 @@ def parse(text: str) -> tuple[Run, ...]:
 
 
 def canonical(text: str) -> str:
-    """The same strategy in one spelling: single spaces, items in order, neighbours that are alike as one run.
+    """Returns the same strategy in its canonical spelling: single spaces, items in order, equal neighbours joined to
+    one run.
 
     >>> canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ")
     '0-3:tp2,ckpt 4:-'
@@ -113,7 +114,7 @@ def canonical(text: str) -> str:
 
 
 def printed(runs: Iterable[Run]) -> str:
-    """Runs as text, neighbours that are alike as one."""
+    """Formats runs as text, with equal neighbours joined to one run."""
     joined: list[Run] = []
     for run in runs:
         if joined and replace(joined[-1], first=run.first, last=run.last) == run:
@@ -190,11 +191,11 @@ def _run(text: str, run: str, start: int) -> Run:
         raise LayersError(f"blocks are a number or a range such as 0-7, but here is {blocks!r}", text, start)
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
-        raise LayersError(f"a range goes up, but {first} is behind {last}", text, start)
+        raise LayersError(f"a range goes up, but {first} is after {last}", text, start)
     if last >= MOST_BLOCKS:
         raise LayersError(f"a model has at most {MOST_BLOCKS} blocks, but here is block {last}", text, start)
     if not colon:
-        problem = f"behind the blocks {blocks} a colon and items are expected, such as {blocks}:ckpt"
+        problem = f"after the blocks {blocks} a colon and items are expected, such as {blocks}:ckpt"
         raise LayersError(problem, text, start + len(blocks))
     place, made = start + len(blocks) + 1, Run(first, last)
     if items == "-":

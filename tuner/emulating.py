@@ -1,4 +1,4 @@
-"""Emulated trials of a search: their runner, their memory, and what is refused."""
+"""Emulated trials of a search: their runner, their memory, and the checks of a request for them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 EMULATE = "emulate"
 """The runner's name."""
 HOST_SHARE = 0.9
-"""Of the host's free memory, what an emulated rank may take."""
+"""Share of the host's free memory that an emulated rank may take."""
 
 
 def memory_of_emulated(hardware: Any, device: Device, devices: int, given_mib: float | None) -> float | None:
-    """Memory of an emulated rank, MiB: that of the hardware, and no more than the device here has. On the CPU that is
-    emulated as itself, each rank's share.
+    """Memory of an emulated rank, MiB: that of the hardware, but at most that of the device here. A CPU that is
+    emulated as itself has each rank's share.
 
     Raises:
         UsageError: the hardware is unknown.
@@ -64,16 +64,16 @@ def emulator(
     compiles: bool,
     memory_only: bool | None = None,
 ) -> Runner:
-    """The runner of emulated trials, ready for the first.
+    """Returns the runner of emulated trials, ready for the first trial.
 
     Args:
-        request, task: what is asked, and what it comes to.
+        request, task: the request, and the task it was resolved to.
         limit_mib: memory of a rank, MiB.
-        estimator: of the task.
+        estimator: estimator of the task.
         plan: how long steps are measured.
-        agent: one that was started beforehand.
-        compiles: whether any configuration may compile.
-        memory_only: in place of the request's.
+        agent: an agent that was started beforehand.
+        compiles: True if any configuration may compile.
+        memory_only: replaces the request's value.
 
     Raises:
         UsageError: the hardware is neither known nor measurable here, or its times cannot be measured on this device.
@@ -127,20 +127,20 @@ def _is(name: str, kind: str, device: Device) -> bool:
 
 
 AHEAD = 3
-"""Configurations that are emulated with their times before the first trial, to correct the estimate."""
+"""Number of configurations that are emulated with their times before the first trial, to correct the estimate."""
 LOOKED_AT = 256
-"""Configurations of which these are the fastest by the estimate."""
+"""Number of configurations from which the fastest by the estimate are selected."""
 
 
 def check_emulate_first(request: "Request", task: "Task") -> None:
-    """Refuses `emulate_first` where there is nothing to emulate, or no device to do it on.
+    """Refuses `emulate_first` if there is nothing to emulate, or no device to do it on.
 
     Raises:
-        UsageError: so it is.
+        UsageError: that is the case.
     """
     if task.own is None or task.simulated or task.emulated or isinstance(request.runner, Runner):
         raise UsageError(
-            "emulate_first tries a workload's candidates on one device before all of theirs: it has no part in commands, "
+            "emulate_first tries a workload's candidates on one device before all of theirs: it cannot be used with commands, "
             f"callables, given runners, or the runner '{request.runs_on}'"
         )
     if task.devices == 1:
@@ -152,10 +152,10 @@ def check_emulate_first(request: "Request", task: "Task") -> None:
 
 
 class EmulateFirst(Runner):
-    """Emulates a candidate's deciding ranks on one device, and gives it to the others only if these fit.
+    """Emulates a candidate's deciding ranks on one device, and runs the trial on all devices only if they fit.
 
     Args:
-        emulated: measures memory alone.
+        emulated: measures memory only.
         devices: runs the trials.
     """
 
@@ -181,7 +181,7 @@ class EmulateFirst(Runner):
             known = self._known[request.config] = self._emulated.run(request)
         if known.status is Status.OOM:
             return replace(known, status=Status.SKIPPED, reason=f"not tried on the devices: {known.reason}")
-        # What else ends an emulated rank may not end a real one.
+        # Other failures of an emulated rank need not occur on a real one.
         spent = time.perf_counter() - begin
         measured = self._devices.run(request)
         total = None if measured.seconds_total is None else measured.seconds_total + spent
@@ -193,7 +193,7 @@ class EmulateFirst(Runner):
         return self._devices.take_turns(requests, alone, patience_s)
 
     def stop(self, log: str) -> None:
-        """Ends the trial that writes this log."""
+        """Stops the trial that writes this log."""
         for each in (self._emulated, self._devices):
             if (stop := getattr(each, "stop", None)) is not None:
                 stop(log)
@@ -207,13 +207,14 @@ class EmulateFirst(Runner):
 def corrected_by_emulation(
     estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
 ) -> "Estimator":
-    """An estimator that begins with what some emulated trials measured: the fastest by the estimate, of different degrees.
+    """Returns the estimator, corrected by emulated trials of the fastest configurations by the estimate, of different
+    degrees.
 
     Args:
-        estimator: of the task.
-        space: what may vary.
+        estimator: estimator of the task.
+        space: space of the search.
         runner: emulates with times.
-        say: told what is done.
+        say: receives messages.
     """
     configs = space.sample(min(LOOKED_AT, len(space)) if space.enumerable else LOOKED_AT, seed=0)
     table = estimator.table(configs)
@@ -232,10 +233,10 @@ def corrected_by_emulation(
 
 
 def emulates_command(request: "Request") -> bool:
-    """Whether a command is asked for whose framework runs one rank alone.
+    """True if the request is for a command whose framework can run one rank alone.
 
     Raises:
-        UsageError: it is to run elsewhere than here.
+        UsageError: the command would run elsewhere.
     """
     if not (isinstance(request.target, Command) and request.target.emulate):
         return False
@@ -247,13 +248,13 @@ def emulates_command(request: "Request") -> bool:
 
 
 class EmulatedCommands(Runner):
-    """Runs of a command's first rank alone. Memory is as it is read; the communication that its times lack is priced by the
+    """Runs of a command's first rank alone. Its memory is the measured one; the missing time of communication is the
     estimate's share of links and bubble.
 
     Args:
         runner: starts the command.
-        task: that is tuned.
-        estimator: of what the command trains; None where that is not known.
+        task: the task that is tuned.
+        estimator: estimator of the training that the command runs; None if it is unknown.
     """
 
     def __init__(self, runner: Runner, task: "Task", estimator: "Estimator | None") -> None:
@@ -289,7 +290,7 @@ class EmulatedCommands(Runner):
         return replace(measured, reason=reason, seconds_modelled=modelled, **steps, **rates, **known)
 
     def _why(self, measured: Measurement) -> str:
-        """Why it failed; where the framework does not know the mode, that it is too old."""
+        """Reason of a failure; if the framework does not know the mode, that it is too old."""
         command = self._task.command
         assert command is not None and command.requested.launcher is not None
         mode = find_launcher(command.requested.launcher).emulated
@@ -299,7 +300,7 @@ class EmulatedCommands(Runner):
         return measured.reason
 
     def stop(self, log: str) -> None:
-        """Ends the trial that writes this log."""
+        """Stops the trial that writes this log."""
         if (stop := getattr(self._runner, "stop", None)) is not None:
             stop(log)
 
@@ -309,7 +310,7 @@ class EmulatedCommands(Runner):
 
 
 def communicated(estimate: "Estimate") -> float:
-    """The share of an estimated step that a rank alone does not take: links, and waiting for other stages; below 1."""
+    """Share of an estimated step that a single rank does not take: links, and waiting for other stages; below 1."""
     lacking = sum(
         value
         for name, value in estimate.breakdown.items()

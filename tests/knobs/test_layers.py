@@ -20,7 +20,7 @@ from redline.knobs.strategy import Strategy
         ("0-7:", 5, "an item is expected, such as tp2, zero3 or ckpt, but here is ''"),
         ("0-7:tp2,", 9, "an item is expected"),
         ("0-7:tp2;ckpt", 5, "an item is expected, such as tp2, zero3 or ckpt, but here is 'tp2;ckpt'"),
-        ("7-0:tp2", 1, "a range goes up, but 7 is behind 0"),
+        ("7-0:tp2", 1, "a range goes up, but 7 is after 0"),
         ("0-x:tp2", 1, "blocks are a number or a range such as 0-7, but here is '0-x'"),
         ("0:tp", 5, "tp takes a number, such as tp2"),
         ("0:tp0", 5, "tp is a whole number of at least 1, but here is 0"),

@@ -362,7 +362,7 @@ def check_refusals(make, folder):
     cut["schedule"] = lambda sch: sch["fc1"].cut_pipeline_stage() and sch.pipeline("gpipe", 2)
     refused("in the order gpipe", pp, **cut)
     cut["schedule"] = lambda sch: sch["fc1"].cut_pipeline_stage() and sch.pipeline("1f1b", 2)
-    refused("pipeline says 2 micro-batches, but gradient_accumulation_steps is 4", pp,
+    refused("pipeline has 2 micro-batches, but gradient_accumulation_steps is 4", pp,
             {**SIZE, "gradient_accumulation_steps": 4}, **cut)  # fmt: skip
 
     plain = create_schedule(make())
