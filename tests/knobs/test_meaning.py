@@ -222,7 +222,7 @@ def test_which_blocks_are_recomputed_is_followed_by_all(monkeypatch):
     assert layers_of_megatron(pp=4) == 2  # of eight
     monkeypatch.setattr(recomputed, "__code__", one_more.__code__)
     assert blocks_of_stages({"checkpoint_ratio": 0.25})[0] == [0, 1, 2, 3]
-    assert recomputes(0.5) == pytest.approx(recomputes(0.25) * 3 / 2)
+    assert recomputes(0.5) == pytest.approx(recomputes(0.25) * 3 / 2, rel=1e-4)
     assert layers_of_megatron(pp=4) == 3
 
 
