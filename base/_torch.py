@@ -47,6 +47,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_interpolate": ("torch", "_foreach_lerp_"),
     # Collectives that torch.compile can trace.
     "functional_collectives": ("torch.ops", "_c10d_functional"),
+    "FakeProcessGroup": ("torch._C._distributed_c10d", "FakeProcessGroup"),
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
 }
 """Name in this module -> (module, name) in torch."""

@@ -22,6 +22,7 @@ from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..models.server_model import ServerModel
 from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
+from ..tuner.request import RunRequest
 
 TRAVELLING = (
     (
@@ -67,8 +68,11 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
     out = _target(asked.pop("target", None))
     if (space := asked.pop("space", None)) is not None:
         out["space"] = (Space.from_yaml(space) if isinstance(space, (str, Path)) else space).to_dict()
+    unchanged = {each.name: each.default for each in fields(RunRequest)}
     for name, value in asked.items():
         if name not in TRAVELLING:
+            if name in unchanged and value == unchanged[name]:
+                continue
             raise UsageError(
                 f"{name} only applies to the machine that a search runs on and cannot be sent to a server; leave it out"
             )

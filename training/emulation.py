@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..base._torch import FakeProcessGroup, TorchDispatchMode
 
 BACKEND = "emulated"
 """The backend's name in torch.distributed."""
@@ -256,7 +256,7 @@ class _Event(torch.cuda.Event):
     """The recorder's own."""
 
 
-class _Work(dist._Work):
+class _Work(dist.Work):
     """A communication that is over."""
 
     def __init__(self, recorder: Recorder, number: int, result: Any) -> None:
@@ -549,6 +549,6 @@ def join_emulated(rank: int, world_size: int, recorder: Recorder) -> None:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(world_size))
         return EmulatedGroup(options.group_rank, ranks, options.group_id, recorder)
 
-    if BACKEND.upper() not in dist.Backend._plugins:
+    if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)

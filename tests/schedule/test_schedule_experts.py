@@ -175,7 +175,7 @@ def planned(model=None, ranks=2):
         (lambda: planned(ranks=3).shard_experts(2), "2 must divide the ranks of the mesh's dp axis, but it has 3"),
         (lambda: planned(nn.Sequential(nn.Linear(4, 4))).shard_experts(2), "ep: the model has no experts"),
         (lambda: create_schedule(Model()).shard_experts(2), "but there is none"),
-        (lambda: planned().shard_experts(2).shard_experts(2), "experts are spread already"),
+        (lambda: planned().shard_experts(2).shard_experts(2), "experts are spread once, and they already are"),
         (lambda: planned().shard_data().shard_experts(2), "call it before shard_data"),
         (lambda: planned(ranks=4).shard_experts(2).shard_data(3, hsdp=2), "so hsdp must be 1"),
     ],

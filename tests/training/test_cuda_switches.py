@@ -4,6 +4,7 @@ import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.estimator import Estimator, TrainingSetup
+from redline.estimator.kernels import products_of
 from redline.schedule.random_state import RandomState
 from redline.training import Training
 from redline.training.precision import Precision
@@ -102,5 +103,10 @@ def test_tf32_costs_the_memory_of_float32_and_the_time_of_its_own_rate():
     made = Estimator(shape, "h100", TrainingSetup(seq_len=2048, global_batch=8))
     fp32, tf32, bf16 = (made({"micro_batch": 2, "precision": each}) for each in ("fp32", "tf32", "bf16"))
     assert tf32.peak_memory_mib == fp32.peak_memory_mib
-    assert fp32.breakdown["time.matmul"] == pytest.approx(7.39 * tf32.breakdown["time.matmul"], rel=0.01)
+    # 7.39 at the same clocks, which are lower where products take a larger share of the step.
+    assert (
+        7.39
+        <= fp32.breakdown["time.matmul"] / tf32.breakdown["time.matmul"]
+        <= 7.39 / products_of(made.hardware).sustained
+    )
     assert bf16.step_ms < tf32.step_ms < fp32.step_ms
