@@ -58,6 +58,11 @@ def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | No
             "its engine averages gradients over all replicas, but shard_experts leaves each expert to some of them; "
             "leave shard_experts or the target out"
         )
+    if sch.tree.shared:
+        raise _refused(
+            f"its engine takes gradients to be of whole micro-batches, but ranks share samples in '{min(sch.tree.shared)}'; "
+            "leave share_samples or the target out"
+        )
     _check_ranks(sch.mesh)
     _replicas(sch, out)
     _tensor_parallel(sch, out)
@@ -171,7 +176,7 @@ def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
         zero, stage = out.setdefault("zero_optimization", {}), len(each["cut"])
         if zero.setdefault("stage", stage) != stage:
             raise _refused(f"shard_data has ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
-        own = {"hsdp": 1, "blocks": None, "gathered": (), "gather": "pass" if stage == 3 else "step"}
+        own: dict[str, Any] = {"hsdp": 1, "blocks": None, "stages": {}, "gather": "pass" if stage == 3 else "step"}
         for name, neutral in own.items():
             if each[name] != neutral:
                 raise _refused(f"shard_data({name}={each[name]!r}) has no counterpart in DeepSpeed; leave it out")

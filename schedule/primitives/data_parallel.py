@@ -202,7 +202,7 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
 
     def cut(part: nn.Module) -> bool:
         sharing = sharing_of(part)
-        return stages.get(id(part), stage) >= 2 and (along if sharing is None else sharing.replicas).size > 1
+        return stages.get(id(part), stage) >= 2 and (sharing is None or sharing.replicas.size > 1)
 
     if pipeline is not None:
         # A stage's forward ends early, so hooks on the root do not run: each part is sharded separately.
@@ -224,7 +224,7 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
         whole=whole,
         gather=given["gather"],
         own={id(part): "pass" if stages[id(part)] == 3 else "step" for part in parts if id(part) in stages},
-        root=stage >= 2 and along.size > 1 and pipeline is None,
+        root=stage >= 2 and pipeline is None and (along.size > 1 or not stages),
         shard=partial(_shard, mesh=sch.mesh, hsdp=given["hsdp"], policy=policy),
         experts=experts,
     )

@@ -165,7 +165,9 @@ def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, ask
     nvml(*held)
     said = []
     request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
-    task = SimpleNamespace(own=object(), simulated=False, device=SimpleNamespace(type="cuda"), devices=2)
+    task = SimpleNamespace(
+        own=object(), simulated=False, emulated=False, device=SimpleNamespace(type="cuda"), devices=2
+    )
     limit_mib = search_setup.memory_of_rank(request, task, said.append)
     assert limit_mib == expected
     assert bool(said) == (expected == 58_800) and ("20,000 of the 80,000 MiB of GPU 1" in "".join(said)) == bool(said)

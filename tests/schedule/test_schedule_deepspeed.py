@@ -345,8 +345,8 @@ def check_refusals(make, folder):
     halved = {**SIZE, "communication_data_type": "fp16"}
     refused("communication_data_type is fp16", dp, halved, lambda sch: sch.shard_data(reduce_dtype=torch.bfloat16))
     refused(
-        r"shard_data\(gathered=\('fc1',\)\) has no counterpart", dp, SIZE,
-        lambda sch: sch.shard_data(zero=3, gathered=["fc1"]),
+        r"shard_data\(stages=\{'fc1': 1\}\) has no counterpart", dp, SIZE,
+        lambda sch: sch.shard_data(zero=3, stages={"fc1": 1}),
     )  # fmt: skip
     refused(
         "param_dtype=torch.bfloat16. is bf16: {enabled: true}", dp, SIZE,
@@ -354,6 +354,7 @@ def check_refusals(make, folder):
     )  # fmt: skip
     refused("offload_optimizer of its configuration", dp, SIZE, lambda sch: sch.offload("optimizer"))
     refused("shard_experts leaves each expert to some", dp, SIZE, lambda sch: sch.shard_experts(2), Experts)
+    refused("ranks share samples in 'fc1'", tp, SIZE, lambda sch: sch["fc1"].share_samples(1))
     refused("over 2 ranks, but tensor_parallel.autotp_size is 4", tp, {**SIZE, "tensor_parallel": {"autotp_size": 4}})
     refused("1f1b with one stage a rank, but there are 1 stages on 2 ranks", pp)
     cut = {"loss": F.mse_loss, "schedule": lambda sch: sch["fc1"].cut_pipeline_stage()}

@@ -88,7 +88,7 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
 
 def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):
     request = SimpleNamespace(limit_mib=None, runner=None, concurrency=None, runs_on="local", out="runs/a")
-    task = SimpleNamespace(own=object(), simulated=False, devices=2, device=SimpleNamespace(type="cpu"))
+    task = SimpleNamespace(own=object(), simulated=False, emulated=False, devices=2, device=SimpleNamespace(type="cpu"))
     monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 16000)
     assert search_setup.memory_of_rank(request, task) == 7200.0
     assert search_setup.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
