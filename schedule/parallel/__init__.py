@@ -1,1 +1,1 @@
-"""What several ranks need: tensors, batches and layers cut over a mesh, and what travels between its ranks."""
+"""Parallelism over several ranks: tensors, batches and layers sharded over a mesh, and the communication between ranks."""

@@ -1,4 +1,4 @@
-"""Whether ranks hold the same values where they are to: weights at `build`, inputs at the first step."""
+"""Checks that ranks have equal values where they must: weights at `build`, inputs at the first step."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -17,17 +17,17 @@ from .sharding import shards_of, walk
 
 
 def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], seed: int, broadcast: bool) -> None:
-    """Compares what ranks of the `tp` and `dp` axes are to hold alike, before replicas cut it.
+    """Checks that the replicated tensors are equal on the ranks of the `tp` and `dp` axes, before replicas shard them.
 
     Args:
         root: the model, with its weights.
-        mesh: of the schedule.
-        made: tensors that were made from the seed, of which the seed tells.
-        seed: of what was made.
-        broadcast: gives all ranks the values of the first where they differ.
+        mesh: the schedule's mesh.
+        made: tensors that were initialized from the seed; only the seed and their number are compared.
+        seed: the seed of the tensors in `made`.
+        broadcast: gives all ranks the first rank's values where they differ.
 
     Raises:
-        ScheduleError: some differ, and the first rank's are not asked for, or no rank has the whole of them.
+        ScheduleError: some tensors differ, and `broadcast` is False or no rank has a whole tensor.
     """
     for name in ("tp", "dp"):
         axis = _shared(mesh, name)
@@ -54,7 +54,7 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
 
 
 def _shared(mesh: Any, name: str) -> Axis | None:
-    """An axis of several ranks that are there to be asked."""
+    """Returns an axis of a real mesh by name; None for a planned mesh or an axis of one rank."""
     if isinstance(mesh, PlannedMesh):
         return None
     axis = axis_of(mesh, name)
@@ -64,7 +64,9 @@ def _shared(mesh: Any, name: str) -> Axis | None:
 def _held(
     root: nn.Module, made: set[torch.Tensor], cut_too: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Checksum]]:
-    """What all ranks of an axis are to hold alike, and checksums of what was whole once, both by name."""
+    """Returns the tensors that all ranks of an axis must have alike, and checksums of tensors from before they were cut.
+
+    Both are keyed by name."""
     whole: dict[str, torch.Tensor] = {}
     once: dict[str, Checksum] = {}
     for path, module in walk(root):
@@ -80,7 +82,7 @@ def _held(
 
 
 def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
-    """The names under which ranks of an axis have other checksums, in order; all of them call it."""
+    """Returns the names whose checksums differ between the ranks of an axis, in order; all of these ranks call it."""
     cuda = "gloo" not in dist.get_backend(axis.group) and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -96,10 +98,10 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
 
 
 def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compares what the ranks of a group that shares samples are given: by tensor (`tp`) or by sequence (`sp`, `cp`).
+    """Checks that the ranks of a group that shares samples, by tensor (`tp`) or sequence (`sp`, `cp`), get equal inputs.
 
     Raises:
-        ScheduleError: they are given other tensors.
+        ScheduleError: the inputs differ between ranks.
     """
     found: dict[str, Checksum] = {}
     for name, value in [*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
@@ -121,7 +123,7 @@ def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 class FirstCall:
-    """Runs in place of the first call of a model whose ranks share samples; then it leaves the model."""
+    """Replaces the first call of a model whose ranks share samples, checks its inputs, and then removes itself."""
 
     def __init__(self, module: nn.Module, axes: Sequence[Axis]) -> None:
         self.module, self.axes = module, axes
@@ -141,7 +143,7 @@ class FirstCall:
 
 
 def check_first_call(module: nn.Module, mesh: Any) -> None:
-    """Has the first call of a model check that ranks which share samples are given the same ones."""
+    """Makes the first call of a model check that ranks that share samples get equal inputs."""
     axes = [axis for axis in (_shared(mesh, "tp"),) if axis is not None]
     if not isinstance(mesh, PlannedMesh):
         axes += [axis for layer in layers_of(module, CutSequence) for axis in layer.axes]
@@ -150,7 +152,7 @@ def check_first_call(module: nn.Module, mesh: Any) -> None:
 
 
 def _norm_of_a_piece(root: nn.Module, axis: Axis, error: RuntimeError) -> str:
-    """Whether a norm over features was given one rank's piece of them, in words; empty where it was not."""
+    """Returns an error message if a norm over features got one rank's shard of them, else an empty string."""
     frame = error.__traceback__
     while frame is not None:
         held = frame.tb_frame.f_locals

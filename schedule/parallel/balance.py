@@ -1,8 +1,8 @@
-"""The loss that balances experts, as one process has it whose micro-batches are those of all replicas together.
+"""The load-balancing loss of a mixture of experts, computed over the micro-batches of all replicas together.
 
-With E experts, f the rows of each per token over all tokens and P their mean probability, it is E sum(f P), with f without
-gradient. Each replica has its part of P and f of all, such that the mean over replicas is the loss of their samples together;
-the mean of each replica's own loss would balance the experts within every replica.
+With E experts, f the rows of each per token over all tokens and P their mean probability, the loss is E sum(f P), with f
+without gradient. Each replica computes its own part of P and uses f of all replicas, so that the mean over replicas is the
+loss of their samples together. The mean of each replica's own loss would balance the experts within every replica instead.
 
 Source: Fedus et al., Switch Transformers (arXiv:2101.03961), section 2.2; over replicas: Qiu et al. (arXiv:2501.11873).
 """
@@ -19,13 +19,13 @@ from .experts import mixtures_of, num_experts, rows_of_experts
 
 
 def balances(model: nn.Module) -> bool:
-    """Returns True for a model of transformers that adds such a loss to its own."""
+    """Returns True for a transformers model that adds a load-balancing loss to its own."""
     config: Any = getattr(model, "config", None)
     return bool(getattr(config, "output_router_logits", False)) and hasattr(model, "router_aux_loss_coef")
 
 
 class BalancedTogether(Layer):
-    """Around a whole model: puts the balancing loss of all replicas in the place of this one's."""
+    """Replaces the load-balancing loss of a whole model on this replica by that of all replicas."""
 
     order = 55
     divisible = True
@@ -65,7 +65,7 @@ class BalancedTogether(Layer):
 
 
 def pipeline_obstacle(model: nn.Module) -> str:
-    """Why a model that balances its experts cannot be divided into stages; empty where it can."""
+    """Returns why a model with a load-balancing loss cannot be divided into stages; empty if it can."""
     if balances(model) and mixtures_of(model):
         count = max(num_experts(each) for each in mixtures_of(model).values())
         return f"the loss that balances the {count} experts is of all blocks (output_router_logits), of which a stage has some"

@@ -1,16 +1,16 @@
-"""Attention of a block of queries to a block of keys, such that blocks can be put together, and its gradients.
+"""Attention of a block of queries to a block of keys, in a form in which blocks can be merged, and its gradients.
 
-Notation, beside that of `sequences.py`:
+Notation, in addition to that of `sequences.py`:
 
 | symbol | meaning |
 |---|---|
 | q, k | tokens of the two blocks |
 | s | scores, (B, H, q, k), times the scale |
-| l | log of the sum of exp(s) over keys, (B, H, q), at least float32; -inf where nothing is looked at |
+| l | log of the sum of exp(s) over keys, (B, H, q), at least float32; -inf where all keys are masked |
 
-A block gives softmax(s) v and l. Two blocks of the same queries come to the weighted mean of what they give, by
-exp(l_i - l) where l = log(exp(l_1) + exp(l_2)), and so do any number. Gradients of a block are those of attention to all
-keys, where l and the output are of all: its probabilities are exp(s - l).
+A block returns softmax(s) v and l. The output of two blocks of the same queries is the mean of their outputs, weighted by
+exp(l_i - l) with l = log(exp(l_1) + exp(l_2)); any number of blocks merge in the same way. The gradients of a block are
+those of attention to all keys if l and the output are those over all keys: its probabilities are exp(s - l).
 
 Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
 """
@@ -29,10 +29,10 @@ from ...base._torch import (
 )
 
 MOST_SCORES = 1 << 26
-"""Scores that are formed in one go, where they are."""
+"""Most scores that are materialized at once, where no kernel avoids it."""
 HALVES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
-"""The least compute capability of CUDA's flash attention."""
+"""The lowest compute capability that CUDA's flash attention supports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,28 +40,27 @@ class How:
     """How a block is computed."""
 
     scale: float
-    """Of the scores."""
     causal: bool = False
-    """Whether a query looks at the keys up to its own place alone; there are as many of both then."""
+    """True if a query attends only to keys up to its own position; the block then has as many queries as keys."""
     pairs: torch.Tensor | None = None
-    """Which query may look at which key, broadcast to (B, H, q, k); None for all."""
+    """True where a query may attend to a key, broadcast to (B, H, q, k); None for all pairs."""
     dropout: float = 0.0
-    """The share of probabilities that are dropped."""
+    """The fraction of probabilities that are dropped."""
     seed: int = 0
-    """Of what is dropped."""
+    """The seed of the dropout mask."""
     kernels: bool = True
-    """Whether a kernel of torch may compute it."""
+    """True if one of torch's kernels may be used."""
 
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's output, (B, H, q, D), and l.
+    """Returns a block's output, (B, H, q, D), and l.
 
     Args:
         query: (B, H, q, D).
         key, value: (B, K, k, D), where K divides H.
-        how: how.
+        how: the options of the block.
     """
     if _has_kernel(query, value, how):
         kernel = flash_attention_on_cpu if query.device.type == "cpu" else flash_attention
@@ -70,7 +69,7 @@ def attention(
     outputs, sums = [], []
     for rows in _rows(query, key, how):
         least = torch.finfo(rows.scores.dtype).min
-        most = rows.scores.amax(-1, keepdim=True).clamp_min(least)  # -inf where nothing is looked at
+        most = rows.scores.amax(-1, keepdim=True).clamp_min(least)  # -inf where all keys are masked
         shares = rows.scores.sub_(most).exp_()
         total = shares.sum(-1, keepdim=True)
         sums.append((total.log() + most).squeeze(-1))
@@ -80,27 +79,27 @@ def attention(
 
 
 class Queries(NamedTuple):
-    """Queries in the backward pass, with what they came to over all blocks."""
+    """Queries in the backward pass, with their output and l over all blocks."""
 
     query: torch.Tensor
     """(B, H, q, D)."""
     grad: torch.Tensor
-    """Of the output."""
+    """The gradient of the output, (B, H, q, D)."""
     output: torch.Tensor
-    """Of the same shape."""
+    """(B, H, q, D)."""
     log_sum: torch.Tensor
-    """l of all keys, +inf where nothing is looked at."""
+    """l over all keys, +inf where all keys are masked."""
 
 
 def gradients(
     queries: Queries, key: torch.Tensor, value: torch.Tensor, how: How
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a block adds to the gradients of its queries, keys and values.
+    """Returns a block's contribution to the gradients of its queries, keys and values.
 
     Args:
-        queries: the queries.
+        queries: the queries, with their output, its gradient and l.
         key, value: as in `attention`.
-        how: how.
+        how: the options of the block.
     """
     query, grad, output, log_sum = queries
     if _has_kernel(query, value, how):
@@ -109,7 +108,7 @@ def gradients(
             return flash_attention_on_cpu_backward(
                 grad, query, key, value, output, log_sum, 0.0, how.causal, scale=how.scale
             )
-        # Without dropout and without sequences of several lengths it looks at none of what stands for these.
+        # The kernel ignores the random state and the cumulative lengths: there is no dropout, and all lengths are equal.
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         lengths = (None, None, query.shape[2], key.shape[2])
         return flash_attention_backward(
@@ -133,7 +132,7 @@ def gradients(
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: How) -> bool:
-    """Whether torch's flash attention computes it."""
+    """True if torch's flash attention supports the block."""
     if not how.kernels or how.dropout or how.pairs is not None or query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cuda":
@@ -144,18 +143,17 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: How) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
-    """Scores of some of the queries."""
+    """Scores of a slice of the queries."""
 
     at: slice
-    """Which."""
     scores: torch.Tensor
-    """(B, K, H / K, rows, k), -inf where it is not looked."""
+    """(B, K, H / K, rows, k), -inf where masked."""
     kept: torch.Tensor | None
-    """Of the same shape: 0 for probabilities that are dropped, and what makes up for it for all others."""
+    """The dropout mask, of the same shape: 0 for dropped probabilities, 1 / (1 - dropout) for all others."""
 
 
 def _rows(query: torch.Tensor, key: torch.Tensor, how: How) -> Iterator[_Rows]:
-    """The scores, so many rows at once that they are no more than MOST_SCORES."""
+    """Yields the scores by slices of queries, at most MOST_SCORES at once where a single row allows it."""
     wide = torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator(query.device).manual_seed(how.seed) if how.dropout else None
     samples, heads, length = query.shape[:3]

@@ -1,21 +1,21 @@
 """Checksums of tensors: two sums over their words, the second weighted by position.
 
-Equal tensors have equal checksums; those that differ by a bit, or in the order of their elements, practically never.
+Equal tensors have equal checksums. Tensors that differ by a bit, or in the order of their elements, practically never do.
 """
 
 import torch
 
 Checksum = tuple[int, int]
 NOTHING: Checksum = (0, 0)
-"""Where there are no values."""
+"""The checksum of a tensor without values: on the meta device, or empty."""
 CHUNK = 1 << 21
-"""Words that are added up at once, so that little memory is needed beside a tensor."""
+"""Words that are summed at once, to keep temporary memory small."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> Checksum:
-    """A checksum of a tensor's values; sums wrap around at 64 bits."""
+    """Returns a checksum of a tensor's values; sums wrap around at 64 bits."""
     if tensor.is_meta or not tensor.numel():
         return NOTHING
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""Collectives that gradients pass through, over one axis of the mesh."""
+"""Collectives over one axis of the mesh, and the means to apply them to values and gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from ...base._torch import functional_collectives, resolve_process_group, timeou
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a device mesh, as plain data: it is copied and pickled with the modules that use it."""
+    """One axis of a device mesh, as plain data that is copied and pickled with the modules that use it."""
 
     name: str
     """`tp`, `dp` or `pp`."""
     size: int
-    """Ranks along the axis."""
+    """The number of ranks along the axis."""
     rank: int
-    """This process's place along the axis."""
+    """This process's index along the axis."""
     group_name: str
-    """Name under which torch.distributed finds the process group."""
+    """The name of the process group in torch.distributed."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -36,7 +36,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def axis_of(mesh: Any, name: str) -> Axis | None:
-    """An axis of a mesh by name; None where there is no mesh or no such axis."""
+    """Returns an axis of a mesh by name; None if the mesh is None or lacks the axis."""
     if mesh is None or name not in (mesh.mesh_dim_names or ()):
         return None
     group = mesh.get_group(name)
@@ -44,14 +44,14 @@ def axis_of(mesh: Any, name: str) -> Axis | None:
 
 
 def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
-    """An axis of a mesh as a mesh of its own axes, outermost first; the last is of neighbours along it.
+    """Divides an axis of a mesh into a mesh of new axes, outermost first; ranks along the last are neighbours.
 
-    All ranks call it. The new process groups wait as long as that of the axis does.
+    All ranks call it. The new process groups have the timeout of the axis's group.
 
     Args:
         mesh: the mesh.
-        name: its axis.
-        sizes: of the new axes; their product is the axis's size.
+        name: the axis to divide.
+        sizes: sizes of the new axes by name; their product is the axis's size.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -69,14 +69,14 @@ def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
 
 
 def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: str = "") -> dict[str, Axis]:
-    """The axes of groups of neighbours along the `dp` axis, those of more than one rank; all ranks call it.
+    """Returns the axes, of more than one rank, of groups of neighbours along the `dp` axis; all ranks call it.
 
     Args:
-        mesh: of the schedule.
+        mesh: the schedule's mesh.
         degrees: sizes of these axes by name, the last of nearest neighbours.
         along: the `dp` axis.
-        others: a name for the axis of ranks that have the same places in such groups, which is returned too then,
-            whatever its size.
+        others: a name for the axis of ranks that have the same position in each group. If given, this axis is returned
+            too, whatever its size.
     """
     sizes = {name: size for name, size in degrees.items() if size > 1}
     rest = along.size // prod(sizes.values())
@@ -89,11 +89,11 @@ def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: st
 
 
 def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[str]) -> Axis:
-    """The axis of the ranks of a mesh that differ in some of its axes, or in parts of these; all ranks call it.
+    """Returns one axis over the ranks that differ in several axes of a mesh, or in parts of these; all ranks call it.
 
     Args:
-        mesh: of the schedule.
-        splits: axes of the mesh that are divided: names and sizes of the new axes, outermost first.
+        mesh: the schedule's mesh.
+        splits: the axes of the mesh to divide: names and sizes of the new axes, outermost first.
         names: the axes along which the ranks differ, outermost first; an axis that the mesh lacks has one rank.
     """
     planned = isinstance(mesh, PlannedMesh)
@@ -113,9 +113,9 @@ def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[s
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over the axis, without gradient."""
+    """Returns the sum over the axis, without gradient."""
     if tensor.is_meta:
-        # Shapes are all that is asked for.
+        # Only the shape is needed.
         return torch.empty_like(tensor)
     if torch.compiler.is_compiling():
         return _traced("all_reduce", tensor.detach().contiguous(), "sum", axis.group_name)
@@ -125,7 +125,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """The ranks' tensors joined along a dimension in the order of ranks, without gradient."""
+    """Returns the ranks' tensors, concatenated along a dimension in rank order, without gradient."""
     piece = tensor.detach().movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
         joined = _traced("all_gather_into_tensor", piece, axis.size, axis.group_name)
@@ -137,7 +137,7 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """This rank's piece along a dimension of the sum over the axis, without gradient."""
+    """Returns this rank's shard, along a dimension, of the sum over the axis, without gradient."""
     sums = tensor.detach().movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
         piece = _traced("reduce_scatter_tensor", sums, "sum", axis.size, axis.group_name)
@@ -149,7 +149,7 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.Tensor:
-    """Pieces along `dim`, one to each rank; what is received from the ranks joined along `join`, without gradient."""
+    """Sends one chunk along `dim` to each rank; returns the received chunks concatenated along `join`, without gradient."""
     pieces = torch.stack([each.movedim(dim, 0) for each in tensor.detach().chunk(axis.size, dim)])
     if torch.compiler.is_compiling():
         sizes = [1] * axis.size
@@ -162,20 +162,21 @@ def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.T
 
 
 def all_to_all_rows(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis) -> torch.Tensor:
-    """The first `sent[0]` rows to the first rank, the next `sent[1]` to the second, and so on; `received[r]` rows arrive from
-    rank r, in the order of ranks. Without gradient."""
+    """Sends the first `sent[0]` rows to the first rank, the next `sent[1]` to the second, and so on, without gradient.
+
+    Returns the received rows in rank order, `received[r]` of them from rank r."""
     rows = tensor.new_empty(sum(received), *tensor.shape[1:])
     dist.all_to_all_single(rows, tensor.detach().contiguous(), received, sent, group=axis.group)
     return rows
 
 
 class PassedOn:
-    """A tensor on its way to the next rank of a ring, and one of the same shape from the rank before.
+    """An asynchronous send to the next rank of a ring, and receive of a tensor of the same shape from the previous rank.
 
     Args:
-        tensor: which goes; it stays as it is until `received`.
+        tensor: the tensor to send; it must not change until `received` returns.
         axis: the ring.
-        tag: of those that are on their way at once each kind has its own.
+        tag: distinguishes the kinds of tensors that are in flight at once.
     """
 
     def __init__(self, tensor: torch.Tensor, axis: Axis, tag: int = 0) -> None:
@@ -190,19 +191,19 @@ class PassedOn:
         )
 
     def received(self) -> torch.Tensor:
-        """What arrives, once it is there and the other has left."""
+        """Waits for the send and the receive, and returns the received tensor."""
         for each in self._works:
             each.wait()
         return self._arriving
 
 
 def _traced(name: str, *args: Any) -> torch.Tensor:
-    """A collective that torch.compile takes into its graph: process groups by name, results out of place."""
+    """Runs a collective that torch.compile can trace: process groups by name, results out of place."""
     return functional_collectives.wait_tensor(getattr(functional_collectives, name)(*args))
 
 
 def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """This rank's piece of a tensor that all ranks hold, along a dimension, without gradient."""
+    """Returns this rank's chunk, along a dimension, of a tensor that all ranks have, without gradient."""
     return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
@@ -224,7 +225,7 @@ class _Through(torch.autograd.Function):
 
 
 def through(tensor: torch.Tensor, forward: Operation | None = None, backward: Operation | None = None) -> torch.Tensor:
-    """The tensor through `forward`, its gradient through `backward`; None leaves either as it is."""
+    """Applies `forward` to a tensor and `backward` to its gradient; None leaves either unchanged."""
     return _Through.apply(tensor, forward, backward)
 
 
@@ -238,9 +239,9 @@ class _Group:
 
 
 class PlannedMesh:
-    """Stands for a DeviceMesh of which this is the first rank: `PlannedMesh(pp=2, tp=4)`.
+    """A substitute for a DeviceMesh, without processes, on its first rank: `PlannedMesh(pp=2, tp=4)`.
 
-    Primitives that ask for sizes and refuse what these do not allow work on it; `build` does not.
+    Primitives that only read and check the sizes of axes accept it; `build` does not.
     """
 
     def __init__(self, **axes: int) -> None:
@@ -248,9 +249,9 @@ class PlannedMesh:
         self.mesh_dim_names = tuple(axes)
 
     def get_group(self, name: str) -> _Group:
-        """Something that has the size of the axis."""
+        """Returns an object with the size of the axis."""
         return _Group(self.axes[name])
 
     def get_local_rank(self, name: str) -> int:
-        """Always the first."""
+        """Returns 0, the first rank."""
         return 0

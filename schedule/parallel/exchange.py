@@ -1,4 +1,4 @@
-"""Hooks by which ranks exchange what goes into a module, comes out of it, or flows back through it."""
+"""Hooks that apply collectives to the inputs, outputs and gradients of a module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ from .sharding import shards_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """One `sync` of a module: what is exchanged, and when."""
+    """One `sync` of a module: the collective, its operand, and when it runs."""
 
     mode: str
     """`fwd_pre`, `fwd_post`, `bwd_pre` or `bwd_post`."""
     op: str | Callable[[torch.Tensor], torch.Tensor]
     """The collective, or a function of a tensor."""
     axis: int | None = None
-    """The dimension it acts along."""
+    """The dimension that the collective acts along."""
     on: str = "activations"
     """`activations` or `parameters`."""
     join: int | None = None
-    """The dimension along which `all_to_all` joins."""
+    """The dimension along which `all_to_all` concatenates."""
     gradient: str | None = None
-    """What becomes of the gradient of `all_gather`, where that is said."""
+    """How the gradient of `all_gather` is computed, if given."""
 
 
 class InputSync:
-    """Passes the first floating input, or all that need gradients, through a function."""
+    """Applies a function to the first floating-point input, or to all that require gradients."""
 
     def __init__(self, sync: Sync, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sync = sync
@@ -52,7 +52,7 @@ class InputSync:
 
 
 class OutputSync:
-    """Passes the first floating output through a function."""
+    """Applies a function to the first floating-point output."""
 
     def __init__(self, sync: Sync, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sync = sync
@@ -68,7 +68,7 @@ class OutputSync:
 
 
 class ParameterSync:
-    """Sums the gradients of a module's own whole parameters over the ranks, at every backward."""
+    """Sums the gradients of a module's own unsharded parameters over the ranks, at every backward pass."""
 
     def __init__(self, sync: Sync, axis: Axis) -> None:
         self.sync = sync
@@ -76,7 +76,7 @@ class ParameterSync:
         self.hooked = WeakTensorKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks on tensors are not copied along with the tensors: a copy sets its own.
+        # Hooks on tensors are not copied with the tensors: a copy registers its own.
         return {"sync": self.sync, "axis": self.axis}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,11 +91,11 @@ class ParameterSync:
 
 
 Exchange = InputSync | OutputSync | ParameterSync
-"""The hook that a `sync` puts on a module."""
+"""The hook that a `sync` registers on a module."""
 
 
 def syncs_of(module: nn.Module) -> list[Sync]:
-    """Every `sync` on a module, in the order in which they were put there, those before the forward first."""
+    """Returns every `sync` on a module in the order of registration, those before the forward first."""
     return [each.sync for each in forward_hooks_of(module) if isinstance(each, Exchange)]
 
 

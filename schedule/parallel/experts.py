@@ -1,17 +1,17 @@
-"""Experts spread over ranks: rows of tokens travel to the ranks that hold their experts, and back.
+"""Expert parallelism: rows of tokens are sent to the ranks that have their experts, and back.
 
-Any experts module of the form that transformers' mixtures share can be spread: `forward(hidden, index, weights)`, with
-parameters stacked by expert along their first dimension and a count `num_experts`. The router stays as it is. Each rank
-computes with its own experts by the module's own code, which sorts rows by expert and multiplies them by grouped products
-where torch has these.
+It supports any experts module of the form that transformers' mixtures share: `forward(hidden, index, weights)`, with
+parameters stacked by expert along their first dimension and a count `num_experts`. The router is unchanged. Each rank
+computes with its own experts by the module's own code, which sorts rows by expert and uses grouped matrix products where
+torch has these.
 
 | symbol | meaning |
 |---|---|
 | T, K, D | tokens on this rank; experts of a token; features |
-| E, P | experts of the layer; ranks that share them (`ep`), of which each holds E / P |
+| E, P | experts of the layer; ranks that share them (`ep`), each with E / P |
 | N | rows that arrive at this rank: those of its experts, from all P ranks |
 
-No token is dropped. The only wait for the device is that for the numbers of rows, which the exchange needs on the host.
+No token is dropped. The only synchronization with the device is for the row counts, which the exchange needs on the host.
 
 Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
 """
@@ -32,7 +32,7 @@ from .sharing import Sharing, copies_with_parts, shared_parameters
 
 
 class ExpertParallel(Layer):
-    """Around an experts module of which this rank holds E / P: each row is computed where its expert is."""
+    """Wraps an experts module of which this rank has E / P: each row is computed on the rank of its expert."""
 
     order = 10
 
@@ -40,18 +40,18 @@ class ExpertParallel(Layer):
         self.axis = axis
         """The P ranks that share the experts."""
         self.replicas = replicas
-        """The ranks that hold the same experts as this one."""
+        """The ranks that have the same experts as this one."""
         self.experts = experts
         """E."""
         self.rows: torch.Tensor | None = None
-        """How many rows of this rank went to each expert at the last call, (E,)."""
+        """The number of this rank's rows that each expert got at the last call, (E,)."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         hidden, index, weights = routed(module, args, kwargs)
         if hidden.is_meta:
-            # Shapes are all that is asked for.
+            # Only the shape is needed.
             return hidden.clone()
         return self._spread(inner, hidden, index, weights)
 
@@ -59,7 +59,7 @@ class ExpertParallel(Layer):
     def _spread(
         self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Rows to their experts, through these, and back."""
+        """Sends rows to their experts, computes them there, and returns the weighted sums of the results."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
@@ -70,12 +70,12 @@ class ExpertParallel(Layer):
         there = partial(all_to_all_rows, sent=sent, received=received, axis=self.axis)
         back = partial(all_to_all_rows, sent=received, received=sent, axis=self.axis)
         rows = through(tokens[order // index.shape[-1]], there, back)
-        # Rows of one rank are in the order of experts, and those of the next rank follow.
+        # Rows are ordered by source rank, then by expert.
         local = torch.arange(arriving.shape[1], device=rows.device).repeat(self.axis.size)
         local = local.repeat_interleave(arriving.view(-1), output_size=len(rows))
         count = len(rows)
         if not count:
-            # Every rank takes part in the exchanges of the backward pass: a row of zeros keeps this one's graph whole.
+            # Every rank takes part in the exchanges of the backward pass: a row of zeros keeps this rank's graph connected.
             rows, local = nn.functional.pad(rows, (0, 0, 0, 1)), local.new_zeros(1)
         computed = inner(rows, local.unsqueeze(1), weights.new_ones(len(rows), 1))
         returned = through(computed[:count], back, there)
@@ -89,27 +89,29 @@ class ExpertParallel(Layer):
 def routed(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What an experts module is called with: tokens (T, D), the numbers of their experts (T, K), and the weights of these."""
+    """Returns the arguments of an experts module: tokens (T, D), the indices of their experts (T, K), and their weights."""
     given = {**dict(zip(_arguments(module), args)), **kwargs}
     hidden, index, weights = (given[name] for name in _arguments(module))
     return hidden, index, weights
 
 
 def rows_of_experts(chosen: torch.Tensor, experts: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """How many rows each expert has of those that are given by their experts' numbers, (E,), or the sum of their weights;
-    without a wait for the device, as torch.bincount has one."""
+    """Returns the number of rows of each expert, (E,), or the sum of their weights, from the rows' expert indices.
+
+    Unlike torch.bincount, it does not synchronize with the device."""
     weights = torch.ones_like(chosen) if weights is None else weights
     return weights.new_zeros(experts).scatter_add_(0, chosen, weights)
 
 
 @contextmanager
 def counted_rows(root: nn.Module, hooks: bool = True) -> Iterator[dict[str, torch.Tensor]]:
-    """Within it a mapping, by path, is filled with how many of this rank's rows each expert of a mixture got at its last
-    call; of experts that are spread over ranks they are put in at the end.
+    """Yields a mapping, by path, to the number of this rank's rows that each expert of a mixture got at its last call.
+
+    The counts of mixtures that are spread over ranks are added on exit.
 
     Args:
         root: the model.
-        hooks: look at mixtures that are not spread too, which code that is compiled would be compiled anew for.
+        hooks: count rows of mixtures that are not spread too, by hooks, for which compiled code is recompiled.
     """
     found: dict[str, torch.Tensor] = {}
 
@@ -132,12 +134,12 @@ def counted_rows(root: nn.Module, hooks: bool = True) -> Iterator[dict[str, torc
 
 
 def mixtures_of(root: nn.Module) -> dict[str, nn.Module]:
-    """The modules below a root whose experts can be spread, by path, in order."""
+    """Returns the modules below a root whose experts can be spread, by path, in order."""
     return {path: module for path, module in root.named_modules() if stacked_parameters(module)}
 
 
 def stacked_parameters(module: nn.Module) -> list[str]:
-    """The names of a module's own parameters that are stacked by expert; none where it is no module of experts."""
+    """Returns the names of a module's own parameters that are stacked by expert; empty if it is not an experts module."""
     experts, own = num_experts(module), parameters_of(module)
     for layer in layers_of(module, ExpertParallel):
         experts //= layer.axis.size
@@ -146,7 +148,7 @@ def stacked_parameters(module: nn.Module) -> list[str]:
 
 
 def num_experts(module: nn.Module) -> int:
-    """The experts of the whole module, on however many ranks they are; 0 where it counts none."""
+    """Returns the number of experts of the whole module, over all ranks; 0 if it has no count."""
     spread = layers_of(module, ExpertParallel)
     if spread:
         return spread[0].experts
@@ -159,19 +161,20 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def spread_experts(module: nn.Module) -> list[nn.Module]:
-    """The experts modules in a module that are spread over ranks."""
+    """Returns the experts modules in a module that are spread over ranks."""
     return [each for each in mixtures_of(module).values() if layers_of(each, ExpertParallel)]
 
 
 def cut_copies(
     module: nn.Module, mesh: Any, policy: Any, reshard_after_forward: bool, sharing: Sharing | None = None
 ) -> None:
-    """Cuts experts over the ranks that hold the same ones: by expert where these ranks divide them.
+    """Shards experts by FSDP over the ranks that have the same ones: by expert if the number of ranks divides theirs.
 
     Args:
         module: the experts.
-        mesh, policy, reshard_after_forward: of the schedule, and of `fully_shard`.
-        sharing: how the samples of the block around them are shared, if they are.
+        mesh: the schedule's mesh.
+        policy, reshard_after_forward: arguments of `fully_shard`.
+        sharing: how ranks share the samples of the block around the experts, if they do.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -187,14 +190,14 @@ def cut_copies(
     made = fully_shard(
         module, mesh=copies, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=along
     )
-    # A gradient is a mean over all replicas, of which those that share the experts have added theirs by their rows already.
-    # (`set_gradient_divide_factor` divides twice in torch 2.13 where one rank holds the experts, or gloo refuses it.)
+    # A gradient is a mean over all replicas; it already includes those that share the experts, through their rows.
+    # (`set_gradient_divide_factor` divides twice in torch 2.13 if one rank has the experts, or gloo refuses it.)
     parts = 1 if sharing is None else sharing.parts.size
     made.set_all_reduce_hook(lambda gradients: gradients.mul_(parts / layer.axis.size))
 
 
 def copies_of_experts(module: nn.Module, mesh: Any) -> dict[nn.Parameter, Axis]:
-    """The parameters of experts that are spread, and the ranks that hold the same ones."""
+    """Returns the parameters of experts that are spread over ranks, each with the axis of the ranks that have the same."""
     out: dict[nn.Parameter, Axis] = {}
     shared = shared_parameters(module)
     made: dict[tuple[int, int], Axis] = {}

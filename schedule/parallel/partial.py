@@ -1,4 +1,4 @@
-"""How modules compute whose weights are cut such that each rank has a part of a sum."""
+"""Layers for modules whose weights are sharded such that each rank computes a part of a sum."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from .collectives import Axis, through
 
 
 class WithoutBias(Layer):
-    """Runs a linear layer without its bias, which the graph around it adds."""
+    """Runs a linear layer without its bias; the surrounding graph adds it."""
 
     order = 5
     alters = True
@@ -25,7 +25,7 @@ class WithoutBias(Layer):
 
 
 class BiasOnce(Layer):
-    """Adds the bias on one rank, so that it is in the sum over ranks once; its gradient is whole on each."""
+    """Adds the bias on one rank, so that the sum over ranks includes it once; every rank gets its full gradient."""
 
     order = 10
 
@@ -43,7 +43,7 @@ class BiasOnce(Layer):
             return inner(*args, **kwargs)
         if type(module) is nn.Linear:
             return nn.functional.linear(args[0] if args else kwargs["input"], module.weight, added)
-        # Other forwards read `self.bias`: for the call they find the stand-in there.
+        # Other forwards read `self.bias`: it is replaced for the duration of the call.
         parameters_of(module)["bias"] = added
         try:
             return inner(*args, **kwargs)
@@ -52,12 +52,14 @@ class BiasOnce(Layer):
 
 
 def once(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes of a bias one that is in the sum over ranks once; its gradient is whole on each."""
+    """Returns a function that zeroes a bias on all ranks but the first, so that the sum over ranks includes it once.
+
+    Every rank gets the bias's full gradient."""
     return partial(through, forward=None if axis.rank == 0 else torch.zeros_like)
 
 
 class PartialEmbedding(Layer):
-    """Looks up the tokens of this rank's part of the vocabulary; others give zeros."""
+    """Looks up the tokens of this rank's part of the vocabulary; other tokens give zeros."""
 
     order = 10
 
@@ -75,7 +77,7 @@ class PartialEmbedding(Layer):
         padding = module.padding_idx
         if padding is not None:
             padding -= self.axis.rank * local
-            # Outside of this rank's part, the padding token has no row here.
+            # The padding token has no row here if it is outside of this rank's part.
             padding = padding if 0 <= padding < local else None
         rows = nn.functional.embedding(shifted.where(mine, 0), module.weight, padding)
         return rows * mine.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""A backward pass in two parts: gradients of what a stage received first, those of its weights later."""
+"""A backward pass in two parts: gradients of a stage's inputs first, those of its weights later."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,23 +8,23 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def leave(result: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A result of a stage as torch.distributed.pipelining can take it: the same values in the same memory.
+    """Returns a stage's result in the form that torch.distributed.pipelining needs: the same values in the same memory.
 
-    torch finds what the first part leaves to the second where the ways from weights and from what was
-    received meet. A result that depends on weights alone would meet nothing, and their gradients be lost: here
-    all meet at the latest. Besides, a result must be no view and nothing received, since it is detached in place.
+    torch splits the backward pass at the nodes where the paths from the weights and from the received tensors meet. The
+    path of a result that depends on weights alone would meet none, and their gradients would be lost; the returned result
+    makes all paths meet at the latest. It is also neither a view nor a received tensor, since torch detaches it in place.
     """
     entered = next((each for each in received if each.requires_grad), None)
     return result if entered is None or not result.requires_grad else _Leave.apply(result, entered)
 
 
 def splits(results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> bool:
-    """Whether torch.distributed.pipelining can compute the gradients of a stage in two parts.
+    """Returns True if torch.distributed.pipelining can compute the gradients of a stage in two parts.
 
-    The first part goes back from the results to what was received, the second from every node on that way to
-    its weights, each by itself, and frees what it goes through. So nothing beside the way may hang on two of
-    its nodes: a weight that is used twice, or a decoder that begins from the batch and is joined by the
-    encoder in several places.
+    The first part runs back from the results to the received tensors. The second runs from every node on that path to
+    its weights, separately for each node, and frees the nodes that it visits. No node off the path may therefore be
+    reachable from two nodes on it. Counterexamples: a weight that is used twice, or a decoder that starts from the batch
+    and that the encoder joins in several places.
     """
     users: dict[Any, list[Any]] = {}
     todo = [each.grad_fn for each in results if each.grad_fn is not None]
@@ -54,12 +54,12 @@ def splits(results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) ->
 
 
 def _before(node: Any) -> list[Any]:
-    """The nodes whose results a node of the graph was given."""
+    """Returns the next nodes of a node of the backward graph: those that produced its inputs in the forward pass."""
     return [each for each, _ in node.next_functions if each is not None]
 
 
 class _Leave(torch.autograd.Function):
-    """Hands on its first argument, as if it depended on the second."""
+    """Returns its first argument, as if it depended on the second."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
