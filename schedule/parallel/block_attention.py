@@ -153,7 +153,7 @@ class _Rows:
 
 
 def _rows(query: torch.Tensor, key: torch.Tensor, how: How) -> Iterator[_Rows]:
-    """Yields the scores by slices of queries, at most MOST_SCORES at once where a single row allows it."""
+    """Yields the scores by slices of queries: at most MOST_SCORES at once, but at least one query."""
     wide = torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator(query.device).manual_seed(how.seed) if how.dropout else None
     samples, heads, length = query.shape[:3]

@@ -1,10 +1,10 @@
 """A model divided into pipeline stages, without a change to its code.
 
-Every rank keeps the whole module tree and runs the model's own forward; a gate at each module decides. What
-belongs to the stage runs. What belongs to an earlier one is skipped: the module that the cut follows returns
-what was received, those before it return placeholders of the right shape, filled with NaN so that a value
-which by-passes the cut does not go unnoticed. Behind its last module a stage ends. Masks, positions and the
-like are computed on every stage by the model itself, from the batch that every rank is given.
+Every rank keeps the whole module tree and runs the model's own forward, with a gate at each module. Modules of the stage
+run. Modules of an earlier stage are skipped: the module that the cut follows returns the received tensors, and those
+before it return placeholders of the right shape, filled with NaN so that a value that bypasses the cut is detected. The
+forward ends after the stage's last module. The model itself computes masks, positions and the like on every stage, from
+the batch that every rank gets.
 """
 
 import copy
@@ -34,7 +34,7 @@ from ..tree import Tree, join
 
 
 class StageEnd(BaseException):
-    """Unwinds the model's forward behind the last module of a stage. Not an error, hence no Exception."""
+    """Unwinds the model's forward after the last module of a stage. It is not an error, hence not an Exception."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the stage ends here")
@@ -43,18 +43,18 @@ class StageEnd(BaseException):
 
 @dataclass(slots=True)
 class Unit:
-    """A largest part of the model that lies in one stage."""
+    """A maximal part of the model that lies in one stage."""
 
     path: str
     module: nn.Module
     stage: int
     ends: bool = False
-    """Whether the cut follows it."""
+    """True if a cut follows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """An output without its tensors' values."""
+    """The structure of an output, with the shapes and dtypes of its tensors."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -72,7 +72,7 @@ class Form:
         )
 
     def tensors(self, device: torch.device | str, fill: bool = False) -> tuple[torch.Tensor, ...]:
-        """Tensors of these shapes; with `fill`, NaN where the format has one."""
+        """Returns zero tensors of these shapes; with `fill`, floating-point tensors are NaN."""
         out = []
         for shape, dtype, tensor in self.leaves:
             if tensor:
@@ -81,15 +81,15 @@ class Form:
         return tuple(out)
 
     def fill(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The output with these tensors."""
+        """Returns the output with these tensors."""
         rest = iter(tensors)
         return tree_unflatten([next(rest) if tensor else x for x, _, tensor in self.leaves], self.spec)
 
 
 class _EitherWay(TorchDispatchMode):
-    """Lets code that looks at values run where there are none: each is zero, or false.
+    """Lets code that reads values run on the meta device: each value is zero, or False.
 
-    What crosses a cut has one form, so code that goes one way or the other by values must return the same either way.
+    The tensors that cross a cut have one form, so code that branches on values must return the same form on both branches.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,22 +100,22 @@ class _EitherWay(TorchDispatchMode):
 
 @dataclass(slots=True)
 class Board:
-    """What the gates of one model share while it runs."""
+    """The state that the gates of one model share during a step."""
 
     device: torch.device
     stage: int | None = None
     """The stage that runs; None outside of a step."""
     received: tuple[torch.Tensor, ...] = ()
-    """Tensors received from the stage before."""
+    """Tensors received from the previous stage."""
     inferring: bool = False
-    """Nothing runs; the forms of what crosses the cuts are found."""
+    """True while the forms of the tensors that cross the cuts are inferred; no unit runs then."""
     forms: list[Form] = field(default_factory=list)
-    """What crosses each cut."""
+    """The form of the tensors that cross each cut."""
     stages: int = 1
 
 
 class Gate:
-    """Stands before a unit's call, hooks and compilation included."""
+    """Replaces a unit's call, hooks and compilation included: runs it, skips it, or ends the stage after it."""
 
     def __init__(self, unit: Unit, meta: nn.Module, board: Board) -> None:
         self.unit, self.meta, self.board = unit, meta, board
@@ -149,7 +149,7 @@ class Gate:
         return output
 
     def form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
-        """What the unit would return, from a copy of it on the meta device."""
+        """Returns the form of the unit's output, computed by its copy on the meta device."""
         args, kwargs = without_cache(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         key = (spec, *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
@@ -168,11 +168,11 @@ class Gate:
 
 
 def units_of(tree: Tree) -> list[Unit]:
-    """The units of a model in the order in which it registers its modules.
+    """Returns the units of a model in the order in which it registers its modules.
 
     Raises:
-        ScheduleError: a parameter lies directly in a module that a cut divides; a cut lies inside of what
-            runs as a whole.
+        ScheduleError: a module that a cut divides has a parameter of its own, or a cut lies inside a module that runs
+            as a whole.
     """
     units: list[Unit] = []
     stage = 0
@@ -189,7 +189,7 @@ def units_of(tree: Tree) -> list[Unit]:
             for name, child in module.named_children():
                 walk(child, join(path, name))
         elif isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            # Containers are never called themselves.
+            # Containers are never called.
             for name, child in module.named_children():
                 walk(child, join(path, name))
         else:
@@ -200,7 +200,7 @@ def units_of(tree: Tree) -> list[Unit]:
 
 
 def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str:
-    """A weight that several units on one of the pipeline's ranks hold, as `a and b`; empty where there is none."""
+    """Returns a weight that several units on one rank of the pipeline share, as `a and b`; empty if there is none."""
     unit_of = {each: unit for unit in units for each in unit.module.modules()}
     found: dict[tuple[nn.Parameter, int], tuple[Unit, str]] = {}
     for path, module in root.named_modules():
@@ -215,7 +215,7 @@ def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str
 
 
 def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
-    """Refuses a cut within what cannot be divided."""
+    """Raises ScheduleError if a cut lies within a module that cannot be divided."""
     name = path or type(module).__name__
     if any(not each.divisible for each in layers_of(module)):
         raise ScheduleError(f"a pipeline cut must not lie inside of what is traced or fused, but '{name}' is")
@@ -234,7 +234,7 @@ def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, hooks and layers included; the weights are not copied."""
+    """Returns a copy on the meta device, hooks and layers included; the weights are not copied."""
     memo: dict[int, Any] = {}
     for each in module.modules():
         for tensor in [*parameters_of(each).values(), *buffers_of(each).values()]:
@@ -246,9 +246,9 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 def by_shapes_alone(module: nn.Module) -> nn.Module:
-    """The module, set to compute such that the shapes of its results do not depend on values.
+    """Returns the module, set to compute such that the shapes of its results do not depend on values.
 
-    Of transformers' ways through a mixture of experts the others sort the tokens by expert.
+    The other implementations of a mixture of experts in transformers sort the tokens by expert.
     """
     for each in module.modules():
         experts_by_shapes_alone(each.__dict__.get("config"))
@@ -256,9 +256,9 @@ def by_shapes_alone(module: nn.Module) -> nn.Module:
 
 
 def drop(module: nn.Module) -> None:
-    """Takes the tensors out of a unit that lives on another rank; their names leave `state_dict`.
+    """Removes the tensors of a unit that belongs to another rank; their names leave `state_dict`.
 
-    What is left in their place has no values and is no parameter: models ask for the format of a weight.
+    Meta tensors that are not parameters take their place, because models read the dtype of a weight.
     """
 
     def form(tensor: torch.Tensor, path: str) -> torch.Tensor:

@@ -37,46 +37,46 @@ class Pipeline:
         """Indices of the stages on this rank."""
         self.ties = _ties(tree.module, self.units, self.placement, axis)
         self.tied_within = tied_within(tree.module, self.units, self.placement)
-        """A weight that several parts of one rank hold, of this or any other; empty where there is none."""
+        """A weight that several units on one rank share, on this rank or another; empty if there is none."""
         self.board = Board(device, stages=self.num_stages)
         self.metas = [meta_copy(unit.module) for unit in self.units]
         for unit in self.units:
-            # What has no parameters (rotary frequencies, dropout) may run on every stage.
+            # A unit without parameters (rotary frequencies, dropout) may run on every stage.
             if unit.stage not in self.mine and any(True for _ in unit.module.parameters()):
                 drop(unit.module)
         self.after_passes: list[Callable[[], None]] = []
-        """Called when all passes of a step are done, before stages add up the gradients of what they share."""
+        """Called after all passes of a step, before stages sum the gradients of tied parameters."""
         self.after_step: list[Callable[[], None]] = []
-        """Called behind that."""
+        """Called after stages have summed the gradients of tied parameters."""
         self.keep_outputs = False
-        """Whether `outputs` keeps those of all micro-batches of the last step, for a look at them; otherwise
-        only the latest lives, while its loss is computed."""
+        """True if `outputs` keeps the outputs of all micro-batches of the last step for inspection. Otherwise it has only
+        the latest, until its loss is computed."""
         self.outputs: list[Any] = []
         self.watch: Callable[[Any], None] | None = None
-        """Called with what the model returned for each micro-batch."""
+        """Called with the model's output for each micro-batch."""
         self.schedule: Any = None
-        """PyTorch's schedule object, made for the shapes of a batch and the number of micro-batches."""
+        """PyTorch's schedule object, for the shapes of a batch and the number of micro-batches."""
         self._shapes: Any = None
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank to whose gradients several stages add, of this rank or of others."""
+        """Returns this rank's parameters that several stages share, on this rank or on others."""
         tied = [parameters_of(module)[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
         stages: dict[nn.Parameter, set[int]] = {}
         for unit in self.units:
             for param in unit.module.parameters():
                 stages.setdefault(param, set()).add(unit.stage)
-        # Of a V the first rank holds both ends of the model.
+        # In a V-shaped placement the first rank has both ends of the model.
         return list(dict.fromkeys([*tied, *(param for param in stages if len(stages[param]) > 1)]))
 
     def absent(self, path: str) -> bool:
-        """Whether a module lives on another rank."""
+        """Returns True if a module belongs to another rank."""
         return any(
             unit.stage not in self.mine and (path == unit.path or path.startswith(unit.path + "."))
             for unit in self.units
         )
 
     def metas_below(self, path: str) -> list[nn.Module]:
-        """The copies without weights of a module, or of all units below it where it spans several."""
+        """Returns the meta copy of a module, or those of all units below it if it spans several."""
         out = []
         for unit, meta in zip(self.units, self.metas):
             if path == "" or unit.path == path or unit.path.startswith(path + "."):
@@ -86,7 +86,7 @@ class Pipeline:
         return out
 
     def start(self) -> None:
-        """Sets the gates, once compilation and data sharding have taken their places, and equals ties."""
+        """Installs the gates, after compilation and data sharding have been applied, and makes tied weights equal."""
         for unit, meta in zip(self.units, self.metas):
             if unit.ends or any(True for _ in meta.parameters()):
                 set_call(unit.module, Gate(unit, meta, self.board))
@@ -103,22 +103,24 @@ class Pipeline:
         factors: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Forward and backward of a batch in micro-batches; gradients are added to what is there. Where gradients are
-        switched off there are none afterwards: PyTorch's schedules of several stages a rank know no forward alone.
+        """Runs forward and backward of a batch in micro-batches and accumulates gradients.
 
-        Every rank of the pipeline is given the same batch: tensors whose first dimension is the batch.
+        With gradients disabled, the backward pass runs too, and all gradients are set to None afterwards: PyTorch's
+        schedules with several stages per rank cannot run forward only.
+
+        Every rank of the pipeline gets the same batch: tensors whose first dimension is the batch.
 
         Args:
-            args: what the model's forward takes, by position.
-            target: what `loss` takes beside an output, its first dimension the batch.
-            watch: called on the last stage with what the model returned for each micro-batch.
-            factors: what the loss that the model itself computes is multiplied by, of shape [micro-batches]; None for 1.
-            kwargs: what the model's forward takes, by name.
+            args: positional arguments of the model's forward.
+            target: the second argument of `loss`; its first dimension is the batch.
+            watch: called on the last stage with the model's output for each micro-batch.
+            factors: factors of the loss that the model itself computes, of shape [micro-batches]; None for 1.
+            kwargs: keyword arguments of the model's forward.
 
         Returns:
             The mean loss over the micro-batches, on every rank.
         """
-        names = list(inspect.signature(type(self.model).forward).parameters)[1:]  # behind the model itself
+        names = list(inspect.signature(type(self.model).forward).parameters)[1:]  # without self
         kwargs = {**dict(zip(names, args)), **kwargs}
         tensors = [each for each in tree_flatten(kwargs)[0] if isinstance(each, torch.Tensor) and each.dim()]
         if not tensors or tensors[0].shape[0] % self.micro_batches:
@@ -157,7 +159,7 @@ class Pipeline:
             each()
         if not torch.is_grad_enabled():
             self.model.zero_grad(set_to_none=True)
-        # float32 on all ranks, whatever the loss is computed in: the others cannot know.
+        # float32 on all ranks: the others do not know the dtype of the loss.
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         if last:
             total += torch.stack(losses).float().sum().detach()
@@ -166,13 +168,13 @@ class Pipeline:
         return total
 
     def _factors(self, factors: torch.Tensor | None, size: int) -> torch.Tensor:
-        """For each sample what the loss of its micro-batch is multiplied by."""
+        """Returns the factor of the micro-batch's loss for each sample, of shape [size]."""
         if factors is None:
             return torch.ones(size, device=self.device)
         return factors.to(self.device).repeat_interleave(size // self.micro_batches)
 
     def _prepare(self, kwargs: dict[str, Any], size: int) -> None:
-        """Makes the schedule for batches of these shapes."""
+        """Creates the schedule for batches of these shapes, unless the current one fits."""
         from torch.distributed import pipelining
 
         part = size // self.micro_batches
@@ -192,7 +194,7 @@ class Pipeline:
         self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def find_forms(self, batch: dict[str, Any]) -> None:
-        """Finds what crosses the cuts for micro-batches like this one, given by name, without computing it.
+        """Infers the forms of the tensors that cross the cuts for a micro-batch, given by name, without computing them.
 
         Raises:
             ScheduleError: the model's forward does not pass through every cut.
@@ -238,7 +240,7 @@ class Pipeline:
         return value / self.micro_batches
 
     def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
-        """For each tie between ranks: this rank's tensor, the other's global rank, whether this is first."""
+        """Returns, for each tie between ranks, (this rank's tensor, the other's global rank, True if this is first)."""
         out = []
         for module, name, ranks in self.ties:
             if self.axis.rank not in ranks:
@@ -247,10 +249,10 @@ class Pipeline:
             assert param is not None, "a tied weight is there"
             value = read(param)
             if value is None:
-                # The other ranks wait for it.
+                # The other ranks wait for a gradient.
                 param.grad = value = torch.zeros_like(param)
             if is_dtensor(value):
-                # Cut alike over the data-parallel ranks, so that pieces meet their like.
+                # Every holder is sharded alike over the data-parallel ranks, so local shards correspond.
                 value = value.to_local()
             first = self.axis.rank == ranks[0]
             others = ranks[1:] if first else ranks[:1]
@@ -258,7 +260,7 @@ class Pipeline:
         return out
 
     def _add(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
-        """Sums a gradient over the ranks that hold the weight, on the first of them, and sends it back."""
+        """Sums a gradient over the ranks that have the weight, on the first of them, and sends the sum to the others."""
         for grad, other, first in tensors:
             if first:
                 grad.add_(self._received(grad, other))
@@ -267,7 +269,7 @@ class Pipeline:
         self._share(tensors)
 
     def _share(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
-        """Gives the others the values of the first rank that holds the weight."""
+        """Sends the values of the first rank that has the weight to the others."""
         for tensor, other, first in tensors:
             if first:
                 dist.send(tensor.contiguous(), other, group=self.axis.group)
@@ -288,24 +290,26 @@ class Stage(nn.Module):
         self.__dict__["pipeline"] = pipeline
         self.index = index
         self.runner: Any = None
-        """The stage of torch.distributed.pipelining that this module is in."""
+        """The stage object of torch.distributed.pipelining that runs this module."""
         self.checked = self.decided = False
         mine = [unit.module for unit in pipeline.units if unit.stage == index]
         self.weights = list(dict.fromkeys(each for module in mine for each in module.parameters()))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the stage, whose gradients a backward pass in two parts computes in the second."""
+        """Yields the stage's parameters, whose gradients a split backward pass computes in its second part."""
         return iter(self.weights)
 
     def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
-        """The tensors that cross the cut behind this stage; the loss of shape (1,) on the last."""
+        """Returns the tensors that cross the cut after this stage.
+
+        The last stage returns the model's own loss, of shape (1,), or the first tensor of its output for `loss`."""
         pipeline, board = self.pipeline, self.pipeline.board
         board.stage, board.received = self.index, received
         try:
             output = pipeline.model(**inputs)
         except StageEnd as end:
             crossing = [each for each in tree_flatten(end.output)[0] if isinstance(each, torch.Tensor)]
-            # Under autocast a value may be narrower than was announced to the stage behind.
+            # Under autocast a tensor may have a narrower dtype than the next stage expects.
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
             tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
             self._check_shapes(received, tensors)
@@ -327,7 +331,7 @@ class Stage(nn.Module):
             self._divide(results, received)
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
-            first = getattr(first, "hidden", first)  # of logits that are not formed
+            first = getattr(first, "hidden", first)  # of logits that are not materialized
             self._check_shapes(received, (first,))
             return first
         loss = getattr(output, "loss", None)
@@ -337,14 +341,14 @@ class Stage(nn.Module):
         return loss.reshape(1)
 
     def _divide(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Decides, at the first micro-batch, whether the backward pass has two parts."""
+        """Decides, at the first micro-batch, if the backward pass is split."""
         if self.index and not self.decided and not splits(results, received):
-            # All of it is the first part, and nothing is left for the second.
+            # The first part computes all gradients, and the second does nothing.
             self.runner.dw_builder = lambda: _nothing
         self.decided = True
 
     def _check_shapes(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
-        """Notices, at the first micro-batch, a placeholder that took part in the result."""
+        """Raises ScheduleError, at the first micro-batch, if a result depends on a placeholder."""
         if self.checked or self.index == 0:
             return
         self.checked = True
@@ -358,13 +362,15 @@ class Stage(nn.Module):
 
 
 def _nothing() -> None:
-    """What is left of a backward pass that was whole."""
+    """The second part of a backward pass that is not split."""
 
 
 def _ties(
     root: nn.Module, units: list[Unit], placement: Placement, axis: Axis
 ) -> list[tuple[nn.Module, str, list[int]]]:
-    """Parameters held by stages of several ranks: this rank's holder, and the ranks in order of first use."""
+    """Returns the parameters that stages of several ranks share, as (module, name, ranks).
+
+    The module and name are this rank's, and the ranks are in order of first use."""
     rank_of = {each: placement.rank(unit.stage) for unit in units for each in unit.module.modules()}
     out, seen = [], set()
     for module in root.modules():
@@ -381,17 +387,17 @@ def _ties(
 
 
 def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
-    """Refuses what a schedule cannot run.
+    """Checks that a pipeline schedule supports the model, its stages and its micro-batches.
 
     Args:
         tree: the scheduled model.
         kind: a name in `PIPELINE_SCHEDULES`.
-        stages: of the model.
-        micro_batches: of a batch.
-        ranks: of the pipeline.
+        stages: the number of stages.
+        micro_batches: the number of micro-batches in a batch.
+        ranks: the number of ranks in the pipeline.
 
     Raises:
-        ScheduleError: stages or micro-batches do not fit; a primitive on the model does not go with it.
+        ScheduleError: the number of stages or micro-batches does not fit, or a primitive on the model is incompatible.
     """
     order, held = PIPELINE_SCHEDULES[kind], stages // ranks
     if stages % ranks:
@@ -417,7 +423,7 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
 
 
 def _check_split(tree: Tree, kind: str) -> None:
-    """Refuses what computes the gradients of inputs and weights in one go."""
+    """Raises ScheduleError for a primitive that computes the gradients of inputs and weights together."""
     sharded = any("gradients" in each.arguments.get("cut", ()) for each in tree.deferred)
     for step in tree.steps:
         if step.primitive in NOT_SPLIT and (step.primitive != "shard_data" or sharded):

@@ -1,4 +1,4 @@
-"""Replicas of a model that average their gradients, bucket by bucket while the backward pass still runs."""
+"""Gradient averaging over the replicas of a model, by buckets, overlapped with the backward pass."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,30 +13,31 @@ from .collectives import Axis
 from .sharding import owner, whole
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""What is exchanged at once, at most, but for larger parameters: as DistributedDataParallel has it."""
+"""The size at which a bucket is full, as in DistributedDataParallel."""
 
 
 class Replicas:
     """Averages the gradients of replicas; `model.replicas` of a model built with `shard_data` at ZeRO 0 or 1.
 
-    Parameters are put into buckets in the reverse of their order, which is about the order in which their
-    gradients are finished. When the last backward pass of a step has added to a gradient, this rank's part of
-    the mean becomes a view of its bucket, which is reduced once all of it is there, while that pass goes on.
-    Buckets are reduced in order, so that all ranks do so alike. Between steps they take no memory.
+    Parameters are assigned to buckets in reverse order, which is about the order in which their gradients are completed.
+    After the last backward pass of a step has accumulated a gradient, this rank's part of the mean becomes a view of its
+    bucket. A complete bucket is reduced while that pass continues. Buckets are reduced in the same order on all ranks.
+    Between steps their gradients take no memory.
 
-    With `owned`, at ZeRO 1, every parameter has an owner among the ranks, who alone gets the averaged gradient,
-    updates it and sends it to the others: as many bytes on the wire as reducing gradients takes.
+    With `owned`, at ZeRO 1, every parameter has an owner among the ranks. Only the owner gets the averaged gradient; it
+    updates the parameter and sends it to the others. The communication volume is that of all-reducing gradients.
 
     Args:
-        params: those that this rank trains, in an order that all ranks share.
+        params: the parameters that this rank trains, in an order that all ranks share.
         axis: the replicas.
-        owned: whether parameters have owners; or those that have.
-        late: of these gradients are not complete when the backward pass has been there: they are reduced by
-            `finish`.
-        reduce_dtype: gradients travel in it, and are kept in their own; None for their own.
-        apart: parameters that other ranks hold alike, and these: fewer where experts are spread over the others, whose
-            gradients are in theirs already; more where ranks share samples, whose gradients add up. Divided by the number
-            of replicas, either sum is the mean over all samples.
+        owned: True if all parameters have owners; or the parameters that have.
+        late: parameters whose gradients are not complete after their accumulation in the backward pass; `finish` reduces
+            them.
+        reduce_dtype: the dtype in which gradients are reduced; None for their own, in which they are kept.
+        apart: parameters that are replicated over other ranks than `axis`, with those ranks. They are fewer for experts
+            that are spread over ranks, whose gradients include those of the other ranks already; they are more if ranks
+            share samples, whose gradients are summed. Either sum, divided by the number of replicas, is the mean over
+            all samples.
 
     Source: Li et al., PyTorch Distributed (2020), section 3.2, on buckets; Rajbhandari et al., ZeRO (2020).
     """
@@ -52,9 +53,9 @@ class Replicas:
     ) -> None:
         self.axis = axis
         self.passes = 1
-        """Backward passes of a step, of which the last one's gradients are reduced; set before the first."""
+        """Backward passes in a step; gradients are reduced in the last. Set it before the first pass."""
         self.by_itself = True
-        """Whether the end of the last pass is the end of reducing. Otherwise `finish` is to be called."""
+        """True if the last pass of a step calls `finish` at its end. Otherwise the caller must call it."""
         self._reduce_dtype = reduce_dtype
         params = [each for each in params if each.requires_grad]
         late = set(late)
@@ -64,12 +65,12 @@ class Replicas:
         for along in dict.fromkeys(axes.values()):
             owners |= _owners([each for each in params if each in having and axes[each] == along], along.size)
         self.owned = [each for each in params if owners.get(each, axes[each].rank) == axes[each].rank]
-        """The parameters that this rank updates: all of them where they have no owners."""
+        """The parameters that this rank updates: those that it owns, and those without an owner."""
         early = [each for each in reversed(params) if each not in late]
         behind = [each for each in reversed(params) if each in late]
         self.buckets = [*_buckets(early, owners, axes), *_buckets(behind, owners, axes)]
         self._done = 0
-        """Buckets under way, or reduced, in this step."""
+        """Buckets whose reduction has started or ended in this step."""
         self._passed = 0
         """Backward passes of this step that have ended."""
         self._queued = False
@@ -83,7 +84,7 @@ class Replicas:
                     param.register_post_accumulate_grad_hook(self._arrived)
 
     def finish(self) -> None:
-        """Reduces what is not under way yet and waits for all; the step's averaged gradients are in place."""
+        """Reduces the remaining buckets and waits for all; the step's averaged gradients are then in place."""
         for bucket in self.buckets[self._done :]:
             bucket.reduce(self.axis.size, self._reduce_dtype)
         for bucket in self.buckets:
@@ -96,9 +97,10 @@ class Replicas:
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         others: Sequence[nn.Parameter] = (),
     ) -> torch.optim.Optimizer:
-        """The optimizer that `make` returns for the parameters that this rank owns, and for others that are not averaged
-        here; after each of its steps all ranks have all parameters."""
-        # A rank that owns nothing has an optimizer too, since all take part in what follows a step.
+        """Returns the optimizer that `make` creates for the parameters that this rank updates, and for `others`.
+
+        `others` are not averaged here. After each of its steps all ranks have all parameters."""
+        # A rank that owns nothing needs an optimizer too, since all ranks take part in `share` after a step.
         device = next(iter(self._of)).device
         made = make([*self.owned, *others] or [nn.Parameter(torch.zeros(0, device=device))])
         made.register_step_post_hook(lambda *_: self.share())
@@ -115,7 +117,7 @@ class Replicas:
             work.wait()
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A parameter's gradient, on every rank; all call it, since with owners it is sent to the others."""
+        """Returns a parameter's gradient on every rank; all ranks call it, since an owner sends it to the others."""
         if not self.has_owner(param):
             return param.grad
         grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
@@ -125,15 +127,15 @@ class Replicas:
         return grad
 
     def has_owner(self, param: nn.Parameter) -> bool:
-        """True if a step leaves the parameter's gradient with its owner alone."""
+        """Returns True if only the parameter's owner has its gradient after a step."""
         return param in self._of and self._of[param].owner is not None
 
     def holders(self, param: nn.Parameter) -> int:
-        """How many ranks hold the parameter alike; 1 for one that is not averaged here."""
+        """Returns the number of ranks over which the parameter is replicated; 1 for one that is not averaged here."""
         return self._of[param].axis.size if param in self._of else 1
 
     def _arrived(self, param: nn.Parameter) -> None:
-        """A backward pass has added to a parameter's gradient."""
+        """Handles the accumulation of a parameter's gradient in a backward pass, and reduces buckets that are complete."""
         if self.by_itself and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._pass_ended)
@@ -153,8 +155,9 @@ class Replicas:
 
 
 def whole_gradient(model: nn.Module, name: str, param: nn.Parameter) -> torch.Tensor:
-    """A parameter's gradient as one process has it, on every rank that has the parameter; all of these call it.
-    Zeros where it has none."""
+    """Returns a parameter's whole gradient, on every rank that has the parameter; all of these call it.
+
+    It is zero if the parameter has no gradient."""
     replicas = model.__dict__.get("replicas")
     grad = param.grad if replicas is None else replicas.gradient(param)
     return whole(*owner(model, name), torch.zeros_like(param) if grad is None else grad.detach())
@@ -162,33 +165,33 @@ def whole_gradient(model: nn.Module, name: str, param: nn.Parameter) -> torch.Te
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters of one format, and one owner, whose gradients travel together."""
+    """Parameters of one dtype, device, axis and owner, whose gradients are reduced together."""
 
     axis: Axis
-    """The ranks that hold them alike."""
+    """The ranks over which they are replicated."""
     owner: int | None
-    """Rank along the axis; None where all ranks update them."""
+    """The owner's rank along the axis; None if all ranks update them."""
     places: dict[nn.Parameter, slice] = field(default_factory=dict)
-    """The parameters, and where each of them, or its gradient, lies in the flat tensor."""
+    """The parameters, with the position of each, and of its gradient, in the flat tensors."""
     size: int = 0
-    """Elements of all."""
+    """The number of elements of all parameters."""
     arrived: dict[nn.Parameter, int] = field(default_factory=dict)
-    """How many backward passes of this step have added to the gradient of each."""
+    """The number of backward passes of this step that have accumulated each gradient."""
     flat: torch.Tensor | None = None
-    """The parameters themselves, where they have an owner: they are views of it."""
+    """The tensor that the parameters are views of, if they have an owner."""
     _gradients: torch.Tensor | None = None
-    """One after the other, and behind them, for each parameter, how many replicas have a gradient of it."""
+    """The flat gradients, followed by the number of replicas that have a gradient, for each parameter."""
     _wire: torch.Tensor | None = None
-    """What is under way, where that is in another format."""
+    """The tensor that is being reduced, if it has another dtype."""
     _work: Any = None
 
     def add(self, param: nn.Parameter) -> None:
-        """Puts a parameter behind the others."""
+        """Appends a parameter."""
         self.places[param] = slice(self.size, self.size + param.numel())
         self.size += param.numel()
 
     def complete(self, passes: int) -> bool:
-        """Whether all passes have added to all of its gradients."""
+        """Returns True if all passes have accumulated all of its gradients."""
         return all(self.arrived.get(param, 0) >= passes for param in self.places)
 
     def flatten(self) -> None:
@@ -199,7 +202,7 @@ class _Bucket:
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, ranks: int) -> None:
-        """Moves a gradient, as this rank's part of the mean, to its place, which it is a view of from then on."""
+        """Copies a gradient, divided by `ranks`, into the flat tensor and makes it a view of that."""
         if self._gradients is None:
             self._gradients = param.new_empty(self.size + len(self.places))
             self._used.fill_(1)
@@ -211,7 +214,7 @@ class _Bucket:
             param.grad = piece
 
     def reduce(self, ranks: int, dtype: torch.dtype | None) -> None:
-        """Starts to sum the parts of a mean over so many replicas, at the owner if there is one."""
+        """Starts the reduction of the gradients, each divided by `ranks`: to the owner if there is one, else to all."""
         for number, param in enumerate(self.places):
             self.take(param, ranks)
             if param.grad is None:
@@ -228,7 +231,7 @@ class _Bucket:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Waits for the mean. Who does not update the parameters has no gradients then."""
+        """Waits for the mean; gradients are then None on ranks that do not update the parameters."""
         if self._work is not None:
             self._work.wait()
         if self.owner not in (None, self.axis.rank):
@@ -238,14 +241,14 @@ class _Bucket:
             if self._wire is not None:
                 self._sums.copy_(self._wire)
             for number, (param, place) in enumerate(self.places.items()):
-                # What no replica used has no gradient, and an optimizer leaves it alone.
+                # A parameter that no replica used has no gradient, so that an optimizer skips it.
                 if param.grad is None and self._used[number] > 0:
                     param.grad = self._sums[place].view(param.shape)
         self._gradients = self._wire = self._work = None
 
     @property
     def _used(self) -> torch.Tensor:
-        """For each parameter whether there is a gradient, then by how many replicas; it travels with them."""
+        """1 or 0 for each parameter with or without a gradient; after the reduction, the number of replicas with one."""
         return self._sums[self.size :]
 
     @property
@@ -255,7 +258,7 @@ class _Bucket:
 
 
 def _owners(params: Sequence[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:
-    """For each parameter the rank that updates it: the largest first, each to whom has the least so far."""
+    """Assigns each parameter to the rank that updates it: the largest first, each to the least loaded rank."""
     loads = [0] * ranks
     owners = {}
     for param in sorted(params, key=lambda each: -each.numel()):
@@ -267,7 +270,9 @@ def _owners(params: Sequence[nn.Parameter], ranks: int) -> dict[nn.Parameter, in
 def _buckets(
     params: Sequence[nn.Parameter], owners: dict[nn.Parameter, int], axes: dict[nn.Parameter, Axis]
 ) -> list[_Bucket]:
-    """Buckets of parameters in this order, in the order in which they are full; each of one axis, owner and format."""
+    """Returns buckets of parameters in the given order, sorted by when they are full.
+
+    Each has one dtype, device, axis and owner."""
     full: list[_Bucket] = []
     open_: dict[Any, _Bucket] = {}
     for param in params:
