@@ -108,7 +108,7 @@ def gradients(
             return flash_attention_on_cpu_backward(
                 grad, query, key, value, output, log_sum, 0.0, how.causal, scale=how.scale
             )
-        # The kernel ignores the random state and the cumulative lengths: there is no dropout, and all lengths are equal.
+        # The kernel ignores the random state and the cumulative lengths: dropout is 0, and all samples have one length.
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         lengths = (None, None, query.shape[2], key.shape[2])
         return flash_attention_backward(

@@ -22,7 +22,7 @@ class Replicas:
     Parameters are assigned to buckets in reverse order, which is about the order in which their gradients are completed.
     After the last backward pass of a step has accumulated a gradient, this rank's part of the mean becomes a view of its
     bucket. A complete bucket is reduced while that pass continues. Buckets are reduced in the same order on all ranks.
-    Between steps their gradients take no memory.
+    Between steps buckets take no memory of their own.
 
     With `owned`, at ZeRO 1, every parameter has an owner among the ranks. Only the owner gets the averaged gradient; it
     updates the parameter and sends it to the others. The communication volume is that of all-reducing gradients.

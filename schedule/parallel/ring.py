@@ -1,13 +1,14 @@
-"""Attention of a sequence cut over the P ranks of a ring: keys and values go round, queries stay.
+"""Ring attention over a sequence sharded over P ranks: keys and values circulate, queries stay.
 
-Each rank computes attention of its queries to the keys and values of one rank at a time (`block_attention.py`), while
-those of the next are on their way, and merges what it gets. In the backward pass they go round again, and their gradients
-behind them, until these are home. Which rank has which tokens, and so who looks at whom, is `ring_mask.py`'s.
+Each rank computes attention of its queries to the keys and values of one rank at a time (`block_attention.py`), while it
+receives those of the next, and merges the results. In the backward pass keys and values circulate again, followed by
+their gradients, which end on the ranks of their keys. `ring_mask.py` defines the tokens of each rank and the mask of each
+block.
 
-The notation is that of `sequences.py`; here T' is T / P, the tokens of a rank once ranks that exchange heads have done so.
+The notation is that of `sequences.py`; here T' is T / P, the tokens of a rank after the exchange of heads, if there is one.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv:2310.01889); Brandon et al., Striped Attention
-(arXiv:2311.09431), for why a rank has no run of neighbours.
+(arXiv:2311.09431), on why a rank does not have contiguous tokens.
 """
 
 from collections.abc import Iterator
@@ -25,13 +26,13 @@ from .ring_mask import Block, Kind, RingMask, make_mask
 __all__ = ["attend", "make_mask", "obstacle"]
 
 MORE_THAN_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""What families give their attention that changes scores, or who is looked at."""
+"""Arguments of attention, in some model families, that change scores or the mask."""
 SOFTCAP = ("attn_logit_softcapping", "attn_logit_softcap")
-"""What configurations call a bound on scores."""
+"""Names of a bound on attention scores in configurations."""
 
 
 def obstacle(model: nn.Module) -> str:
-    """What a model's attention does beside softmax(Q K') V; empty where it is that."""
+    """Returns how a model's attention differs from softmax(Q K') V, as a predicate; empty if it does not."""
     config: Any = getattr(model, "config", None)
     for name in SOFTCAP:
         if (bound := getattr(config.get_text_config(), name, None)) is not None:
@@ -55,25 +56,25 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's queries to the keys of all, in the place of one of transformers' functions.
+    """Computes attention of this rank's queries to the keys of all ranks; replaces an attention function of transformers.
 
     Args:
-        module: that attends.
+        module: the attention module.
         query: (B, H, T', D).
         key, value: (B, K, T', D).
-        attention_mask: of `make_mask`.
+        attention_mask: a mask from `make_mask`.
         axis: the ring.
-        kernels: whether torch's kernels compute it where there is one.
-        scaling: of the scores; None for 1 / sqrt(D).
-        dropout: the share of probabilities that are dropped.
+        kernels: True to use torch's kernels where one supports the block.
+        scaling: the factor of the scores; None for 1 / sqrt(D).
+        dropout: the fraction of probabilities that are dropped.
 
     Returns:
-        (B, T', H, D), and no weights.
+        The output, (B, T', H, D), and None for the attention weights.
 
     Raises:
-        ScheduleError: the model asks for more than softmax(Q K') V, or has a mask from elsewhere.
+        ScheduleError: the model needs more than softmax(Q K') V, or its mask is not from `make_mask`.
     """
-    if query.is_meta:  # shapes are all that is asked for
+    if query.is_meta:  # only the shape is needed
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     for name in MORE_THAN_SCORES:
         if kwargs.get(name) is not None:
@@ -99,7 +100,7 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """What is computed, and among whom."""
+    """The options of one ring attention, and its ranks."""
 
     axis: Axis
     mask: RingMask
@@ -109,11 +110,11 @@ class Ring:
     kernels: bool
 
     def sources(self) -> list[int]:
-        """The ranks whose keys arrive, this one's first."""
+        """Returns the ranks in the order in which their keys arrive, this one first."""
         return [(self.axis.rank - step) % self.axis.size for step in range(self.axis.size)]
 
     def blocks(self, source: int) -> Iterator[tuple[Block, How]]:
-        """What is computed with the keys of a rank."""
+        """Yields the blocks to compute with the keys of a rank, with their options."""
         for number, block in enumerate(self.mask.blocks(source)):
             how = How(
                 scale=self.scale,
@@ -147,7 +148,7 @@ class _Around(torch.autograd.Function):
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, (B, H, T', D), and l, (B, H, T'), which is -inf where nothing is looked at; both at least float32."""
+    """Returns the output, (B, H, T', D), and l, (B, H, T'), which is -inf where all keys are masked; both at least float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=wide)
     log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
@@ -168,9 +169,9 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def merge_(kept: Part, found: Part) -> None:
-    """Adds the output and l of a block of keys to those of the blocks before, for the same queries, in place.
+    """Merges the output and l of a block of keys into those of the previous blocks, for the same queries, in place.
 
-    Two passes over the output: memory bandwidth bounds them.
+    It makes two passes over the output, bound by memory bandwidth.
     """
     output, log_sum = kept
     total = torch.logaddexp(log_sum, found[1])
@@ -189,10 +190,10 @@ def _backward(
     log_sum: torch.Tensor,
     ring: Ring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of this rank's queries, keys and values, at least float32.
+    """Returns the gradients of this rank's queries, keys and values, at least float32.
 
-    Keys and values go round as in the forward pass. What their gradients are so far follows a step behind: it arrives
-    while this rank's part is computed, which is added to it, and leaves again.
+    Keys and values circulate as in the forward pass. Their partial gradients follow one step behind: a rank receives them
+    while it computes its own part, adds that, and sends the sum to the next rank.
     """
     log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
     of_queries = torch.zeros_like(query, dtype=log_sum.dtype)

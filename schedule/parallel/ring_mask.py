@@ -1,8 +1,8 @@
-"""Who looks at whom in a ring: which blocks of queries and keys a rank computes, and how.
+"""The attention mask of a ring: the blocks of queries and keys that a rank computes, and the kind of mask of each.
 
-A sequence is 2 P stretches of T / 2 P tokens (`sequences.py`). Rank r has the queries of two of them, and the keys and
-values of each rank in turn, also of two. Of these four pairs some are looked at by nobody, some by all, some as far as
-the diagonal, and some as a mask says; those that are alike are computed as one block.
+A sequence is 2 P stretches of T / 2 P tokens (`sequences.py`). Rank r has the queries of two stretches, and receives the
+keys and values of two stretches from each rank in turn. Each of these four pairs is fully masked, not masked, causal, or
+has an arbitrary mask; pairs of one kind are computed as one block.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from ...base.errors import ScheduleError
 from .collectives import Axis
 
 MOST_PAIRS = 1 << 24
-"""Pairs of tokens of which a mask is looked at in one go."""
+"""Most pairs of tokens for which a mask is evaluated at once."""
 
 
 class Kind(Enum):
-    """What of a block is looked at."""
+    """The mask of a block: all pairs masked, no pair masked, causal, or arbitrary."""
 
     NONE = "none"
     FULL = "full"
@@ -30,24 +30,24 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries and keys that are computed in one go."""
+    """Queries and keys that are computed at once."""
 
     queries: slice
-    """Of those that a rank has."""
+    """Indices into this rank's queries."""
     keys: slice
-    """Of those that come from a rank."""
+    """Indices into the keys received from a rank."""
     kind: Kind
 
 
 Table = Sequence[Sequence[Kind]]
-"""A row for each stretch of queries, a column for each of keys."""
+"""Kinds of blocks: a row for each stretch of queries, a column for each stretch of keys."""
 
 
 def blocks_of(table: Table, stretch: int) -> list[Block]:
-    """The blocks of two stretches of queries and two of keys, of so many tokens each; as few as the kernels allow."""
+    """Returns the blocks of two stretches of queries and two of keys, of `stretch` tokens each; as few as kernels allow."""
     rows = [tuple(row) for row in table]
     if rows == [(Kind.CAUSAL, Kind.NONE), (Kind.FULL, Kind.CAUSAL)]:
-        # A rank's own: in the order of the sequence, one behind the other.
+        # This rank's own keys: both stretches are in sequence order, so the whole block is causal.
         return [Block(slice(0, 2 * stretch), slice(0, 2 * stretch), Kind.CAUSAL)]
     groups = [(0, 2, rows[0])] if rows[0] == rows[1] else [(0, 1, rows[0]), (1, 2, rows[1])]
     found = []
@@ -65,15 +65,16 @@ def blocks_of(table: Table, stretch: int) -> list[Block]:
 
 
 class RingMask:
-    """Which tokens of whole sequences may look at which, as a rank of a ring asks for it.
+    """The attention mask of whole sequences, divided into the blocks of one rank of a ring.
 
     Args:
-        allowed: by the numbers of samples, heads, queries and keys, which broadcast; None for `kind` everywhere.
-        kind: where there is no `allowed`, FULL or CAUSAL.
+        allowed: a function of the indices of samples, heads, queries and keys, which broadcast, that returns True for
+            pairs that are not masked; None for `kind` everywhere.
+        kind: FULL or CAUSAL; used without `allowed`.
         batch: samples.
         length: T.
-        ranks, rank: P, and which of them.
-        device: where.
+        ranks, rank: P, and this rank.
+        device: the device on which `allowed` is evaluated.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class RingMask:
         return f"RingMask(batch={self.batch}, length={self.length}, ranks={self.ranks})"
 
     def blocks(self, source: int) -> list[Block]:
-        """What this rank computes with the keys of a rank."""
+        """Returns the blocks that this rank computes with the keys of a rank."""
         columns = stretches_of(source, self.ranks)
         return blocks_of([[row[column] for column in columns] for row in self._table], self.stretch)
 
     def pairs(self, block: Block, source: int) -> torch.Tensor:
-        """Which queries of a block may look at which of its keys: (B or 1, H or 1, queries, keys)."""
+        """Returns the mask of a block, True for pairs that are not masked: (B or 1, H or 1, queries, keys)."""
         return self._pairs(self._places(self.rank)[block.queries], self._places(source)[block.keys])
 
     def _places(self, rank: int) -> torch.Tensor:
-        """Where in the sequence the tokens of a rank are."""
+        """Returns the positions in the sequence of a rank's tokens."""
         places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
         return places[list(stretches_of(rank, self.ranks))].flatten()
 
@@ -121,7 +122,7 @@ class RingMask:
         return found.expand(*found.shape[:2], len(queries), len(keys))
 
     def _looked_at(self, own: Sequence[int]) -> list[list[Kind]]:
-        """The kind of each pair of stretches, by looking at all their tokens; waits for the device once."""
+        """Returns the kind of each pair of stretches, from the mask of all their tokens; synchronizes with the device once."""
         places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
         flags = torch.stack([self._flags(places[row], places[column]) for row in own for column in range(len(places))])
         kinds = [
@@ -131,7 +132,7 @@ class RingMask:
         return [kinds[: len(places)], kinds[len(places) :]]
 
     def _flags(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Whether of two stretches any pair is looked at, all are, and just those that are not ahead of a query are."""
+        """Returns three flags for two stretches: any pair is unmasked, all pairs are unmasked, the mask is causal."""
         step = max(1, MOST_PAIRS // (self.batch * len(keys)))
         parts = []
         for some in queries.split(step):
@@ -144,7 +145,7 @@ class RingMask:
 
 
 def stretches_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Which stretches of a sequence a rank of a ring has, of two for each.
+    """Returns the two stretches of a sequence that a rank of a ring has.
 
     >>> [stretches_of(rank, 2) for rank in range(2)]
     [(0, 3), (1, 2)]
@@ -173,10 +174,11 @@ def make_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> RingMask:
-    """The mask of whole sequences, in the place of one of transformers' mask functions.
+    """Returns the mask of whole sequences; replaces a mask function of transformers.
 
     Raises:
-        ScheduleError: the model makes a mask of other lengths or by functions that do not take many places at once.
+        ScheduleError: the model makes a mask with different lengths of queries and keys, or by functions that do not
+            broadcast over positions.
     """
     if use_vmap or q_length != kv_length:
         raise ScheduleError(

@@ -1,10 +1,10 @@
-"""Sequences cut over ranks: what each has of a sample, and the loss of it.
+"""Sequence and context parallelism: each rank's piece of a sample, and its part of the loss.
 
-All in a transformer is by token, but for positions, masks and the loss, which are those of the whole sequence, and for
-attention: there ranks exchange tokens for heads (`ulysses.py`), or keys and values go round among them (`ring.py`), or
-both, each ring among ranks of the same heads.
+A transformer computes on each token separately, except for positions, masks and the loss, which are those of the whole
+sequence, and for attention. In attention ranks exchange tokens for heads (`ulysses.py`), or keys and values circulate
+among them (`ring.py`), or both, with a ring for the ranks of the same heads.
 
-Notation, here and in those two:
+Notation, here and in those two modules:
 
 | symbol | meaning |
 |---|---|
@@ -36,34 +36,34 @@ from .collectives import Axis
 from .sharing import sharing_of
 
 IGNORED = -100
-"""The label of what is not predicted."""
+"""The label of tokens that the loss ignores."""
 ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers, as transformers' configurations call them, that look at other tokens by attention alone."""
+"""Layer types of transformers' configurations that mix tokens only by attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Whole:
-    """What the forward pass that runs was given for whole samples."""
+    """Inputs of the current forward pass that concern whole samples."""
 
     documents: torch.Tensor | None
-    """The number of each token's document, (B, T), where samples hold several."""
+    """The index of each token's document, (B, T); None for one document per sample."""
     padding: torch.Tensor | None
-    """Which tokens are no padding, (B, T); None where all are."""
+    """The attention mask, 0 for padding tokens, (B, T); None without padding."""
     known: bool
-    """Whether the model was given a mask, so that it makes none itself."""
+    """True if the model got a mask, so that it does not make one itself."""
 
 
 _whole: ContextVar[_Whole] = ContextVar("whole")
 
 
 def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, tp: int) -> None:
-    """Has a model of transformers, cut over `tp` ranks, compute on this rank's piece of every sequence it is given.
+    """Makes a transformers model, sharded over `tp` ranks, compute on this rank's piece of every sequence.
 
     Args:
         model: the model.
-        sharing: who has which piece.
+        sharing: the assignment of pieces to ranks.
         sp, cp: the ranks with which this one exchanges heads, and those of its ring; None for none.
-        tp: ranks that share its layers, but for blocks whose samples are shared.
+        tp: ranks that share its layers, except for blocks whose samples are shared.
     """
     degrees = {
         module: 1 if samples.tp is None else samples.tp.size
@@ -73,7 +73,7 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
     }
     for module in model.modules() if sp is not None else ():
         if hasattr(module, "num_key_value_groups"):
-            # So many queries share a key, and fewer do where keys are repeated.
+            # This is the number of query heads per key head; it is smaller where keys are repeated.
             heads = module.config.num_attention_heads // degrees.get(module, tp)
             module.num_key_value_groups //= ulysses.repeats(heads // module.num_key_value_groups, sharing.sp)
     change_attention(model, partial(_registered, sharing=sharing, sp=sp, cp=cp, model=model))
@@ -82,8 +82,9 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
 
 
 def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
-    """Why sequences of a model, each layer of which is cut over `tp` ranks, cannot be cut over `sp * cp`; empty where
-    they can."""
+    """Returns why sequences of a model cannot be cut over `sp * cp` ranks; empty if they can.
+
+    Each layer of the model is sharded over `tp` ranks."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return "ranks meet in the attention functions of transformers, and this is no model of it"
@@ -101,7 +102,7 @@ def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
 
 
 def _mixes_tokens(model: nn.Module, config: Any) -> str:
-    """What of a model, beside attention, looks at other tokens or at a head by its number; empty where nothing does."""
+    """Returns what in a model, besides attention, mixes tokens or depends on a head's index; empty if nothing does."""
     if config.is_encoder_decoder:
         return "has an encoder beside its decoder"
     if getattr(config, "output_router_logits", False):
@@ -118,12 +119,14 @@ def _mixes_tokens(model: nn.Module, config: Any) -> str:
 
 
 def _shifts(model: Any) -> bool:
-    """Whether a token's label is the token behind it, as transformers' loss of the model has it."""
+    """Returns True if the model's loss in transformers shifts labels: a token predicts the next one's label."""
     return getattr(model, "loss_type", None) in (None, "ForCausalLM")
 
 
 def _first_position(model: nn.Module) -> int | None:
-    """The number of the first position; None where the model takes none. RoBERTa counts from behind its padding."""
+    """Returns the model's first position index; None if its forward takes no positions.
+
+    RoBERTa's positions start after its padding index."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
     for path, module in model.named_modules():
@@ -137,7 +140,7 @@ def _first_position(model: nn.Module) -> int | None:
 
 
 def _registered(name: str, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, model: nn.Module) -> str:
-    """The name under which transformers finds an attention by its name, and its masks, with the exchanges around it."""
+    """Registers an attention function and its mask function with communication in transformers; returns their new name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     groups = " and ".join(each.group_name for each in (sp, cp) if each is not None)
@@ -145,7 +148,7 @@ def _registered(name: str, sharing: SequenceShards, sp: Axis | None, cp: Axis | 
     masks = AttentionMaskInterface()
     make = masks.get(name)
     if cp is not None:
-        # What goes round is no part of a graph.
+        # The ring's communication is kept out of compiled graphs.
         attention = torch.compiler.disable(partial(ring.attend, axis=cp, kernels=name != "eager"))
         make = partial(ring.make_mask, axis=cp)
     elif name == "eager":  # each family's own
@@ -171,18 +174,18 @@ def whole_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The mask of whole sequences, where transformers asks for that of this rank's piece.
+    """Returns the mask of whole sequences, when transformers requests that of this rank's piece.
 
     Args:
         make: one of transformers' mask functions, or `ring.make_mask`.
-        ranks: how many have a piece.
+        ranks: the number of ranks that share a sequence.
         q_length, kv_length: tokens of the piece.
-        mask_function: which token may look at which, by their places in the sequence.
-        attention_mask: the piece's tokens that are no padding.
+        mask_function: returns True if a token may attend to another, from their positions in the sequence.
+        attention_mask: 0 for the piece's padding tokens.
 
     Raises:
-        ScheduleError: samples hold several documents, and this attention takes no mask that keeps them apart; or the model
-            has found padding by itself.
+        ScheduleError: samples have several documents, and this attention does not support a mask that separates them; or
+            the model derived padding itself.
     """
     whole = _whole.get()
     if attention_mask is not None and not whole.known and not attention_mask.all():
@@ -203,7 +206,7 @@ def whole_mask(
         **kwargs,
     )
     if whole.documents is not None and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() < 4)):
-        # transformers' flash attention finds documents by positions, and would find a piece's.
+        # transformers' flash attention derives documents from positions, and would derive them from this piece alone.
         raise ScheduleError(
             "sequences cut over ranks: this attention takes no mask of pairs, so that the documents of a sample cannot be "
             "kept apart; use sdpa or eager, or samples of one document"
@@ -212,8 +215,9 @@ def whole_mask(
 
 
 class CutSequence(Layer):
-    """Around a whole model: it is given whole samples, computes on a piece of each, and returns the piece's logits and its
-    part of the loss. The mean of that over the ranks is the loss of the samples."""
+    """Wraps a whole model, which gets whole samples, computes on a piece of each, and returns the piece's logits and loss.
+
+    The mean of the pieces' losses over the ranks is the loss of the samples."""
 
     order = 60
     divisible = True
@@ -223,7 +227,7 @@ class CutSequence(Layer):
     ) -> None:
         self.sharing, self.shifts, self.first_position = sharing, shifts, first_position
         self.axes = axes
-        """The ranks that are given the same samples as this one."""
+        """The axes of the ranks that get the same samples as this one."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -237,7 +241,7 @@ class CutSequence(Layer):
         labels, documents = kwargs.pop("labels", None), self._positions(kwargs, tokens)
         padding = kwargs.get("attention_mask")
         if padding is None and (documents is not None or self.sharing.cp > 1):
-            # transformers looks for documents where there is no mask, and would find them by this piece's positions.
+            # Without a mask transformers derives documents from positions, and would derive them from this piece alone.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
         pieces = {name: self._piece(each, length) for name, each in kwargs.items()}
         own = padding is None and kwargs.get("attention_mask") is not None
@@ -251,13 +255,13 @@ class CutSequence(Layer):
         return output
 
     def _piece(self, value: Any, length: int) -> Any:
-        """This rank's of what has a place for every token."""
+        """Returns this rank's piece of a tensor with an entry for every token; any other value unchanged."""
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
             return value
         return self.sharing.piece(value, 1)
 
     def _positions(self, kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
-        """Puts in the positions that the model would count itself; returns the documents that given ones tell apart."""
+        """Adds default positions to `kwargs` if there are none; returns the document indices that given positions imply."""
         if self.first_position is None:
             return None
         positions = kwargs.get("position_ids")
@@ -272,8 +276,8 @@ class CutSequence(Layer):
         return find_packed_sequence_indices(positions.expand(tokens.shape[:2]))
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean over all labels that are not ignored, times the ranks."""
-        if self.shifts:  # before they are cut: the last token of a piece predicts the first of the next
+        """Returns this rank's part of the mean loss over all labels that are not ignored, times the number of ranks."""
+        if self.shifts:  # before the cut: the last token of a piece predicts the first of the next
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = (labels != IGNORED).sum()
         piece = self._piece(labels, labels.shape[1])

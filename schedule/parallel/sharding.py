@@ -1,9 +1,8 @@
-"""Parameters and buffers cut over the tensor-parallel axis of the mesh.
+"""Parameters and buffers sharded over the tensor-parallel axis of the mesh.
 
-A sharded tensor is this rank's plain local tensor; what it is a piece of is kept beside it in the module, in
-`module._shards`. Plain tensors rather than DTensor, because a fused projection (q, k and v in one weight)
-is cut in strides that no DTensor placement keeps through an optimizer, and because any model code, written
-without parallelism in mind, computes with them.
+A sharded tensor is this rank's plain local tensor; `module._shards` describes how the whole tensor is cut. Plain tensors
+are used rather than DTensor for two reasons: a fused projection (q, k and v in one weight) is cut in strides that no
+DTensor placement keeps through an optimizer, and model code written without parallelism in mind computes with them.
 """
 
 from dataclasses import dataclass, field
@@ -23,30 +22,29 @@ class Shard:
     """How a tensor is cut."""
 
     dim: int
-    """The dimension that is cut."""
     parts: tuple[int, ...]
-    """Sizes along it of what is fused in the whole tensor; each part is cut by itself."""
+    """Sizes along `dim` of the parts that are fused in the whole tensor; each part is cut separately."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     axis: Axis
-    """The ranks that share it. Where they do not divide a part, its last pieces are filled up with zeros."""
+    """The ranks that share the tensor. If their number does not divide a part, its last pieces are padded with zeros."""
     checksum: Checksum = field(default=NOTHING, compare=False)
-    """Of the whole tensor, where it had values when it was cut."""
+    """The checksum of the whole tensor, if it had values when it was cut."""
     then: "Shard | None" = None
     """How the piece is cut further, over the ranks of another axis."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes whose ranks hold other pieces."""
+        """The names of all axes along which pieces differ."""
         return (self.axis.name, *(self.then.axes if self.then is not None else ()))
 
     @property
     def padded(self) -> bool:
-        """Whether pieces are filled up."""
+        """True if some pieces are padded."""
         return any(size % self.axis.size for size in self.parts)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the whole tensor."""
+        """Returns this rank's piece of the whole tensor."""
         parts = [self._filled(each) for each in whole.split(list(self.parts), self.dim)]
         piece = torch.cat([each.chunk(self.axis.size, self.dim)[self.axis.rank] for each in parts], self.dim)
         return piece if self.then is None else self.then.cut(piece)
@@ -59,7 +57,7 @@ class Shard:
         return torch.cat([part, part.new_zeros(shape)], self.dim)
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, gathered from all ranks."""
+        """Returns the whole tensor, gathered from all ranks."""
         if self.then is not None:
             local = self.then.join(local)
         stacked = all_gather(local.unsqueeze(0), 0, self.axis)
@@ -70,18 +68,18 @@ class Shard:
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """How a module's own tensors are cut, by name; empty where none is."""
+    """Returns the shards of a module's own tensors by name; empty if none is cut."""
     return module.__dict__.get("_shards", {})
 
 
 def full_shape(module: nn.Module, name: str) -> torch.Size | None:
-    """The shape of a sharded tensor when whole; None where it is not sharded."""
+    """Returns the whole shape of a sharded tensor; None if it is not sharded."""
     shard = shards_of(module).get(name)
     return torch.Size(shard.shape) if shard is not None else None
 
 
 def holders(root: nn.Module, tensor: torch.Tensor) -> list[tuple[str, nn.Module, str]]:
-    """Every (module path, module, name) that holds a tensor; several where it is tied."""
+    """Returns every (module path, module, name) at which a tensor is registered; several if it is tied."""
     return [
         (path, module, name)
         for path, module in walk(root)
@@ -92,7 +90,7 @@ def holders(root: nn.Module, tensor: torch.Tensor) -> list[tuple[str, nn.Module,
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What `root.named_modules()` yields, sooner: schedules ask for it at every step."""
+    """Returns the items of `root.named_modules()`, faster: schedules need them at every step."""
     out, seen, stack = [], {root}, [("", root)]
     while stack:
         path, module = stack.pop()
@@ -107,12 +105,12 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Puts a tensor in the place of a parameter or buffer."""
+    """Replaces a parameter or buffer."""
     (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = tensor
 
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """This rank's piece as a parameter or buffer of its own, with the attributes of the whole."""
+    """Returns this rank's piece as a parameter or buffer of its own, with the attributes of the whole tensor."""
     with noted(tensor):
         data = shard.cut(tensor.detach()).contiguous()
     new = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
@@ -121,24 +119,24 @@ def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is cut by FSDP; without the second that importing DTensor takes."""
+    """Returns True if a value is a DTensor, as FSDP makes them, without importing DTensor, which takes a second."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a tensor that FSDP cuts, sharing its memory; any other as it is."""
+    """Returns this rank's piece of a tensor that FSDP shards, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def piece_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Of a tensor that FSDP cuts: the dimension, over how many ranks, and which of the pieces is here."""
+    """Returns, for a tensor that FSDP shards, the dimension, the number of ranks, and the index of this rank's piece."""
     mesh = tensor.device_mesh
     ((axis, cut),) = [(axis, each) for axis, each in enumerate(tensor.placements) if each.is_shard()]
     return cut.dim, mesh.size(axis), mesh.get_local_rank(axis)
 
 
 def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter of a module, or its gradient, gathered over every rank that holds a piece."""
+    """Returns a parameter of a module, or its gradient, gathered from every rank that has a piece."""
     if is_dtensor(tensor):
         tensor = tensor.full_tensor()
     shard = shards_of(module).get(name)
@@ -146,16 +144,16 @@ def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a scheduled model as that of the original: names and shapes; all ranks call it.
+    """Returns the state of a scheduled model with the original names and shapes; all ranks call it.
 
-    A checkpoint of it loads into the unscheduled model, and the other way round by `load_full_state_dict`.
+    It loads into the unscheduled model; `load_full_state_dict` loads the state of that into a scheduled model.
     """
     return {key: whole(*owner(module, key), value) for key, value in module.state_dict().items()}
 
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Loads the state of an unscheduled model into a scheduled one; each rank keeps its pieces."""
+    """Loads the state of an unscheduled model into a scheduled one; each rank loads its pieces."""
     pieces: dict[str, Any] = {}
     for key, value in state.items():
         holder, name = owner(module, key)
@@ -171,6 +169,6 @@ def load_full_state_dict(module: nn.Module, state: dict[str, torch.Tensor]) -> N
 
 
 def owner(root: nn.Module, key: str) -> tuple[nn.Module, str]:
-    """The module and the name that a key of `state_dict` stands for."""
+    """Returns the module and the tensor's name in it for a key of `state_dict`."""
     path, _, name = key.rpartition(".")
     return root.get_submodule(path), name

@@ -1,17 +1,16 @@
-"""Blocks that are cut over fewer ranks than the mesh has along its `tp` axis: ranks that do not share their layers share
-their samples.
+"""Blocks that are sharded over fewer ranks than the mesh's `tp` axis has: the other ranks share their samples instead.
 
 | symbol | meaning |
 |---|---|
-| T, t | ranks of the `tp` axis; of them, those that share a block's layers |
+| T, t | ranks of the `tp` axis; ranks among them that share a block's layers |
 | P | T / t: parts of the samples of a micro-batch, each computed by t neighbours |
 
-Between blocks cut over all T ranks every rank has all samples of a micro-batch. Before a run of blocks of a smaller degree
-each rank keeps its part of them (its gradient is gathered), behind it the parts are gathered (the gradient is cut). The
-gradients of the run's weights are each of a part of the samples, so that they are summed over the P parts too, by whatever
-averages those of replicas.
+Between blocks sharded over all T ranks every rank has all samples of a micro-batch. Before a run of blocks of a smaller
+degree each rank keeps its part of the samples (the gradient is gathered); after the run the parts are gathered (the
+gradient is cut). The gradients of the run's weights are those of a part of the samples, so they are summed over the P
+parts too, together with the averaging over replicas.
 
-Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.2, on the layouts between layers of unlike strategies.
+Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.2, on the layouts between layers of different strategies.
 """
 
 from collections.abc import Callable
@@ -34,10 +33,10 @@ from .streams import apart
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The axes of a block that is cut over t of T ranks."""
+    """The axes of a block that is sharded over t of T ranks."""
 
     parts: Axis
-    """The P ranks that have the same piece of the block's weights, and a part of the samples each."""
+    """The P ranks that have the same piece of the block's weights and one part of the samples each."""
     tp: Axis | None
     """The t ranks that share the weights; None for one."""
     replicas: Axis
@@ -45,14 +44,15 @@ class Sharing:
 
 
 class SharedSamples(Layer):
-    """Around a block: this rank's part of the samples goes in, all come out."""
+    """Wraps a block: cuts the samples to this rank's part, and gathers the outputs of all parts."""
 
     order = 70
 
     def __init__(self, sharing: Sharing, enters: bool, leaves: bool, draws: bool) -> None:
         self.sharing = sharing
         self.enters, self.leaves = enters, leaves
-        """True if all samples arrive, and leave; False if they come from, and go to, a neighbouring block in parts."""
+        """True if the block's input (`enters`) or output (`leaves`) has all samples; False if a neighbouring block shares
+        the same parts."""
         self.draws = draws
         """True if the block draws random numbers, which differ between parts."""
 
@@ -95,20 +95,21 @@ class SharedSamples(Layer):
 
 
 def _of_samples(leaf: Any, samples: int) -> bool:
-    """True if an argument has an entry for each sample, such as a mask, positions or features. A two-dimensional table of
-    floating-point numbers is shared by all samples."""
+    """Returns True if an argument has an entry for each sample, such as a mask, positions or features.
+
+    A two-dimensional table of floating-point numbers is shared by all samples."""
     if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[0] != samples or samples == 1:
         return False
     return leaf.dim() > 2 or not leaf.is_floating_point()
 
 
 def sharing_of(module: nn.Module) -> Sharing | None:
-    """How the ranks around a block share its samples; None where all share its layers."""
+    """Returns how ranks share the samples of a block; None if all ranks share its layers."""
     return next((each.sharing for each in layers_of(module, SharedSamples)), None)
 
 
 def shared_parameters(root: nn.Module) -> dict[nn.Parameter, Sharing]:
-    """The parameters below blocks whose samples are shared, and how."""
+    """Returns the parameters below blocks whose samples are shared, each with the sharing of its block."""
     return {
         param: sharing
         for module in root.modules()
@@ -118,15 +119,16 @@ def shared_parameters(root: nn.Module) -> dict[nn.Parameter, Sharing]:
 
 
 def copies_with_parts(mesh: Any, ep: int, sharing: Sharing) -> Axis:
-    """The ranks that hold the same experts of a block whose samples are shared: those of the `dp` axis that do not share
-    the experts, and in each the parts."""
+    """Returns the axis of the ranks that have the same experts of a block whose samples are shared.
+
+    They are the ranks of the `dp` axis that do not share the experts, times the parts."""
     parts, copies = sharing.parts.size, _size(mesh, "dp") // ep
     splits = {"dp": {"copies": copies, "ep": ep}, "tp": {"parts": parts, "tp": _size(mesh, "tp") // parts}}
     return collectives.joined(mesh, splits, ("copies", "parts"))
 
 
 def sharing_axes(mesh: Any, tp: int) -> Sharing:
-    """The axes of blocks that are cut over `tp` neighbours of the mesh's `tp` axis; all ranks call it."""
+    """Returns the axes of blocks that are sharded over `tp` neighbours of the mesh's `tp` axis; all ranks call it."""
     parts = _size(mesh, "tp") // tp
     splits = {"tp": {"parts": parts, "tp": tp}}
     return Sharing(

@@ -1,4 +1,4 @@
-"""Random numbers of ranks that share layers or samples: one stream for all of them, or one for each."""
+"""Random number streams of ranks that share layers or samples: one for all of them, or one for each."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from .collectives import Axis
 
 
 class ForkedRandom(Layer):
-    """Runs what lies within on a random stream of this rank, or on the stream that ranks share."""
+    """Runs a module on this rank's own random stream (`differ`), or on the stream that ranks share."""
 
     order = 40
 
@@ -29,7 +29,7 @@ class ForkedRandom(Layer):
 
 
 class _Outer(threading.local):
-    """The shared stream's states, set aside while a rank's own is in use; one a nesting level."""
+    """The saved states of the shared stream while a rank's own is in use, one per nesting level."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -55,7 +55,7 @@ def _own(axis: Axis) -> Iterator[None]:
 
 @contextmanager
 def apart(axis: Axis) -> Iterator[None]:
-    """Random numbers that ranks of an axis draw each for themselves, as replicas do; what is within may fork again."""
+    """Gives each rank of an axis its own random stream, as replicas have; code inside may fork it again."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     outside, state = _outer.states, _get()
     _outer.states = []

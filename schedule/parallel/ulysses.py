@@ -1,8 +1,8 @@
-"""Tokens exchanged for heads around attention, among S ranks that have a piece each of the same sequences.
+"""Exchange of tokens for heads around attention, among S ranks that each have a piece of the same sequences.
 
-Attention has queries of shape (B, H, T / S, D), and an all-to-all makes (B, H / S, T, D) of them: all tokens, a part of
-the heads. What comes out of it goes the way back. The notation is that of `sequences.py`; within a ring T is what all
-S ranks together have of a sample.
+An all-to-all turns queries of shape (B, H, T / S, D) into (B, H / S, T, D): all tokens, a part of the heads. Another one
+restores the layout of the output. The notation is that of `sequences.py`; within a ring T is the number of a sample's
+tokens on all S ranks together.
 
 Source: Jacobs et al., DeepSpeed-Ulysses (arXiv:2309.14509).
 """
@@ -19,7 +19,7 @@ from .collectives import Axis
 
 
 def repeats(heads: int, ranks: int) -> int:
-    """The fewest copies of so many heads that so many ranks divide.
+    """Returns the fewest copies of `heads` heads whose total number `ranks` divides.
 
     >>> repeats(8, 4), repeats(2, 4), repeats(6, 4)
     (1, 2, 2)
@@ -38,18 +38,18 @@ def attend(
     axis: Axis,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over whole sequences, of this rank's heads.
+    """Computes attention over whole sequences for this rank's heads.
 
     Args:
-        module: that attends.
+        module: the attention module.
         query: (B, H, T / S, D).
         key, value: (B, K, T / S, D).
-        attention_mask: of whole sequences.
-        attention: one of transformers, or `ring.attend`.
+        attention_mask: the mask of whole sequences.
+        attention: an attention function of transformers, or `ring.attend`.
         axis: the ranks that exchange heads.
 
     Returns:
-        (B, T / S, H, D), and no weights.
+        The output, (B, T / S, H, D), and None for the attention weights.
     """
     if (copies := repeats(key.shape[1], axis.size)) > 1:
         key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))

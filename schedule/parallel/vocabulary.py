@@ -1,4 +1,4 @@
-"""Logits cut over the vocabulary, and their cross-entropy."""
+"""Logits sharded over the vocabulary, and their cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +14,17 @@ from .collectives import Axis, all_gather, all_reduce, scatter, through
 class SplitLogits(torch.Tensor):
     """This rank's piece of logits along their last dimension, the vocabulary.
 
-    Computes as the plain tensor it is, except that `cross_entropy` is that of the whole vocabulary, and that
-    a `view` or `reshape` whose last size is the whole vocabulary means this rank's part of it.
+    It behaves as a plain tensor, with two exceptions: `cross_entropy` is that of the whole vocabulary, and a `view` or
+    `reshape` whose last size is the whole vocabulary uses the size of this rank's part instead.
     """
 
     axis: Axis
     vocabulary: int
-    """Tokens in all; pieces that are longer than their share of it end in columns that mean nothing."""
+    """The size of the whole vocabulary; the last pieces may end in unused padding columns."""
 
     @staticmethod
     def of(tensor: torch.Tensor, axis: Axis, vocabulary: int | None = None) -> "SplitLogits":
-        """A piece of logits, of shape (..., vocabulary / ranks), rounded up."""
+        """Returns a piece of logits, of shape (..., ceil(vocabulary / ranks)), as SplitLogits."""
         split = tensor.as_subclass(SplitLogits)
         split.axis = axis
         split.vocabulary = tensor.shape[-1] * axis.size if vocabulary is None else vocabulary
@@ -53,7 +53,7 @@ class SplitLogits(torch.Tensor):
 
 
 def whole_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Logits with the whole vocabulary, gathered where they are cut; the gradient goes back to the pieces."""
+    """Returns logits with the whole vocabulary, gathered if they are split; each piece gets its part of the gradient."""
     if not isinstance(logits, SplitLogits):
         return logits
     axis, vocabulary = logits.axis, logits.vocabulary
@@ -90,7 +90,7 @@ def _cross_entropy(
         )
     axis, logits = input.axis, input.as_subclass(torch.Tensor)
     if torch.is_autocast_enabled(logits.device.type):
-        # As autocast has it for the cross-entropy of logits that are whole.
+        # Autocast does the same for the cross-entropy of whole logits.
         logits = logits.float()
     kept = target != ignore_index
     losses = _TokenLoss.apply(logits, target.where(kept, 0), axis, input.vocabulary, label_smoothing)
@@ -101,7 +101,7 @@ def _cross_entropy(
 
 
 class _TokenLoss(torch.autograd.Function):
-    """-log softmax of each token's logits at its class, the vocabulary cut over ranks.
+    """Computes -log softmax of each token's logits at its class, with the vocabulary sharded over ranks.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3, and its vocabulary-parallel cross-entropy.
     """

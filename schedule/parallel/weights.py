@@ -1,8 +1,7 @@
-"""Which part of each of a model's tensors this rank holds, as boxes of the whole tensor.
+"""The part of each of a model's tensors on this rank, as boxes of the whole tensor.
 
-What cuts a tensor, tensor parallelism, then experts over ranks, then FSDP, cuts it along one dimension each; a fused
-projection is cut in strides. Along every dimension what is here is therefore a few runs of indices, and the part is their
-product.
+Tensor parallelism, then expert parallelism, then FSDP each cut a tensor along one dimension; a fused projection is cut in
+strides. This rank therefore has a few runs of indices along every dimension, and its part is their product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,57 +23,56 @@ class Run:
     whole: int
     """The first of them in the whole tensor."""
     length: int
-    """How many they are."""
 
     def within(self, start: int, stop: int) -> "Run | None":
-        """What is left of it where only the indices from `start` to `stop` - 1 are here, which begin at 0 then."""
+        """Returns the part of the run at local indices `start` to `stop` - 1, renumbered from 0; None if it is empty."""
         first, last = max(self.here, start), min(self.here + self.length, stop)
         return Run(first - start, self.whole + first - self.here, last - first) if first < last else None
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tensor that is here."""
+    """A box of a tensor, on this rank."""
 
     offset: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """The first index along each dimension in the whole tensor."""
     at: tuple[slice, ...]
-    """Which indices of this rank's tensor it is."""
+    """Its indices in this rank's tensor."""
 
     @property
     def of_whole(self) -> tuple[slice, ...]:
-        """Which indices of the whole tensor it is."""
+        """Its indices in the whole tensor."""
         return tuple(slice(at, at + each.stop - each.start) for at, each in zip(self.offset, self.at))
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of a tensor that is here."""
+    """The part of a tensor on this rank."""
 
     shape: torch.Size
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     boxes: tuple[Box, ...]
-    """What is here of it; none where this rank has no part."""
+    """The boxes on this rank; empty if it has no part."""
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is here."""
+        """True if this rank has the whole tensor."""
         return any(all(at.stop - at.start == n for at, n in zip(box.at, self.shape)) for box in self.boxes)
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Each box, and this rank's tensor there: views of a tensor that lies as the one this is the region of."""
+        """Yields each box with a view of this rank's tensor in it; the tensor must be sharded as the region is."""
         here = local(tensor.detach())
         for box in self.boxes:
             yield box, here[box.at] if box.at else here
 
 
 def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
-    """Which part of a module's own tensor is here, whatever cuts it.
+    """Returns the part of a module's own tensor on this rank, over all kinds of sharding.
 
     Args:
-        module: that holds it.
-        name: its name there.
-        tensor: itself, or one that is cut alike, such as its gradient.
+        module: the module that has the tensor.
+        name: the tensor's name in the module.
+        tensor: the tensor, or one that is sharded alike, such as its gradient.
     """
     shard = shards_of(module).get(name)
     shape = torch.Size(shard.shape) if shard is not None else tensor.shape
@@ -95,12 +93,12 @@ def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
 
 
 def whole_region(shape: torch.Size) -> Region:
-    """That of a tensor which is all here."""
+    """Returns the region of a tensor that this rank has as a whole."""
     return Region(shape, (Box((0,) * len(shape), tuple(slice(0, size) for size in shape)),))
 
 
 def _cut_runs(parts: tuple[int, ...], rank: int, ranks: int) -> list[Run]:
-    """What a rank has of parts that are cut each by itself, the last pieces filled up with what is no part."""
+    """Returns a rank's runs of parts that are cut separately, without the padding of their last pieces."""
     out, here, whole = [], 0, 0
     for size in parts:
         each = -(-size // ranks)
@@ -112,11 +110,11 @@ def _cut_runs(parts: tuple[int, ...], rank: int, ranks: int) -> list[Run]:
 
 
 def regions_of(model: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[torch.Tensor, Region]]:
-    """This rank's tensors of a model's state and where they lie, by the names of the whole model.
+    """Returns this rank's tensors of a model's state and their regions, by the names of the whole model.
 
     Args:
-        model: a scheduled one.
-        names: the name of each parameter by each of its names, as tied ones have several.
+        model: the scheduled model.
+        names: maps each name of a parameter to the one to use, as tied parameters have several.
     """
     out = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
