@@ -34,7 +34,7 @@ MOST_CHANGES = 3
 SURE = 0.8
 """Minimum chance to fit of a faster configuration."""
 GAIN = 1.02
-"""Minimum gain in throughput of a change, as a ratio."""
+"""Minimum ratio of throughput by which a change counts as faster."""
 SPARE = 0.95
 """Chance to fit from which memory counts as spare."""
 _LINKS = {

@@ -124,7 +124,7 @@ class TrainingSetup:
     """True if replicas that shard gradients keep them whole while they accumulate, and reduce them once a step (`no_sync`,
     `set_requires_gradient_sync(False)`)."""
     overlap_tensor: bool = False
-    """True if tensor parallelism's collectives overlap with the products beside them (asynchronous TP)."""
+    """True if tensor parallelism's collectives overlap with products (asynchronous TP)."""
     overlap_transfers: bool = False
     """True if stages compute while they hand over micro-batches, as Megatron-LM's interleaved pipelines do."""
     overlap_gathers: bool = False

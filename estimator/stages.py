@@ -182,14 +182,14 @@ def _cost(part: Part) -> float:
 
 
 def in_flight(rank: int, pp: int, cols: KnobArrays) -> np.ndarray:
-    """Micro-batches, of m in all, whose activations rank r of a pipeline of p holds at once, with v chunks a rank.
+    """Micro-batches, of m in all, whose activations rank r of a pipeline of p stores at once, with v chunks a rank.
 
     - `gpipe`: m
     - `1f1b`: p - r (Narayanan et al., arXiv:2104.04473, section 2.2)
-    - `interleaved`: (2 (p - 1 - r) + (v - 1) p + 1) / v, what goes forward before the first chunk comes back;
+    - `interleaved`: (2 (p - 1 - r) + (v - 1) p + 1) / v, the forward passes before the first backward;
       in the first rank 1 + (p - 1) / (p v) times as many as 1F1B (Korthikanti et al., arXiv:2205.05198, section
       4.2.3)
-    - `zero_bubble`, `zbv`: p, since what 1F1B lets go in later ranks waits there for the gradients of its
+    - `zero_bubble`, `zbv`: p, since activations that 1F1B frees in later ranks are kept there for the gradients of
       weights (Qi et al., arXiv:2401.10241, sections 2.3 and 6)
     """
     accum, chunks = cols.grad_accum.astype(float), cols.virtual_stages
@@ -229,17 +229,17 @@ def idle_slot(
 ) -> np.ndarray:  # fmt: skip
     """Seconds for which each other stage waits for this one while the pipeline fills and drains.
 
-    The bubble is their sum over the other stages: p - 1 times this where all are equal. With F the forward of a
-    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the rank's chunks:
+    The bubble is their sum over the other stages: p - 1 times this if all are equal. F is the forward of a
+    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the number of the rank's chunks:
 
     - `1f1b`, `gpipe`: F + B + W (Narayanan et al., arXiv:2104.04473, section 2.2)
     - `interleaved`: (F + B + W) / v (likewise)
-    - `zero_bubble`: (F + B - W) / v, a third of that where F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
+    - `zero_bubble`: (F + B - W) / v, a third of that if F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
       section 2.3)
-    - `zbv`: the largest less the smallest of F, B and W, as there is no bubble where they are equal (section
-      6); but B / 2 at least, since torch computes B and W of the model's first stage together
+    - `zbv`: the maximum minus the minimum of F, B and W, as the bubble vanishes if they are equal (section
+      6); but at least B / 2, since torch computes B and W of the model's first stage together
 
-    The tests play through the order of actions that torch makes.
+    The tests replay torch's order of actions.
     """
     chunks = cols.virtual_stages
     of_inputs = backward - of_weights

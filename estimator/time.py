@@ -260,8 +260,7 @@ def step_time(
                 terms["bubble"] = whole - own
                 terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
             if hardware.shares_cores:
-                # While one stage waits the others compute on its core: together they take what they have to
-                # do.
+                # While one stage waits, the others compute on its core: the total time is that of all work.
                 found = [_mean(found, counts)]
         best = found[0]
         for terms in found[1:]:

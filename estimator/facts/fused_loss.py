@@ -8,8 +8,8 @@ of one in the products, 4 or 2. `schedule/fused_logits.py` describes the computa
 | kept for backward, a token | r H, the gradient of its hidden state, in place of c H, its input |
 | live with a chunk, a token of it | 4 V, and c V in addition if c is not 4 |
 | live while the loss is computed | 4 V H, the gradient of the weight |
-| moved, a token, on a chunk | 40 V by operators, 12 V by casts where c is not 4 |
-| moved, a token, by adding to the weight's gradient | 8 V H / C, or (2 c + 8) V H / C where c is not 4 |
+| moved, a token, on a chunk | 40 V by operators, 12 V by casts if c is not 4 |
+| moved, a token, by adding to the weight's gradient | 8 V H / C, or (2 c + 8) V H / C if c is not 4 |
 """
 
 from dataclasses import replace

@@ -212,10 +212,10 @@ class ModelFacts:
         cls, *, precision: str = "bf16", attention: str = "sdpa", fusion: bool = False, kernels: bool = False,
         **shape: Any,
     ) -> "ModelFacts":  # fmt: skip
-        """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
+        """Facts from shape numbers: the fields of `Shape` by name. No model is needed.
 
-        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008,
-        vocabulary=32000).parameters 6738415616
+        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000).parameters
+        6738415616
         """
         known = set(Shape.__slots__)
         for name in shape:
