@@ -91,7 +91,7 @@ class KnobArrays:
 
     @property
     def copies(self) -> np.ndarray:
-        """Replicas that hold the same experts."""
+        """Replicas with the same experts."""
         return np.maximum(self.replicas // self.ep, 1)
 
     def order_that(self, fact: str) -> np.ndarray:
