@@ -22,23 +22,23 @@ DEGREES = 4.0
 PRIOR_WEIGHT = 8.0
 """Trials that the prior noise counts as."""
 ALIKE = 0.9
-"""Correlation that is expected between the factors of two trainings on the same devices, whatever they train."""
+"""Expected correlation between the factors of two trainings on the same devices."""
 LEAST_SCALE = 0.2
-"""However well a few trials agree, noise is not believed to be less than this share of what was expected."""
+"""Lower bound of the noise, as a share of the expected noise, however well a few trials agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Factors for k groups of terms, and how sure they are."""
+    """Factors for k groups of terms, with their uncertainty."""
 
     theta: np.ndarray
     """Natural logarithms of the factors, shape (k,)."""
     covariance: np.ndarray
-    """Of theta, shape (k, k)."""
+    """Covariance of theta, shape (k, k)."""
     scale: float = 1.0
-    """By what single measurements scatter more about the corrected prediction than was expected."""
+    """Ratio of the scatter of single measurements about the corrected prediction to the expected scatter."""
     trials: int = 0
-    """Measurements it rests on."""
+    """Number of measurements that it is fitted to."""
 
     @classmethod
     def none(cls, prior: np.ndarray) -> "Correction":
@@ -50,7 +50,7 @@ class Correction:
 
         Args:
             groups: predicted parts, shape (n, k).
-            noise: standard deviation of a measurement's logarithm, as expected beforehand; shape (n,) or one.
+            noise: prior standard deviation of a measurement's logarithm; shape (n,) or a scalar.
         """
         share = self._shares(groups)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
@@ -59,15 +59,15 @@ class Correction:
         )
 
     def effects(self, groups: np.ndarray) -> np.ndarray:
-        """What moves together: by how much the logarithms of the sums move with each of k independent
-        factors, a standard deviation of it; shape (n, k), 0 where a sum is not finite.
+        """Change of the logarithms of the sums per standard deviation of each of k independent factors; shape (n, k), 0 where a
+        sum is not finite.
 
-        Their squares sum to the variance in `apply` that is not noise.
+        Their squares sum to the variance in `apply` without the noise.
         """
         return self._shares(groups) @ np.linalg.cholesky(self.covariance)
 
     def _shares(self, groups: np.ndarray) -> np.ndarray:
-        """Of the corrected sums, by group: shape (n, k); 0 where a sum is not finite."""
+        """Shares of the groups in the corrected sums, shape (n, k); 0 where a sum is not finite."""
         scaled = groups * np.exp(self.theta)
         total = scaled.sum(1)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -81,13 +81,13 @@ def fit(
     noise: "np.ndarray | float",
     at_least: np.ndarray | None = None,
 ) -> Correction:
-    """The correction that measurements suggest.
+    """Fits the correction to measurements.
 
     Args:
         groups: predicted parts, shape (n, k).
-        measured: what was measured, shape (n,), in the same unit.
-        prior: standard deviations of theta before any measurement, shape (k,).
-        noise: standard deviation of a measurement's logarithm, as expected beforehand; shape (n,) or one.
+        measured: measured values, shape (n,), in the same unit.
+        prior: prior standard deviations of theta, shape (k,).
+        noise: prior standard deviation of a measurement's logarithm; shape (n,) or a scalar.
         at_least: booleans, shape (n,): the measured value is only a lower bound (out of memory at a limit).
     """
     groups, measured = np.asarray(groups, float), np.asarray(measured, float)
@@ -106,7 +106,7 @@ def fit(
         total = scaled.sum(1)
         jacobian = scaled / total[:, None]
         residual = target - np.log(total)
-        # A bound that is kept says nothing.
+        # A lower bound that the prediction satisfies carries no information.
         active = ~bound | (residual > 0)
         spread = scale * noise
         weight = np.where(active, (DEGREES + 1) / (DEGREES + (residual / spread) ** 2), 0.0) / spread**2
@@ -116,8 +116,8 @@ def fit(
         theta = theta + step * min(1.0, 0.5 / max(size, 1e-12))
         exact = ~bound
         if exact.any():
-            # Scale of the residuals, robustly (Student's t), shrunk to what was expected; a fitted theta
-            # takes some of them away.
+            # Robust scale of the residuals (Student's t), shrunk to the expected one; a fitted theta
+            # accounts for some of them.
             used = np.trace(np.linalg.solve(hessian, jacobian.T @ (weight[:, None] * jacobian)))
             robust = (weight * spread**2 * (residual / noise) ** 2)[exact].sum()
             freedom = max(exact.sum() - used, 0.0)
@@ -129,15 +129,15 @@ def fit(
 
 
 def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
-    """What corrections of other trainings on the same devices say of one that nothing was measured of.
+    """The correction of a training without measurements, from those of other trainings on the same devices.
 
-    With phi the devices' own part of theta: theta_r = sqrt(c) phi + what is the training's own, phi ~ Normal(0, P) and
-    the own part ~ Normal(0, (1 - c) P), P = diag(prior^2), c = `ALIKE`. A fit with mean m and covariance C under the
-    prior P rests on measurements of precision L = 1/C - 1/P, which say of phi what L, widened by (1 - c) P, says of it.
+    Let phi be the devices' part of theta: theta_r = sqrt(c) phi + the training's own part, phi ~ Normal(0, P) and the own part ~
+    Normal(0, (1 - c) P), P = diag(prior^2), c = `ALIKE`. A fit with mean m and covariance C under the prior P rests on
+    measurements of precision L = 1/C - 1/P. These give the same information about phi as L widened by (1 - c) P.
 
     Args:
         found: fits of the others, each to its own measurements.
-        prior: standard deviations of theta before any measurement, shape (k,).
+        prior: prior standard deviations of theta, shape (k,).
     """
     variance = np.diag(np.asarray(prior, float) ** 2)
     own, identity = (1 - ALIKE) * variance, np.eye(len(variance))
@@ -162,7 +162,7 @@ TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "stalls": ("stalls", "allocator retries"),
 }  # fmt: skip
-"""Terms of the step by group; the bubble goes with what a slot consists of."""
+"""Terms of the step by group; the bubble is divided in proportion to the terms of a slot."""
 NETWORK = "network"
 """A further group: the terms of `links` where they leave the node."""
 MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -193,7 +193,7 @@ def time_names() -> tuple[str, ...]:
 
 
 def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
-    """For each term of `links`, where its traffic goes between nodes: booleans, shape (n,)."""
+    """For each term of `links`: True where its traffic crosses nodes; booleans, shape (n,)."""
     stage = cols.tp * cols.replicas > per_node
     return {
         "tensor parallel": cols.tp > per_node,
@@ -207,7 +207,7 @@ def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
 
 
 def time_groups(time: Mapping[str, np.ndarray], far: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Terms summed by group, shape (n, len(time_names())), the bubble shared out as a slot is made up."""
+    """Terms summed by group, shape (n, len(time_names())), with the bubble divided in proportion to the terms of a slot."""
     slots = sum(time[name] for name in _IN_SLOTS)
     with np.errstate(divide="ignore", invalid="ignore"):
         more = np.where(slots > 0, 1 + time["bubble"] / slots, 1.0)
@@ -228,7 +228,7 @@ def memory_groups(memory: Mapping[str, np.ndarray]) -> np.ndarray:
 def corrected_time(
     time: Mapping[str, np.ndarray], far: Mapping[str, np.ndarray], total: np.ndarray, correction: Correction
 ) -> dict[str, np.ndarray]:
-    """The corrected terms of the step, `time.NAME` each; what is left of `total` is the bubble."""
+    """The corrected terms of the step, `time.NAME` each; the rest of `total` is the bubble."""
     factors = dict(zip(time_names(), np.exp(correction.theta), strict=True))
     out = {}
     for group, names in TIME_GROUPS.items():

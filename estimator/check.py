@@ -1,4 +1,4 @@
-"""Somebody's own configuration, predicted: whether it fits, how fast it is, what binds it, and what would be faster."""
+"""Predictions for a user's own configuration: fit, speed, bottleneck, and faster configurations."""
 
 import itertools
 import re
@@ -30,11 +30,11 @@ from .time import BINDS, TIME_TERMS
 from .trainers import Trainer, assumed, built, find_trainer, trainer_of
 
 MOST_CHANGES = 3
-"""Faster configurations that are shown, and knobs that one of them changes."""
+"""Maximum number of faster configurations that are shown, and of knobs that one of them changes."""
 SURE = 0.8
-"""Chance to fit that a faster configuration has at least."""
+"""Minimum chance to fit of a faster configuration."""
 GAIN = 1.02
-"""Throughput that a change must bring at least, as a ratio."""
+"""Minimum ratio of throughput by which a change counts as faster."""
 SPARE = 0.95
 """Chance to fit from which memory counts as spare."""
 _LINKS = {
@@ -51,18 +51,18 @@ _ENDINGS = re.compile(r"-(hf|instruct|chat|base|it|pretrain|v\d[\d.]*|sft)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Faster:
-    """A configuration that is predicted to be faster and to fit."""
+    """A configuration with higher predicted throughput that fits."""
 
     config: Config
     changes: tuple[Change, ...]
     estimate: Estimate
     gain: float
-    """Its throughput as a multiple of that of the file; NaN where the file does not fit."""
+    """Its throughput as a multiple of that of the file; NaN if the file's configuration does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What is predicted of a training that a file or a command asks for."""
+    """Predictions for a training that a file or a command describes."""
 
     trainer: TrainerConfig
     model: str
@@ -70,20 +70,20 @@ class Check:
     hardware: Hardware
     estimate: Estimate
     fullest: str
-    """The rank with most memory, in words."""
+    """The rank with the most memory, in words."""
     shares: Mapping[str, float]
-    """Shares of the step by what takes it; they sum to 1."""
+    """Shares of the step by cause; they sum to 1."""
     faster: tuple[Faster, ...]
     framework: str
-    """Whose facts are assumed, a name in `redline.estimator.trainers`."""
+    """The trainer whose facts are assumed, a name in `redline.estimator.trainers`."""
     assumed: tuple[str, ...]
-    """What is taken for granted of the trainer's memory, in words."""
+    """Assumptions about the trainer's memory, in words."""
     findings: tuple[str, ...]
-    """Settings that have no effect, contradict each other or waste memory or time."""
+    """Settings that have no effect, contradict each other, or waste memory or time."""
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the device's memory."""
+        """True if the predicted peak is within the device's memory."""
         return self.estimate.fits is not False
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,16 +149,16 @@ def check(
     """Predicts a training that `redline.frameworks.read` has read. Nothing is run.
 
     Args:
-        trainer: as it is read.
+        trainer: the training, as read.
         hardware: a name in the table, a YAML file, or `Hardware`.
-        devices: in place of those that the file implies.
-        model, seq_len, global_batch: in place of the file's.
+        devices: replaces the number that the file implies.
+        model, seq_len, global_batch: replace the file's.
         knobs: values of knobs that the file leaves to code, such as `micro_batch`.
-        memory_limit_mib: of a device, in place of what it has.
-        framework: whose facts and kernels are assumed, a name in `redline.estimator.trainers`; None: the file's.
+        memory_limit_mib: of a device; replaces its memory.
+        framework: the trainer whose facts and kernels are assumed, a name in `redline.estimator.trainers`; None: the file's.
 
     Raises:
-        UsageError: the model, the sequence length or the micro-batch is not known, or sizes contradict each other.
+        UsageError: the model, the sequence length or the micro-batch is unknown, or sizes contradict each other.
     """
     machine = find_hardware(hardware)
     notes = list(trainer.notes)
@@ -214,17 +214,17 @@ def check(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Predicts configurations of a training, each by what its trainer then does."""
+    """Predicts configurations of a training under the conventions of its trainer."""
 
     trainer: TrainerConfig
     facts: Trainer
     instead: bool
-    """Whether these facts are in place of the file's."""
+    """True if these facts replace the file's."""
     estimator: Estimator
-    """Of a training without conventions."""
+    """Estimator of a training without conventions."""
 
     def conventions(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the setup that a configuration has by its trainer."""
+        """Fields of the setup that the trainer sets for a configuration."""
         return dict(self.facts.setup) if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
 
     def __call__(self, config: Mapping[str, Any], **setup: Any) -> Estimate:
@@ -232,7 +232,7 @@ class _Asked:
         return self._by({**said, **setup})(_estimated(config, said))
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
-        """Predictions by their conventions, and which configuration each is of."""
+        """Predictions under the trainer's conventions, and the index of the configuration of each row."""
         alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
         for at, config in enumerate(configs):
             said = self.conventions(config)
@@ -251,7 +251,7 @@ def _parameters(estimator: Estimator) -> int:
 
 
 def preset_of(name: str) -> str | None:
-    """The preset that a hub id or a recipe's name means; None where there is none.
+    """The preset that a hub id or a recipe's name refers to; None if there is none.
 
     >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b")
     ('llama3-8b', 'llama3-8b')
@@ -285,10 +285,10 @@ def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) ->
 
 
 def _estimated(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as the estimator takes it: formats that a framework's conventions replace are left to the setup."""
+    """A configuration in the estimator's terms: formats that a framework's conventions replace are left to the setup."""
     out = {name: value for name, value in config.items() if value is not None and name not in conventions}
     if out.get("attention") not in (None, "eager", "sdpa"):
-        out["attention"] = "sdpa"  # a fused kernel like it
+        out["attention"] = "sdpa"  # a fused kernel of the same cost
     return out
 
 
@@ -325,7 +325,7 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
 
 
 def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str]:
-    """Knobs that have no effect, or that cost time for memory that is not needed."""
+    """Knobs that have no effect, or that cost time to save memory that is not needed."""
     trainer = asked.trainer
     config, strategy = trainer.config, trainer.strategy()
     limit = estimate.memory_limit_mib / 1024
@@ -361,7 +361,7 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str
 
 
 def _said(trainer: TrainerConfig, knob: str) -> str:
-    """A knob's value as the file states it."""
+    """A knob's value as the file writes it."""
     from ..frameworks.words import Stated
 
     value = trainer.config[knob]
@@ -383,7 +383,7 @@ def _said(trainer: TrainerConfig, knob: str) -> str:
 def _faster(
     asked: _Asked, workload: Workload, estimate: Estimate, hardware: Hardware, context: RuleContext
 ) -> tuple[Faster, ...]:
-    """The fastest configurations that change one knob, two and three, each where it gains on the one before."""
+    """The fastest configurations that change one, two and three knobs, each if it is faster than the previous one."""
     trainer = asked.trainer
     found = _neighbours(trainer, workload, hardware, context)
     if not found:
@@ -413,7 +413,8 @@ def _faster(
 def _neighbours(
     trainer: TrainerConfig, workload: Workload, hardware: Hardware, context: RuleContext
 ) -> list[tuple[dict[str, Any], int]]:
-    """Configurations on the same devices with the same global batch that differ in up to three knobs, and in how many."""
+    """Configurations on the same devices with the same global batch that differ in up to three knobs, and the number of changed
+    knobs."""
     base, now = dict(trainer.config), trainer.strategy()
     shape = shape_of(workload.model) or {}
     heads, kv_heads, layers = (
@@ -460,7 +461,8 @@ def _neighbours(
 
 
 def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, Any] | None:
-    """A configuration with the replicas and the accumulation that devices and global batch leave; None where they do not."""
+    """A configuration with the replicas and accumulation that follow from devices and global batch; None if they do not
+    divide."""
     split = config.get("tp", 1) * config.get("sp", 1) * config.get("cp", 1) * config.get("pp", 1)
     if devices % split or total % (config["micro_batch"] * (devices // split)):
         return None

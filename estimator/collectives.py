@@ -13,42 +13,38 @@ from .hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that communicate: how many, and over what. Arrays of n."""
+    """Groups of ranks that communicate: sizes and links. Arrays of length n."""
 
     size: np.ndarray
     bandwidth: np.ndarray
     """Bytes/s of one rank in a ring."""
     latency: np.ndarray
-    """Seconds that an empty message takes once around the ring: no step of it ends before its slowest
-    link's."""
+    """Seconds of an empty message once around the ring; each step takes as long as on its slowest link."""
     tree: np.ndarray
-    """Seconds that an empty all-reduce takes up and down a tree of nodes."""
+    """Seconds of an empty all-reduce up and down a tree of nodes."""
     crosses: np.ndarray
-    """Whether the ring leaves the node."""
+    """True where the ring crosses nodes."""
 
     def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
-        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in so many
-        pieces."""
+        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in `pieces` pieces."""
         steps = self.size - 1
         return np.where(
             self.size > 1, pieces * (fixed + self.latency) + total * steps / self.size / self.bandwidth, 0.0
         )
 
     def reduce(self, total: np.ndarray, fixed: float) -> np.ndarray:
-        """Seconds of an all-reduce of `total` bytes: as a ring twice around, or as a tree where that is
-        nearer."""
+        """Seconds of an all-reduce of `total` bytes: the faster of a ring (twice around) and a tree."""
         moved = 2 * total * (self.size - 1) / self.size / self.bandwidth
         latency = np.minimum(2 * self.latency, self.tree)
         return np.where(self.size > 1, fixed + latency + moved, 0.0)
 
 
 def group(size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants) -> Group:
-    """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
+    """Groups of `size` ranks that are `stride` apart; ranks fill nodes in order.
 
-    A ring that leaves its node uses the network share of each of its members there, and every one of its
-    steps waits for the network (Thakur et al. 2005: the latency of a step is that of the slowest link).
-    All-reduces can go by NCCL's double binary trees instead, whose depth is logarithmic (Sanders et al.
-    2009).
+    A ring that crosses nodes uses the network share of each of its members on a node, and every one of its steps waits for the
+    network (Thakur et al. 2005: the latency of a step is that of the slowest link). All-reduces can use NCCL's double binary
+    trees instead, whose depth is logarithmic (Sanders et al. 2009).
     """
     per_node = hardware.devices_per_node
     crosses = size * stride > per_node

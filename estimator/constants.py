@@ -1,6 +1,6 @@
-"""The handful of numbers that no datasheet states: efficiencies, overheads, and how uncertain all this is.
+"""Constants that no datasheet states: efficiencies, overheads, and their uncertainty.
 
-They were fitted to measured runs (docs/estimator.md says which, and what runs left out say of them).
+They are fitted to measured runs (docs/estimator.md lists these and the errors on runs that were left out).
 """
 
 from dataclasses import dataclass, replace
@@ -13,126 +13,124 @@ class Constants:
 
     # Memory.
     context_mib: float = 1200.0
-    """CUDA context, libraries' workspaces, NCCL's buffers: what the allocator does not know of, MiB a
-    device."""
+    """CUDA context, libraries' workspaces, NCCL's buffers: memory outside the allocator, MiB a device."""
     workspace_mib: float = 300.0
-    """Of it, what the allocator does know of and a measured peak contains, MiB."""
+    """The part of `context_mib` that the allocator counts and a measured peak contains, MiB."""
     compiled_mib: float = 0.0
-    """What a compiled model takes beyond its tensors: code, guards, the compiler's own data, MiB."""
+    """Memory of a compiled model beyond its tensors: code, guards, the compiler's own data, MiB."""
     loss_factor: float = 1.0
-    """Copies of the logits that the framework makes, against those of the facts."""
+    """Ratio of the framework's copies of the logits to those of the facts."""
     slack: float = 0.04
-    """What the allocator reserves beyond live tensors by fragmentation, as a share of what comes and goes."""
+    """Memory that the allocator reserves beyond live tensors by fragmentation, as a share of temporary memory."""
     slack_lasting: float = 0.0
-    """The same as a share of what stays, and of what is made once a step for the update."""
+    """The same as a share of lasting memory and of the temporaries of the update."""
 
     # Compute.
     matmul_efficiency: float = 1.0
-    """Of what products reach by `estimator/kernels.py`."""
+    """Efficiency of products relative to `estimator/kernels.py`."""
     limited_rate: float | None = None
-    """Share of that rate that its power leaves a device that does nothing but products; None: what `estimator/kernels.py` says
-    of the device. See `estimator.time.clocks`."""
+    """Share of the product rate that a power-limited device sustains when it runs only products; None: the value of
+    `estimator/kernels.py` for the device. See `estimator.time.clocks`."""
     eight_bit_efficiency: float = 0.92
-    """Share of what the rates of 8 and 4 bits promise that products of them reach, against those of 16."""
+    """Share of the promised speedup over 16 bits that products of 8 and 4 bits reach."""
     half_rows: float = 20.0
-    """On a CPU: rows (tokens) at which a product has half of the efficiency of an endless one."""
+    """On a CPU: rows (tokens) at which a product has half of the efficiency of one with infinitely many."""
     half_width: float = 16.0
-    """The same of its inner and outer dimensions, which tensor parallelism makes thin."""
+    """The same for its inner and outer dimensions, which tensor parallelism divides."""
     tile_rows: float = 128.0
-    """Rows of a tile of grouped products, to a multiple of which the rows of each expert are filled up."""
+    """Rows of a tile of grouped products; the rows of each expert are padded to a multiple of it."""
     expert_spread: float = 0.25
-    """By how much the rows of an expert depart from their mean, as a share of that: a standard deviation over experts."""
+    """Standard deviation of the rows of an expert over the experts, as a share of their mean."""
     attention_efficiency: float | None = None
-    """Of the peak rate that fused attention reaches; None: what `estimator/kernels.py` says."""
+    """Share of the peak rate that fused attention reaches; None: the value of `estimator/kernels.py`."""
     eager_attention_efficiency: float = 0.45
-    """Of the peak rate that the batched products of eager attention reach."""
+    """Share of the peak rate that the batched products of eager attention reach."""
     bandwidth_efficiency: float = 0.60
-    """Of the memory bandwidth that memory-bound kernels reach."""
+    """Share of the memory bandwidth that memory-bound kernels reach."""
     launch_us: float = 9.0
-    """The host's time to launch a kernel from eager PyTorch, us."""
+    """Host time to launch a kernel from eager PyTorch, us."""
     host_update_gb_per_s: float = 20.0
-    """Rate at which the host updates states that are offloaded to it, 1e9 bytes read and written a second:
-    what a socket of a few memory channels reaches, shared by a node's devices."""
+    """Rate at which the host updates offloaded states, 1e9 bytes read and written a second: that of a socket with a few memory
+    channels, shared by the devices of a node."""
     loss_traffic: float = 1.0
-    """The loss's memory traffic, against that of the facts."""
+    """Ratio of the loss's memory traffic to that of the facts."""
     step_ms: float = 1.0
-    """What an optimizer step takes beyond all else: loop, logging, clipping, ms."""
+    """Fixed time of an optimizer step: loop, logging, clipping, ms."""
 
     # Links.
     link_efficiency: float = 0.8
-    """Of a link's bandwidth that large collectives reach."""
+    """Share of a link's bandwidth that large collectives reach."""
     network_efficiency: float = 0.9
     """The same between nodes."""
     collective_us: float = 50.0
     """Fixed cost of one collective: launch and synchronisation of the ranks, us."""
     switch_us: float = 0.0
-    """What a collective waits besides where ranks share cores, until the others have had their turn, us."""
+    """Extra wait of a collective if ranks share cores, until the others have had their time slice, us."""
     overlap: float = 0.5
-    """Share of the last backward behind which gradients are reduced."""
+    """Share of the last backward that overlaps with the reduction of gradients."""
     sharded_overlap: float = 0.5
-    """The same where they are scattered to shards: ZeRO 1 and beyond."""
+    """The same if gradients are scattered to shards: ZeRO 1 and above."""
     overlap_tensor: float = 0.6
-    """Share of tensor parallelism's collectives behind products, where they are overlapped at all."""
+    """Share of tensor parallelism's collectives that overlaps with products, if overlap is on."""
     max_overlap: float = 0.8
-    """Share of a transfer that can hide at all."""
+    """Maximum share of a transfer that can be hidden."""
     sharded_max_overlap: float = 0.55
-    """The same of weights and gradients that travel block by block (ZeRO 2 and 3): they take units and bandwidth from products
-    beside them."""
+    """The same for weights and gradients that are sent block by block (ZeRO 2 and 3): they take multiprocessors and bandwidth
+    from concurrent products."""
     network_rails: float = 8.0
-    """Members of a ring in one node whose network shares it can use together."""
+    """Maximum number of ring members on one node whose network shares add up."""
     straggler_ms: float = 5.0
-    """What waiting for the slowest rank adds to a step each time the nodes double, ms."""
+    """Time that waiting for the slowest rank adds to a step each time the number of nodes doubles, ms."""
     scale_loss: float = 0.01
-    """Share of its bandwidth that a collective between nodes loses each time the nodes double."""
+    """Share of its bandwidth that a collective between nodes loses each time the number of nodes doubles."""
 
-    # Pipelines across nodes, where a framework makes them slower than the wires are.
+    # Pipelines across nodes, if a framework makes them slower than the links are.
     hop_ms: float = 0.02
-    """Cost of handing a micro-batch to the next stage beyond its bytes, ms."""
+    """Time to hand a micro-batch to the next stage beyond its bytes, ms."""
     ring_step_with_pipeline_us: float = 0.0
-    """The host's extra time to start a collective of tensor parallelism while stages talk across nodes, us a
-    rank."""
+    """Extra host time to start a collective of tensor parallelism while stages communicate across nodes, us a rank."""
     stall_ms: float = 0.0
-    """Cost of a hop between stages when the network stalls, ms: see `stall_nodes`."""
+    """Time of a hop between stages when the network stalls, ms: see `stall_nodes`."""
     stall_least: float = 0.0
     """Chance of a stall between any two nodes."""
     stalls_without_zero: bool = False
-    """Whether pipelines also stall where ZeRO 0 replicas reduce gradients meanwhile."""
+    """True if pipelines also stall while ZeRO 0 replicas reduce gradients."""
     stall_rings: float = 12.0
-    """Replicas times nodes at which half of those runs stall."""
+    """Replicas times nodes at which half of the runs stall."""
     stall_nodes: float = 36.0
     """Nodes at which half of the runs with a pipeline stall."""
     stall_fatal: float = 0.0
-    """Chance that a run that stalls leaves no measurement: it hangs, or outlives its deadline."""
+    """Chance that a stalled run leaves no measurement: it hangs or exceeds its deadline."""
 
     # A full device.
     retry_factor: float = 1.5
-    """By what the step is longer where the allocator must free and ask again, which stops the device."""
+    """Factor of the step time if the allocator must free and retry, which stops the device."""
 
     # Uncertainty before any measurement, as standard deviations of natural logarithms.
     compute_std: float = 0.15
     launch_std: float = 0.3
     link_std: float = 0.35
-    """Of links within a node."""
+    """For links within a node."""
     network_std: float = 0.5
-    """Of links between nodes."""
+    """For links between nodes."""
     stall_std: float = 0.5
     time_noise: float = 0.12
-    """Of a single measured step time about a perfectly calibrated prediction, within a node."""
+    """Noise of a single measured step time about a perfectly calibrated prediction, within a node."""
     network_noise: float = 0.16
-    """The same of a run over several nodes."""
+    """The same for a run over several nodes."""
     static_std: float = 0.04
     activation_std: float = 0.15
     overhead_std: float = 0.5
     memory_noise: float = 0.11
-    """Of a single measured peak about a perfectly calibrated prediction."""
+    """Noise of a single measured peak about a perfectly calibrated prediction."""
 
     def replace(self, **changes: Any) -> "Constants":
-        """A copy with some changed."""
+        """A copy with some fields changed."""
         return replace(self, **changes)
 
 
 CPU = Constants(
-    # A rank's memory counts from the fork: what is left are pools of threads and of operators.
+    # A rank's memory counts from the fork: the remainder is pools of threads and of operators.
     context_mib=0.0,
     workspace_mib=45.0,
     compiled_mib=40.0,
@@ -140,13 +138,13 @@ CPU = Constants(
     matmul_efficiency=0.95,
     limited_rate=1.0,
     attention_efficiency=0.35,
-    # Caches are near, and a launch is a call.
+    # Caches are close, and a launch is a function call.
     half_rows=20.0,
     half_width=16.0,
     tile_rows=40.0,
     bandwidth_efficiency=0.2,
     launch_us=20.0,
-    # Ranks meet over sockets.
+    # Ranks communicate over sockets.
     collective_us=300.0,
     # A time slice of Linux's scheduler: 0.75 ms times 1 + log2(cores), here of two (kernel/sched/fair.c).
     switch_us=1500.0,
@@ -156,7 +154,7 @@ CPU = Constants(
     sharded_max_overlap=0.0,
     straggler_ms=0.0,
     retry_factor=1.0,
-    # Nobody else need be at rest on the machine.
+    # Other processes may load the machine.
     compute_std=0.4,
     launch_std=0.5,
     link_std=0.7,

@@ -1,4 +1,4 @@
-"""What `redline estimate` says: configurations with their predictions, as data."""
+"""Results of `redline estimate`: configurations with their predictions, as data."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,29 +26,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateDocument:
-    """What was asked, and what is predicted."""
+    """A request and its predictions."""
 
     request: EstimateRequest
-    """What was asked."""
     ranked: tuple[Ranked, ...]
     """The configurations to show, the best plans first; empty where none fits."""
     survey: Survey | None
-    """All of the space; None where one configuration was asked for."""
+    """Survey of the whole space; None if one configuration was requested."""
     facts: ModelFacts
     """The model's facts, in the variant of the first configuration."""
     learned_from: int = 0
-    """Trials that corrected the predictions."""
+    """Number of trials that corrected the predictions."""
     layerwise: Layerwise | None = None
-    """The winner refined block by block, where asked for."""
+    """The winner refined block by block, if requested."""
     plans: tuple[Plan, ...] = ()
-    """The plans to choose among, `ranked` among them, told apart; empty where one configuration was asked for."""
+    """The distinct plans to choose among, `ranked` included; empty if one configuration was requested."""
     baseline: Ranked | None = None
-    """What a person would run without tuning; None where one configuration was asked for."""
+    """The configuration that a user would run without tuning; None if one configuration was requested."""
     reference: Ranked | None = None
-    """Where nothing fits, the configuration that needs the least memory."""
+    """The configuration that needs the least memory, if none fits."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; NaN and infinity as None."""
+        """Plain data for JSON; NaN and infinity become None."""
         out: dict[str, Any] = {
             "model": self.request.name,
             "parameters": self.facts.parameters,
@@ -86,7 +85,7 @@ class EstimateDocument:
 
 
 def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
-    """A configuration with its estimate on so many devices, as plain data."""
+    """A configuration with its estimate on `devices` devices, as plain data."""
     estimate = ranked.estimate
     return {
         "config": ranked.config.to_dict(),
@@ -109,11 +108,12 @@ def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
 
 
 def plan_file(document: EstimateDocument, command: str) -> dict[str, Any]:
-    """What `redline estimate -o` writes: the plans as best.yaml has a winner, for `redline tune`, `export` and `train`.
+    """Contents of the file that `redline estimate -o` writes: the plans in the format of a winner in best.yaml, for `redline
+    tune`, `export` and `train`.
 
     Args:
         document: an estimate with a plan.
-        command: what printed it.
+        command: the command that printed it.
     """
     request, machine = document.request, document.request.hardware
     plans = [each for each in document.plans if each.ranked is not document.ranked[0]]
@@ -172,16 +172,16 @@ def estimate_document(
     untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
     say: Callable[[str], None] = lambda what: None,
 ) -> EstimateDocument:
-    """The answer to a request.
+    """Answers a request.
 
     Args:
-        request: what is asked.
-        config: one configuration, of which knobs may be left out; None for the best of the space.
-        top: how many of the best.
-        trials: of a run, which correct the predictions.
-        layerwise: whether to refine the first one block by block.
-        untuned: the configuration that a person would run without tuning; it is shown beside the best.
-        say: called with what is being done.
+        request: the request.
+        config: one configuration, which may leave out knobs; None for the best of the space.
+        top: number of the best.
+        trials: of a run; they correct the predictions.
+        layerwise: True to refine the first one block by block.
+        untuned: the configuration that a user would run without tuning; it is shown beside the best.
+        say: called with progress messages.
 
     Raises:
         SpaceError: the configuration is not in the space.
@@ -235,7 +235,7 @@ def estimate_document(
 
 
 def _plans_layers(request: EstimateRequest) -> bool:
-    """True if the model of a request can follow a strategy for each block, and the space leaves anything to choose."""
+    """True if the model of a request can follow a strategy for each block and the space leaves choices open."""
     workload = getattr(request.estimator.source, "workload", None)
     free = {knob.name for knob in request.space.free}
     return (workload is None or followed(workload)) and bool(free & {"checkpoint_ratio", "zero", "tp"})
@@ -246,12 +246,11 @@ def with_fewer_devices(
     on: Callable[[int], EstimateRequest],
     trials: "Sequence[Trial] | None" = None,
 ) -> EstimateDocument:
-    """An estimate with the plan on the fewest devices that keeps half of the best throughput among its plans, if half of
-    the devices do.
+    """Adds the plan on the fewest devices that keeps half of the best throughput to an estimate, if half of the devices do.
 
     Args:
         document: the estimate.
-        on: the same request for another number of devices.
+        on: returns the same request for another number of devices.
         trials: those that corrected the estimate.
     """
     if not document.ranked or document.survey is None:
@@ -260,7 +259,7 @@ def with_fewer_devices(
     def best(devices: int) -> Ranked | None:
         try:
             asked = on(devices)
-        except UsageError:  # so few cannot share the model, or its global batch
+        except UsageError:  # so few devices cannot share the model or its global batch
             return None
         estimator = asked.estimator if trials is None else asked.estimator.calibrate(trials)
         return next(iter(choose(estimator, asked.space).best), None)

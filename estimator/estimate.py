@@ -1,4 +1,4 @@
-"""What the estimator says about a configuration, and about many of them at once."""
+"""Estimates of one configuration and of many at once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,15 +12,15 @@ class Estimate:
     """Predicted speed and memory of one configuration."""
 
     step_ms: float
-    """One optimizer step, ms."""
+    """Time of one optimizer step, ms."""
     peak_memory_mib: float
-    """Peak memory of the fullest rank, MiB, in the same terms as `Measurement.peak_memory_mib`."""
+    """Peak memory of the fullest rank, MiB, by the same definition as `Measurement.peak_memory_mib`."""
     fits: bool | None
-    """Whether that is within the memory limit; None where there is no limit."""
+    """True if the peak is within the memory limit; None without a limit."""
     throughput: float
     """Over all devices, in `unit`."""
     unit: str = "tokens/s"
-    """`tokens/s`, or `samples/s` where the setup has no sequence length."""
+    """`tokens/s`, or `samples/s` if the setup has no sequence length."""
     step_ms_low: float = float("nan")
     """Lower end of the 80 % interval of `step_ms`, ms."""
     step_ms_high: float = float("nan")
@@ -34,7 +34,7 @@ class Estimate:
     probability_runs: float = float("nan")
     """Chance that a run leaves a measurement: it fits, and no stall of the network ends it."""
     memory_limit_mib: float = float("nan")
-    """The limit, MiB; NaN where there is none."""
+    """The limit, MiB; NaN without a limit."""
     mfu: float = float("nan")
     """Model FLOPs utilisation, 0 to 1, at the peak rate of the configuration's precision."""
     breakdown: Mapping[str, float]
@@ -44,8 +44,8 @@ class Estimate:
     to `peak_memory_mib`.
     """
     binds: str
-    """What takes most of the step: `compute`, `memory bandwidth`, `links`, `bubble`, `launches`,
-    or `memory`: the allocator's retries."""
+    """Largest part of the step: `compute`, `memory bandwidth`, `links`, `bubble`, `launches`, or `memory` (the allocator's
+    retries)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,23 +53,21 @@ class EstimateTable:
     """Predictions for many configurations; every array has one entry a configuration, in their order."""
 
     step_ms: np.ndarray
-    """One optimizer step, ms."""
+    """Time of one optimizer step, ms."""
     throughput: np.ndarray
     """Over all devices, in `unit`."""
     peak_memory_mib: np.ndarray
-    """Peak memory of the rank that is reported (`TrainingSetup.reported_rank`), MiB; as a rule the
-    fullest."""
+    """Peak memory of the reported rank (`TrainingSetup.reported_rank`), MiB; by default the fullest."""
     fullest_memory_mib: np.ndarray
-    """Peak memory of the fullest rank, MiB: what decides whether a configuration fits."""
+    """Peak memory of the fullest rank, MiB; it decides if a configuration fits."""
     log_throughput_std: np.ndarray
     """Standard deviation of the natural logarithm of the throughput (and of the step time)."""
     log_throughput_effects: np.ndarray
-    """By how much the logarithm of the throughput moves with each factor that calibration knows, a standard
-    deviation of it; shape (n, factors)."""
+    """Change of the logarithm of the throughput per standard deviation of each calibration factor; shape (n, factors)."""
     log_memory_std: np.ndarray
     """Standard deviation of the natural logarithm of the peak memory."""
     probability_fits: np.ndarray
-    """Chance that the peak stays within the limit, 0 to 1; 1 where there is no limit."""
+    """Chance that the peak stays within the limit, 0 to 1; 1 without a limit."""
     probability_runs: np.ndarray
     """Chance that a run leaves a measurement: it fits, and no stall of the network ends it."""
     fits: np.ndarray
@@ -77,19 +75,19 @@ class EstimateTable:
     mfu: np.ndarray
     """Model FLOPs utilisation, 0 to 1."""
     breakdown: Mapping[str, np.ndarray]
-    """As `Estimate.breakdown`, an array each."""
+    """As `Estimate.breakdown`, one array each."""
     binds: np.ndarray
-    """As `Estimate.binds`, texts."""
+    """As `Estimate.binds`, strings."""
     unit: str = "tokens/s"
     """Unit of `throughput`."""
     memory_limit_mib: float = float("nan")
-    """The limit, MiB; NaN where there is none."""
+    """The limit, MiB; NaN without a limit."""
 
     def __len__(self) -> int:
         return len(self.step_ms)
 
     def first(self, count: int) -> "EstimateTable":
-        """The first so many."""
+        """The first `count` rows."""
         return self if count >= len(self) else _map(lambda values: values[:count], self)
 
     def row(self, index: int) -> Estimate:
@@ -126,12 +124,12 @@ Z80 = 1.2815515655446004
 
 
 def joined(table: EstimateTable, other: EstimateTable) -> EstimateTable:
-    """The configurations of one table, then those of another of the same estimator."""
+    """The configurations of one table, followed by those of another of the same estimator."""
     return _map(lambda *values: np.concatenate(values), table, other)
 
 
 def _map(change: Callable[..., np.ndarray], table: EstimateTable, *others: EstimateTable) -> EstimateTable:
-    """A table with each of its arrays changed; `change` gets that of every table."""
+    """A table with each of its arrays changed; `change` gets the array of every table."""
     made: dict[str, Any] = {}
     for name in (each.name for each in fields(table)):
         values = [getattr(each, name) for each in (table, *others)]

@@ -1,4 +1,4 @@
-"""The estimator: model, hardware and training setup in, predictions for configurations out."""
+"""The estimator: predicts configurations from model, hardware and training setup."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,23 +38,22 @@ if TYPE_CHECKING:
 
 
 ALLOCATED_MIB = 64.0
-"""Of what libraries take from the allocator, what it counts as allocated: workspaces of cuBLAS."""
+"""Workspaces of cuBLAS, MiB: the part of the libraries' memory that the allocator counts as allocated."""
 _Raw = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]
 
 
 class Estimator:
     """Predicts step time and peak memory of configurations, without a device.
 
-    Calling it with a configuration gives an `Estimate`; `table` does many at once; `calibrate` learns from
-    trials.
+    A call with a configuration returns an `Estimate`; `table` predicts many at once; `calibrate` learns from trials.
 
     Args:
-        model: a Workload, the name of a preset (or whatever `redline.workload` takes), `ModelFacts`, a
+        model: a Workload, the name of a preset (or anything that `redline.workload` takes), `ModelFacts`, a
             `Shape`, or shape numbers by name.
         hardware: a name in `DEVICES`, a YAML file, or `Hardware`.
-        training: what all configurations share; by default one device.
-        constants: other efficiencies than those of the framework.
-        framework: the trainer, whose kernels and habits these are; see `estimator.trainers`.
+        training: settings that all configurations share; by default one device.
+        constants: replace the efficiencies of the framework.
+        framework: the trainer, which sets kernels and conventions; see `estimator.trainers`.
 
     Raises:
         UsageError: one of these is unknown or impossible.
@@ -83,7 +82,7 @@ class Estimator:
         self._context_mib: float | None = None
 
     def __call__(self, config: Mapping[str, Any]) -> Estimate:
-        """The estimate of one configuration: a mapping of knobs, those it lacks as the setup says.
+        """The estimate of one configuration: a mapping of knobs; missing knobs have the setup's values.
 
         Raises:
             UsageError: a value is impossible, or there are more pipeline stages than blocks.
@@ -159,11 +158,10 @@ class Estimator:
         )
 
     def calibrate(self, trials: "Iterable[Trial]") -> "Estimator":
-        """An estimator that also knows what these trials measured; this one stays as it is.
+        """Returns an estimator that is corrected by these trials; this one does not change.
 
-        Successes correct time and memory, out-of-memory failures say that the peak was above the limit (or
-        what was asked for, where known), all others say nothing. Give all trials of a run each time:
-        calibrations do not add up.
+        Successes correct time and memory. Out-of-memory failures are lower bounds of the peak: the limit, or the requested amount
+        if known. Other trials are ignored. Pass all trials of a run each time: calibrations do not add up.
         """
         found = [trial for trial in trials if not trial.pending]
         made = self._copy()
@@ -200,13 +198,14 @@ class Estimator:
         return made
 
     def on(self, training: TrainingSetup, hardware: Hardware) -> "Estimator":
-        """What this one knows of the model, and has learnt from trials, for another setup and as many devices as that has."""
+        """An estimator of the same model and calibration for another setup, with the devices of that setup."""
         made = self._copy()
         made.training, made.hardware = training, hardware
         return made
 
     def carrying(self, others: "Iterable[Estimator]") -> "Estimator":
-        """An estimator that begins with what others found of the same devices; this one stays as it is.
+        """Returns an estimator whose prior comes from estimators of other trainings on the same devices; this one does not
+        change.
 
         Args:
             others: of other trainings, each calibrated by trials of its own.
@@ -225,9 +224,9 @@ class Estimator:
         return made
 
     def drawn(self, random: np.random.Generator) -> "Estimator":
-        """An estimator of a world that this one holds possible: its factors are drawn from their uncertainty.
+        """An estimator with factors drawn from their uncertainty.
 
-        Draws beyond 1.5 standard deviations are brought back to them.
+        Draws are clipped to 1.5 standard deviations.
         """
         made = self._copy()
         for name in ("_time", "_memory"):
@@ -245,24 +244,25 @@ class Estimator:
 
     @property
     def memory_limit_mib(self) -> float:
-        """What the allocator of a rank can use, MiB: the setup's limit, or the device less its context."""
+        """Memory that the allocator of a rank can use, MiB: the setup's limit, or the device's memory less its context."""
         if self.training.memory_limit_mib is not None:
             return float(self.training.memory_limit_mib)
         return self.hardware.memory_mib - self.context_mib
 
     @property
     def context_mib(self) -> float:
-        """What a rank takes of its device beside the allocator's memory, MiB: the most that trials measured, else assumed."""
+        """Memory of a rank on its device outside the allocator, MiB: the maximum that trials measured, otherwise the assumed
+        value."""
         return self.constants.context_mib if self._context_mib is None else self._context_mib
 
     @property
     def calibrated(self) -> int:
-        """Trials whose step times it has learnt from."""
+        """Number of trials whose step times it is calibrated by."""
         return self._time.trials
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """What calibration multiplies each group of terms by, for time and memory."""
+        """Factor of each group of terms after calibration, for time and memory."""
         return {
             **{f"time.{name}": float(np.exp(value)) for name, value in zip(time_names(), self._time.theta)},
             **{f"memory.{name}": float(np.exp(value)) for name, value in zip(MEMORY_GROUPS, self._memory.theta)},
@@ -282,8 +282,7 @@ class Estimator:
         return self.facts(cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index])
 
     def _raw(self, cols: KnobArrays) -> "_Raw":
-        """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a
-        unit."""
+        """Uncorrected terms of time, terms of the reported rank's and the fullest rank's memory, and FLOPs of a unit."""
         size = len(cols)
         time = {name: np.zeros(size) for name in TIME_TERMS}
         memory = {name: np.zeros(size) for name in MEMORY_TERMS}
@@ -315,17 +314,16 @@ class Estimator:
         full: np.ndarray,
         std: np.ndarray,
     ) -> np.ndarray:
-        """Puts into `time` what a full device costs, by the expected logarithm; returns the spread of that.
+        """Adds the expected logarithmic cost of a full device to `time`; returns the spread of that cost.
 
-        A run that lives had room for its tensors; it had to free and ask again where there was none for
-        slack.
+        A run that survives had room for its tensors; the allocator had to free and retry if there was no room for slack.
         """
         factor = np.log(self.constants.retry_factor)
         known = np.isfinite(full)
         total = np.where(known, sum(fullest.values()), 1.0)
         live = 1 - np.where(known, fullest["slack"], 0.0) / total
         room = np.log(self.memory_limit_mib / np.where(known, full, 1.0))
-        # Far beyond the limit both chances vanish; their ratio is taken from logarithms.
+        # Far beyond the limit both chances vanish; their ratio is computed from logarithms.
         chance = np.where(known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
         step = sum(time.values())
         time["allocator retries"] = np.where(np.isfinite(step), step, 0.0) * np.expm1(chance * factor)
@@ -358,7 +356,7 @@ class Estimator:
 
 
 def _stall_spread(chance: np.ndarray, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Standard deviation of log time from not knowing whether a run stalls: that of a coin of two sides."""
+    """Standard deviation of log time due to the unknown outcome of a stall: that of a Bernoulli variable."""
     with np.errstate(divide="ignore", invalid="ignore"):
         between = np.where(chance > 0, -np.log1p(-stalls / step) / chance, 0.0)
     return np.sqrt(chance * (1 - chance)) * np.nan_to_num(between, posinf=0.0)
@@ -397,7 +395,7 @@ def _setup(values: Mapping[str, Any]) -> TrainingSetup:
 def _source(
     model: "Workload | str | Path | FactsSource | Mapping[str, Any]", setup: TrainingSetup, hardware: Hardware
 ) -> tuple[FactsSource, TrainingSetup, str]:
-    """Who tells the facts; the setup with what the workload knows; the unit of throughput."""
+    """The source of the model's facts, the setup completed from the workload, and the unit of throughput."""
     from ..models.workload import Workload
 
     if isinstance(model, Mapping):
@@ -423,7 +421,7 @@ def _source(
 
 
 def _check_experts(facts: ModelFacts, cols: KnobArrays) -> None:
-    """Refuses configurations whose `ep` the model's experts do not allow.
+    """Rejects configurations whose `ep` the model's experts do not allow.
 
     Raises:
         UsageError: names the rule.

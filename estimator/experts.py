@@ -1,13 +1,13 @@
-"""What experts spread over ranks take: rows on their way, ranks that wait for the fullest, weights that few hold alike.
+"""Costs of experts that are spread over ranks: exchange of rows, imbalance, and weights that only some ranks share.
 
 | symbol | meaning |
 |---|---|
 | E, P | experts of a layer; ranks that share them (`ep`) |
 | K, D | experts of a token; features of a token |
-| s | deviation of an expert's rows about their mean, as a share of it (`Constants.expert_spread`) |
+| s | deviation of an expert's rows from their mean, as a share of it (`Constants.expert_spread`) |
 
-Sources: exchanges of rows, Lepikhin et al., GShard, arXiv:2006.16668, section 3.2; the largest of P normal numbers lies
-about sqrt(2 ln P) deviations above their mean (Cramer 1946, section 28.6).
+Sources: exchanges of rows, Lepikhin et al., GShard, arXiv:2006.16668, section 3.2; the largest of P normal numbers lies about
+sqrt(2 ln P) deviations above their mean (Cramer 1946, section 28.6).
 """
 
 from dataclasses import dataclass
@@ -21,23 +21,22 @@ from .hardware import Hardware
 
 
 def imbalance(experts: int, ep: np.ndarray, constants: Constants) -> np.ndarray:
-    """Rows of the fullest of P ranks over their mean, 1 for one rank: 1 + s sqrt(P / E) sqrt(2 ln P), and P at most, where
-    one has all."""
+    """Ratio of the rows of the fullest of P ranks to their mean, 1 for one rank: 1 + s sqrt(P / E) sqrt(2 ln P), and at most P,
+    if one rank has all."""
     ranks = np.minimum(ep, experts).astype(float)
     deviation = constants.expert_spread * np.sqrt(ranks / experts)
     return np.minimum(1 + deviation * np.sqrt(2 * np.log(ranks)), ranks)
 
 
 def uneven(part: Part, ep: np.ndarray, constants: Constants) -> np.ndarray:
-    """The imbalance of a part's mixtures; 1 without any."""
+    """The imbalance of a part's mixtures; 1 without mixtures."""
     experts = max((item.experts for item in part.matmuls), default=1)
     return imbalance(experts, ep, constants) if experts > 1 else np.ones(len(ep))
 
 
 def kept(part: Part, ep: np.ndarray, tp: np.ndarray, precision: str, constants: Constants) -> np.ndarray:
-    """Bytes a token that the fullest rank keeps of a part beyond what it would keep with all experts to itself: inputs and
-    outputs of products for the rows that it has more than others, and the rows that have come back, of which the weights
-    of experts get their gradient."""
+    """Extra bytes a token that the fullest rank keeps of a part compared with a rank that has all experts: inputs and outputs of
+    products for its additional rows, and the returned rows, from which the gradient of the experts' weights is computed."""
     more = uneven(part, ep, constants) - 1
     width = bytes_of(precision)
     out = np.where(ep > 1, part.routed * width, 0.0)
@@ -50,19 +49,19 @@ def kept(part: Part, ep: np.ndarray, tp: np.ndarray, precision: str, constants: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Ranks that send rows to each other's experts. Arrays of n."""
+    """Ranks that send rows to each other's experts. Arrays of length n."""
 
     near: np.ndarray
-    """Bytes/s of a rank to those on its node."""
+    """Bandwidth of a rank to ranks on its node, bytes/s."""
     far: np.ndarray
-    """Bytes/s of a rank to all others: it sends to each by itself, by its own share of the network."""
+    """Bandwidth of a rank to all other ranks, bytes/s: it sends to each directly, over its own share of the network."""
     local: np.ndarray
     """Ranks of the group on a node."""
     group: Group
 
     @classmethod
     def of(cls, group: Group, stride: np.ndarray, hardware: Hardware, constants: Constants) -> "Rows":
-        """Those of a group of ranks that lie `stride` apart."""
+        """Rows of a group of ranks that are `stride` apart."""
         size = len(stride)
         inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
         outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency
@@ -70,9 +69,10 @@ class Rows:
         return cls(near=np.full(size, inside), far=np.full(size, min(outside, inside)), local=local, group=group)
 
     def seconds(self, total: np.ndarray, fixed: float) -> np.ndarray:
-        """Of one exchange in which a rank sends `total` bytes, evenly to all ranks, itself included; both ways at once."""
+        """Seconds of one exchange in which a rank sends `total` bytes, evenly to all ranks including itself; both directions run
+        at once."""
         ranks = self.group.size
         near, far = total * (self.local - 1) / ranks / self.near, total * (ranks - self.local) / ranks / self.far
-        # The numbers of rows go ahead, and the host waits for them.
+        # The row counts are sent first, and the host waits for them.
         ahead = 2 * fixed + self.group.latency / np.maximum(ranks - 1, 1)
         return np.where((ranks > 1) & (total > 0), ahead + np.maximum(near, far), 0.0)

@@ -15,19 +15,18 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 LEAST_GIB = 0.1
-"""Memory below which a device holds no training, GiB."""
+"""Minimum memory of a device for training, GiB."""
 MOST_DEVICES = 1024
 """Devices of a node."""
 SLOWEST_TFLOPS, SLOWEST_GB_PER_S = 1e-4, 0.1
-"""The slowest arithmetic and the slowest memory that a device can have; what measures slower was kept from running."""
+"""The slowest arithmetic and the slowest memory that a device can have; slower measurements were disturbed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """How devices talk to each other."""
+    """A link between devices."""
 
     name: str
-    """What it is called."""
     gb_per_s: float
     """Bandwidth of one device in one direction, 1e9 bytes/s."""
     latency_us: float
@@ -36,16 +35,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A kind of device, and the cluster it usually sits in."""
+    """A kind of device and its usual cluster."""
 
     name: str
     """A name in `DEVICES`, or that of a file."""
     memory_gib: float
-    """Memory of a device, GiB, all of it; what a training may use is less by
-    `Constants.context_mib`."""
+    """Total memory of a device, GiB; training can use `Constants.context_mib` less."""
     tflops: Mapping[str, float]
-    """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and those of tf32, bf16, fp16, fp8 it
-    has."""
+    """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and any of tf32, bf16, fp16, fp8 that it supports."""
     memory_gb_per_s: float
     """Memory bandwidth, 1e9 bytes/s."""
     intra_node: Link
@@ -59,15 +56,15 @@ class Hardware:
     achievable: float = 0.8
     """Share of the peak rate of half precision that the best large matrix product reaches."""
     watts: float | None = None
-    """Power that a device may take, W; None where nobody has said. Products of a device that is given less of it are slower."""
+    """Power limit of a device, W; None if unknown. Products are slower on a device with a lower limit."""
     kind: str = "cuda"
     """`cuda`, `rocm` or `cpu`."""
     cores: float | None = None
-    """Cores of a node, where its devices are ranks on a CPU; None for devices that compute by themselves."""
+    """Cores of a node if its devices are ranks on a CPU; None for other devices."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each number is from, by the field's name."""
+    """Source of each number, by field name."""
     note: str = ""
-    """What its user should know of the numbers."""
+    """Remarks on the numbers for the user."""
 
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"
@@ -103,8 +100,7 @@ class Hardware:
     def rate(self, precision: str) -> float:
         """Peak FLOP/s of matrix products at a value of the knob `precision`.
 
-        fp32 runs on the general cores, as torch does by default; a device without the asked-for dtype uses
-        the next larger one that it has.
+        fp32 runs on the general cores, as torch does by default; a device that lacks the dtype uses its next larger one.
         """
         order = {
             "fp32": ("fp32",),
@@ -120,7 +116,7 @@ class Hardware:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether there are more devices than cores: one computes while another waits."""
+        """True if there are more devices than cores: one computes while another waits."""
         return self.cores is not None and self.devices_per_node > self.cores
 
     @property
@@ -136,11 +132,10 @@ class Hardware:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Hardware":
-        """Reads a file with the fields of this class; `base: NAME` takes what it leaves out from a known
-        device.
+        """Reads a file with the fields of this class; `base: NAME` fills missing fields from a known device.
 
         Raises:
-            UsageError: there is no such file, or a field is missing, unknown or impossible.
+            UsageError: the file does not exist, or a field is missing, unknown or impossible.
         """
         where = Path(path)
         try:
@@ -155,7 +150,7 @@ class Hardware:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], *, name: str, where: str) -> "Hardware":
-        """What `from_yaml` does, from a mapping."""
+        """As `from_yaml`, from a mapping."""
         values = dict(data)
         base = values.pop("base", None)
         known = {each.name for each in fields(cls)}
@@ -190,10 +185,11 @@ class Hardware:
             raise UsageError(f"{where}: {error}") from None
 
     def shared(self, ranks: int) -> "Hardware":
-        """What each of so many ranks of a CPU has: they share the cores and the bandwidth that were measured as one.
+        """The hardware of each of `ranks` ranks of a CPU: they share the cores and the bandwidth that were measured as one
+        device.
 
         Raises:
-            UsageError: they are too many for its memory.
+            UsageError: the memory is too small for them.
         """
         if ranks == 1:
             return self
@@ -234,7 +230,7 @@ def _link(data: Any, where: str) -> Link:
 
 _MEMORY = re.compile(r"(?<![\w.])(\d+)[ -]?(?:gib|gb|g)\b")
 _WORD = re.compile(r"[a-z]+[0-9]*[a-z]*|[0-9]+[a-z]*")
-# Makers, product lines, kinds of memory and sockets: a chip is the same without them.
+# Makers, product lines, kinds of memory and sockets, which do not identify the chip.
 _MAKERS = "nvidia|amd|geforce|tesla|instinct|radeon|gpu|tensor|core|vf|dgxs"
 _SAYS_NOTHING = re.compile(rf"{_MAKERS}|sxm\d?|oam|hbm\d?e?|gddr\d\w*")
 _BOARDS = ("pcie", "nvl")
@@ -246,26 +242,26 @@ class DeviceName:
     """The parts of a device's name."""
 
     chip: str
-    """Without blanks, such as `h100` or `rtx4090`; whatever else the name says is part of it."""
+    """Name of the chip without blanks, such as `h100` or `rtx4090`; unrecognised parts of the name are included."""
     memory_gb: int | None
-    """As the name states it; None where it does not."""
+    """Memory in the name, GB; None if the name has none."""
     board: str
-    """`pcie` or `nvl` for a card of a chip that also comes as a module; empty where the name says neither."""
+    """`pcie` or `nvl` for a card of a chip that also comes as a module; empty if the name has neither."""
 
     @property
     def text(self) -> str:
-        """The chip and its memory as the table of hardware writes them, to look for near names."""
+        """The chip and its memory in the format of the hardware table, to search for similar names."""
         return self.chip if self.memory_gb is None else f"{self.chip}-{self.memory_gb}gb"
 
     def could_be(self, other: "DeviceName", memory_gib: float) -> bool:
-        """Whether this may name a device of the other's chip with so much memory, GiB, a tenth aside."""
+        """True if this name can mean a device of the other's chip with `memory_gib` of memory, within 10 %."""
         if self.chip != other.chip:
             return False
         return self.memory_gb is None or abs(self.memory_gb - memory_gib) < 0.1 * memory_gib
 
 
 def device_name(text: str) -> DeviceName:
-    """A name as people write it, or as nvidia-smi and `torch.cuda.get_device_name` print it.
+    """Parses a name as users write it, or as nvidia-smi and `torch.cuda.get_device_name` print it.
 
     >>> device_name("NVIDIA H100 80GB HBM3")
     DeviceName(chip='h100', memory_gb=80, board='')
@@ -288,14 +284,13 @@ def device_name(text: str) -> DeviceName:
 
 
 def find_hardware(spec: "str | Path | Hardware") -> Hardware:
-    """The hardware of a name, of a YAML file, or itself.
+    """The hardware of a name or a YAML file; `Hardware` is returned unchanged.
 
-    A name may be written as people do (`h100`, `rtx4090`) or as drivers print it (`NVIDIA H100 80GB HBM3`).
-    Where several devices have it, it is the most common one, and where the board is another than the
-    table's, that of the table: `note` says so.
+    A name may be written as users do (`h100`, `rtx4090`) or as drivers print it (`NVIDIA H100 80GB HBM3`). If several devices
+    match, the most common one is returned. If the table has only another board, that one is returned. `note` states both.
 
     Raises:
-        UsageError: nothing of that name; the nearest is named.
+        UsageError: no hardware has that name; the message contains the nearest.
     """
     if isinstance(spec, Hardware):
         return spec
@@ -311,10 +306,10 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
 
 
 def named_hardware(name: str) -> Hardware:
-    """As `find_hardware`, of a name alone: no file is looked at.
+    """As `find_hardware`, for a name only: no file is read.
 
     Raises:
-        UsageError: the table has nothing of that name; the nearest is named.
+        UsageError: the table has no such name; the message contains the nearest.
     """
     found = _in_table(name)
     if found is None:
@@ -339,7 +334,7 @@ def _unknown(text: str) -> str:
 
 
 def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
-    """The most common of these, with what is not certain about it as its note."""
+    """The most common of these, with its uncertainties as its note."""
     taken = next((each for each in found if each.name in MOST_COMMON), found[0])
     notes = []
     if len(found) > 1:
@@ -354,15 +349,15 @@ def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
 
 
 def recognise(name: str, memory_mib: float) -> Hardware | None:
-    """The hardware that a device's driver calls so; None where it is not in `DEVICES`.
+    """The hardware with this driver name; None if it is not in `DEVICES`.
 
     Args:
-        name: as `torch.cuda.get_device_name` gives it, such as `NVIDIA A100-SXM4-40GB`.
-        memory_mib: its memory, by which variants of one chip, and parts of one (MIG), are told apart.
+        name: as `torch.cuda.get_device_name` returns it, such as `NVIDIA A100-SXM4-40GB`.
+        memory_mib: its memory, which distinguishes variants of one chip, and parts of one (MIG).
     """
     seen = device_name(name)
     if seen.chip == "h100" and seen.board:
-        return None  # other clocks than the SXM module's
+        return None  # its clocks differ from the SXM module's
     found = [
         each
         for each in DEVICES.values()
@@ -371,7 +366,7 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
     return min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
 
 
-# Latencies are what nccl-tests report for the smallest messages on such machines.
+# Latencies are those of nccl-tests for the smallest messages on such machines.
 _NVLINK2 = Link(name="NVLink 2, 6 links", gb_per_s=150.0, latency_us=6.0)
 _NVLINK3 = Link(name="NVLink 3, 12 links", gb_per_s=300.0, latency_us=6.0)
 _NVLINK4 = Link(name="NVLink 4, 18 links", gb_per_s=450.0, latency_us=6.0)
@@ -512,7 +507,6 @@ DEVICES: Mapping[str, Hardware] = {
                 _MI325X, "mi300x", 1000, kind="rocm"),
     )
 }  # fmt: skip
-"""Every known device by its name."""
 
 MOST_COMMON = ("v100-32gb", "a100-80gb")
-"""Of the devices that share a chip, what its bare name means."""
+"""Meaning of the bare name of a chip that several devices share."""

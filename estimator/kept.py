@@ -1,7 +1,7 @@
-"""What a model's name and some hardware resolved to, kept on disk: the next estimate of it needs neither torch nor transformers.
+"""Disk cache of resolved requests: a later estimate of the same model and hardware needs neither torch nor transformers.
 
-Facts of traced models are kept beside (`facts/disk_cache.py`). What is kept counts only for the same code, packages, model
-and request; everything else is resolved anew.
+Facts of traced models have their own cache (`facts/disk_cache.py`). An entry is valid only for the same code, packages, model and
+request; everything else is resolved again.
 """
 
 import os
@@ -37,15 +37,15 @@ class Kept:
     global_batch: int
     """Samples of a step."""
     free_batch: bool
-    """Whether they vary with `grad_accum`."""
+    """True if the samples of a step vary with `grad_accum`."""
     space: Space
     notes: tuple[str, ...]
     trains: Mapping[str, Any]
-    """What is trained, in run.yaml's words."""
+    """The training, in run.yaml's terms."""
 
     @staticmethod
     def of(found: Resolved) -> "Kept":
-        """What is kept of a resolved request."""
+        """The cacheable part of a resolved request."""
         workload = found.workload
         lora = getattr(workload.model, "lora", None)
         what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
@@ -64,7 +64,7 @@ class Kept:
 
 
 def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
-    """What is assumed of a model's experts; nothing where it has none."""
+    """Assumptions about a model's experts; empty without experts."""
     if not (experts := shape.get("experts")):
         return ()
     chosen = shape.get("experts_per_token") or 1
@@ -79,8 +79,7 @@ def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
 
 
 def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None:
-    """What a request is kept under; None where it depends on more than can be seen at once: files of code or data, and
-    models of the hub."""
+    """Cache key of a request; None if it depends on files of code or data, or on models of the hub."""
     target = request.target
     if not isinstance(target, (str, Path)) or request.data is not None:
         return None
@@ -104,7 +103,7 @@ def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None
 
 
 def load(key: str) -> Kept | None:
-    """What is kept under a key; None where nothing is, or it cannot be read."""
+    """The entry of a key; None if there is none, or it cannot be read."""
     data = disk_cache.load_json(_file(key))
     try:
         if not isinstance(data, dict):
@@ -115,7 +114,7 @@ def load(key: str) -> Kept | None:
 
 
 def store(key: str, kept: Kept) -> None:
-    """Keeps a resolved request, unless its space has rules that cannot be written as text."""
+    """Stores a resolved request, unless its space has rules that cannot be written as text."""
     try:
         space = kept.space.to_dict()
     except SpaceError:
@@ -128,7 +127,7 @@ def _file(key: str) -> Path:
 
 
 def _code() -> str:
-    """Names the state of redline's own files."""
+    """Hash of redline's own files."""
     root = Path(__file__).parent.parent
     found = []
     for room in ROOMS:
@@ -141,19 +140,19 @@ def _code() -> str:
 
 
 def _packages() -> dict[str, int]:
-    """Names the state of installed packages: when one was last added or taken away."""
+    """State of the installed packages: times of the last installation or removal."""
     folders = {each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")}
     return {each: os.stat(each).st_mtime_ns for each in sorted(folders) if os.path.isdir(each)}
 
 
 @dataclass
 class KeptFacts:
-    """The facts of a kept workload: those on disk, and otherwise of the workload, made anew."""
+    """The facts of a cached workload: from disk, or traced if they are missing."""
 
     workload_id: str
     device_type: str
     remake: Callable[[], FactsSource]
-    """Facts by tracing."""
+    """Builds the source of facts by tracing."""
     _made: FactsSource | None = None
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
@@ -170,7 +169,7 @@ class KeptFacts:
         return self._made.facts(precision=precision, attention=attention, fusion=fusion)
 
     def has_all(self, variants: Iterable[Variant]) -> bool:
-        """Whether every (precision, attention, fusion, kernels) is on disk."""
+        """True if every (precision, attention, fusion, kernels) is on disk."""
         wanted = {("fp32" if each[0] == "tf32" else each[0], *each[1:3]) for each in variants}
         return all(
             self._on_disk({"precision": precision, "attention": attention, "fusion": fusion}) is not None

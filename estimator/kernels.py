@@ -31,23 +31,23 @@ class Products:
     """Matrix products of a kind of device."""
 
     rate: float
-    """Share of the peak rate that endless products reach, by themselves and for a moment."""
+    """Share of the peak rate that infinitely large products reach, alone and for a short time."""
     lost: float
-    """Inner dimension whose time a tile's beginning and end take."""
+    """Inner dimension that takes as long as the start and end of a tile."""
     fixed_us: float
     """Time of the smallest product, us."""
     bandwidth: float
     """Share of the memory bandwidth that thin products reach."""
     small: float
-    """Exponent by which smaller tiles are slower than the largest."""
+    """Exponent of the slowdown of tiles smaller than the largest."""
     units: int
     """Multiprocessors."""
     sustained: float = 0.86
-    """Share of that rate that is left to a device that does nothing else for long: its power is limited, and its clocks fall."""
+    """Share of that rate that a device sustains when it runs only products: power is limited, and clocks fall."""
     watts: float | None = None
-    """Power at which that was found; None where devices that have these numbers are too unlike to scale it."""
+    """Power at which `sustained` was measured, W; None if devices with these numbers are too different to scale it."""
     tflops: float = 0.0
-    """Rate of products in 16 bits that they then promised."""
+    """Peak 16-bit product rate of the device at which it was measured, 1e12 FLOP/s."""
 
 
 _A100 = Products(
@@ -61,7 +61,7 @@ _A100 = Products(
     watts=400,
     tflops=312.0,
 )
-_OTHER = replace(_A100, watts=None)  # of other makes
+_OTHER = replace(_A100, watts=None)  # of other vendors
 _H100 = Products(
     rate=0.880,
     lost=196.0,
@@ -91,19 +91,19 @@ _LIKE: dict[str, tuple[Products, int]] = {
     "h20": (_H100, 78), "gb200": (_B200, 148), "b300": (_B200, 148), "gb300": (_B200, 148), "mi300x": (_OTHER, 304),
     "mi325x": (_OTHER, 304),
 }  # fmt: skip
-"""Devices whose products were not measured, by the chip of their generation and their multiprocessors."""
+"""Devices whose products were not measured, with the chip of their generation and their number of multiprocessors."""
 USUAL = 0.80
-"""What `Hardware.achievable` is where nobody has measured it."""
+"""`Hardware.achievable` of devices without a measurement."""
 _ACHIEVED = {"a100": 0.87, "h100": 0.80, "b200": 0.78}
 
 
 STATIC = 0.25
-"""Share of a device's power that memory and leakage take, whatever the clocks."""
+"""Share of a device's power that memory and leakage take at any clock rate."""
 
 
 def _sustained(base: Products, watts: float | None, tflops: float) -> float:
-    """The share that another device of the generation sustains: clocks rise with the cube root of the power that is left for
-    them, since voltage rises along with them, and a rate that was never promised need not be limited."""
+    """Share of the rate that another device of the generation sustains: clocks rise with the cube root of the power above the
+    static share, since voltage rises with them. A lower promised rate needs less limiting."""
     if base.watts is None or watts is None:
         return base.sustained
     left = max(watts - STATIC * base.watts, 0.05 * watts) / (1 - STATIC) / base.watts
@@ -127,7 +127,8 @@ def _products(chip: str, achievable: float, watts: float | None, tflops: float) 
 
 
 def products_of(hardware: Hardware) -> Products:
-    """How a device multiplies: as its chip was measured, or as its generation was, in proportion to what it achieves."""
+    """Product parameters of a device: those of its chip if measured, otherwise those of its generation, scaled by
+    `achievable`."""
     chip = device_name(hardware.name).chip
     return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
@@ -142,8 +143,8 @@ def product_seconds(
         width: bytes of a number.
         peak: FLOP/s of the device.
         bandwidth: bytes/s of its memory.
-        like: how the device multiplies.
-        share: of that rate that it keeps up.
+        like: product parameters of the device.
+        share: sustained share of the rate.
     """
     best: Any = np.inf
     for a, b in TILES:
@@ -160,15 +161,15 @@ ATTENTION_SHARES: dict[str, dict[str, float]] = {
     "flash2": {"a100": 0.60, "h100": 0.37, "b200": 0.25},
     "flash3": {"a100": 0.60, "h100": 0.46, "b200": 0.52},
 }
-"""Of the peak rate that forward and backward reach together at heads of 128 and long sequences, where half of the square is
-left out; by the kernel's generation and the chip's. cuDNN's and Transformer Engine's are `flash3`."""
+"""Share of the peak rate that forward and backward together reach with heads of 128 and long causal sequences; by the kernel's
+generation and the chip's. cuDNN's and Transformer Engine's kernels are `flash3`."""
 HALF_LENGTH = 450.0
-"""Tokens of a sequence at which attention has half of that rate."""
+"""Sequence length in tokens at which attention has half of that rate."""
 _GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200"}
 
 
 def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray", head_dim: int) -> Any:
-    """Share of the peak rate that a fused attention kernel reaches, by the keys of a call."""
+    """Share of the peak rate that a fused attention kernel reaches, for `keys` keys in a call."""
     chip = device_name(hardware.name).chip
     generation = next((each for start, each in _GENERATIONS.items() if chip.startswith(start)), "a100")
     shares = ATTENTION_SHARES[kernel]

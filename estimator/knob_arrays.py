@@ -26,15 +26,15 @@ _KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIP
 
 
 class Split(NamedTuple):
-    """How a model is shared out among the ranks of a pipeline, and what its blocks have of their own."""
+    """Division of a model among the ranks of a pipeline, with block strategies."""
 
     pp: int
     chunks: int
     """Stages of a rank."""
     v_shaped: bool
-    """Whether the second of them are in the opposite order of ranks."""
+    """True if the second chunks are in the opposite order of ranks."""
     layers: tuple[BlockStrategy, ...] | None
-    """Strategy of each block, if the knob `strategy` is given."""
+    """Strategy of each block, if the knob `strategy` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class KnobArrays:
     """Replicas that share the experts."""
     zero: np.ndarray
     hsdp: np.ndarray
-    """Groups of replicas, each with all pieces of what ZeRO cuts."""
+    """Groups of replicas, each with all pieces of sharded tensors."""
     micro_batch: np.ndarray
     grad_accum: np.ndarray
     """Micro-batches of a replica in one optimizer step."""
@@ -67,16 +67,16 @@ class KnobArrays:
     pipeline_schedule: np.ndarray
     reduce_dtype: np.ndarray
     virtual_stages: np.ndarray
-    """Model chunks of a pipeline rank; 1 where the order of the micro-batches has no more."""
+    """Model chunks of a pipeline rank; 1 if the pipeline schedule has no more."""
     strategy: np.ndarray
-    """Text, or None where all blocks are treated alike."""
+    """Text, or None if all blocks have the same strategy."""
 
     def __len__(self) -> int:
         return len(self.tp)
 
     @property
     def replicas(self) -> np.ndarray:
-        """Ranks that have the same weights to train: those that share a sequence among them."""
+        """Ranks that train the same weights, including those that share a sequence."""
         return self.dp * self.sharers
 
     @property
@@ -86,16 +86,16 @@ class KnobArrays:
 
     @property
     def shares(self) -> np.ndarray:
-        """Replicas that share what ZeRO cuts."""
+        """Replicas that share what ZeRO shards."""
         return self.replicas // self.hsdp
 
     @property
     def copies(self) -> np.ndarray:
-        """Replicas that hold the same experts."""
+        """Replicas with the same experts."""
         return np.maximum(self.replicas // self.ep, 1)
 
     def order_that(self, fact: str) -> np.ndarray:
-        """Where a `fact` of `redline.knobs.pipeline.PipelineSchedule` is true of the order of micro-batches: booleans."""
+        """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
         found = np.zeros(len(self), bool)
         for name, order in PIPELINE_SCHEDULES.items():
             if getattr(order, fact):
@@ -103,11 +103,11 @@ class KnobArrays:
         return found
 
     def take(self, index: np.ndarray) -> "KnobArrays":
-        """Those at `index`."""
+        """The configurations at `index`."""
         return KnobArrays(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
-        """Each way of sharing out the model that occurs, and where."""
+        """Each distinct division of the model, with the mask of its configurations."""
         plain = np.equal(self.strategy, _ABSENT)
         v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
@@ -126,8 +126,8 @@ class KnobArrays:
             yield key, np.array(found)
 
     def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
-        """As blocks see them that are cut and shared out as `layer` is, such a share of which is recomputed. What ranks
-        do not share of a block's layers they share of its samples."""
+        """The configurations for a group of blocks with the strategy `layer`, a share `recomputed` of which is recomputed. Ranks
+        that do not share a block's layers share its samples."""
         parts = self.tp // layer.tp
         return replace(
             self,
@@ -140,18 +140,18 @@ class KnobArrays:
         )
 
     def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":
-        """A single configuration as blocks see it of which each is one of these."""
+        """A single configuration for blocks with these strategies."""
         every = [self.of_group(each, float(each.ckpt)) for each in layers]
         return KnobArrays(
             **{each.name: np.concatenate([getattr(cols, each.name) for cols in every]) for each in fields(self)}
         )
 
     def with_checkpoints(self, ratio: np.ndarray) -> "KnobArrays":
-        """With such shares of the blocks recomputed."""
+        """The configurations with these shares of the blocks recomputed."""
         return replace(self, checkpoint_ratio=np.broadcast_to(ratio, len(self)).astype(float))
 
     def variants(self) -> Iterator[tuple[Variant, np.ndarray]]:
-        """Each (precision, attention, fusion, kernels) that occurs, and where."""
+        """Each (precision, attention, fusion, kernels) that occurs, with the mask of its configurations."""
         keys = list(
             zip(
                 self.precision.tolist(), self.attention.tolist(), self.fusion.tolist(), self.kernels.tolist(),
@@ -167,15 +167,15 @@ class KnobArrays:
 def knob_arrays(
     configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray], setup: TrainingSetup
 ) -> KnobArrays:
-    """Arrays of the standard knobs; a knob that a configuration lacks has the setup's value.
+    """Arrays of the standard knobs; a missing knob has the setup's value.
 
-    `dp` follows from the setup's devices and `grad_accum` from its global batch where they are not knobs.
+    `dp` follows from the setup's devices and `grad_accum` from its global batch if they are not knobs.
 
     Args:
         configs: mappings, one a configuration, or one mapping (a DataFrame too) of columns.
 
     Raises:
-        UsageError: a value is not one that the knob can have, or does not fit the devices or the global
+        UsageError: a value is not valid for its knob, or does not fit the devices or the global
             batch; names the first such configuration.
     """
     table = _Table(configs, setup.fixed)
@@ -198,7 +198,7 @@ def knob_arrays(
 
 
 def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
-    """The knobs that follow from no others, by their names, each of the values that it can have."""
+    """The knobs that do not depend on others, by name, each checked against its values."""
     values = {name: table.numbers(name, kind, getattr(setup, name)) for name, kind in _NUMBERS.items()}
     for name in _WORDS:
         default = {"pipeline_schedule": setup.pipeline, "reduce_dtype": setup.reduce_dtype or "fp32"}.get(name)
@@ -216,7 +216,7 @@ def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
 
 
 def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.ndarray:
-    """Data-parallel replicas: the knob, or the devices over those that a replica is split over."""
+    """Data-parallel replicas: the knob, or the devices divided by those of one replica."""
     if table.has("dp"):
         return table.numbers("dp", int, 1)
     dp = setup.devices // split
@@ -225,7 +225,7 @@ def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.nd
 
 
 def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -> np.ndarray:
-    """Micro-batches of a step: the knob, the setup's, or the global batch over the samples of a pass of all replicas."""
+    """Micro-batches of a step: the knob, the setup's, or the global batch divided by the samples of one pass of all replicas."""
     if table.has("grad_accum"):
         return table.numbers("grad_accum", int, 1)
     total = setup.global_batch
@@ -241,11 +241,11 @@ _BOUNDS = {
     "micro_batch": (1, None), "zero": (0, 3),
     "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
 }  # fmt: skip
-"""Least and largest values of knobs that are numbers."""
+"""Smallest and largest values of numeric knobs."""
 
 
 class _Table:
-    """Rows or columns, read alike."""
+    """Uniform access to rows or columns."""
 
     def __init__(self, configs: Any, fixed: frozenset[str] = frozenset()) -> None:
         self._fixed = fixed
@@ -269,7 +269,7 @@ class _Table:
         return name in self._names
 
     def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
-        """A knob of every configuration. What one lacks is None, or in a column NaN."""
+        """A knob of every configuration. A missing value is None, or NaN in a column."""
         if name in self._fixed:
             return np.full(self.size, default)
         if not self._columns:
@@ -305,8 +305,7 @@ class _Table:
         return got
 
     def refuse(self, bad: np.ndarray, rule: str, found: np.ndarray | None = None) -> None:
-        """Raises UsageError where any configuration is bad: names the first, the rule that it breaks, and what of it
-        is `found` in that place."""
+        """Raises UsageError if any configuration is bad: names the first, the rule that it breaks, and its entry of `found`."""
         if bad.any():
             at = int(np.argmax(bad))
             but = "" if found is None else f", but is {int(found[at])}"

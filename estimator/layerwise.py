@@ -1,9 +1,9 @@
-"""A plan layer by layer: what is done with each block, found by a dynamic program over the estimator's terms.
+"""Plans with a strategy for each block, found by a dynamic program over the estimator's terms.
 
-Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a stage are a
-knapsack, solved by dynamic programming over layers and memory. A block can be cut over fewer ranks than the mesh has (these
-share samples then), have any stage of ZeRO, and keep its activations or recompute them. What the program adds up is linear
-in blocks; what it finds is predicted as a whole, and only what is predicted faster than the uniform winner is named.
+Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a stage are a knapsack
+problem, solved by dynamic programming over layers and memory. A block can be divided over fewer ranks than the mesh has (these
+then share samples), have any stage of ZeRO, and keep or recompute its activations. The program's objective is linear in blocks;
+its result is predicted as a whole, and only plans that are predicted faster than the uniform winner are returned.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,15 +33,15 @@ from .time import stage_times
 BUCKETS = 2000
 """Steps into which a stage's memory is divided."""
 MARGIN = 0.98
-"""Share of the memory limit that may be filled: predictions of the rest differ from rank to rank."""
+"""Share of the memory limit that may be filled: prediction errors differ from rank to rank."""
 STEPS_OF_A_BLOCK = 40
-"""Least steps for each block of a stage."""
+"""Minimum number of steps for each block of a stage."""
 SHARES = (1.0, 0.96, 0.9, 0.82)
-"""Shares of what may be filled that plans are made for."""
+"""Shares of the usable memory for which plans are made."""
 NEAR = 4
-"""Micro-batches of other plans are at most so many times as large, or as small."""
+"""Maximum ratio of the micro-batches of two related plans, in both directions."""
 MOST_BASES = 8
-"""Uniform configurations that plans are made from, the most promising ones."""
+"""Maximum number of uniform configurations, the most promising ones, from which plans are made."""
 
 LASTING = (
     "parameters",
@@ -53,25 +53,25 @@ LASTING = (
     "activations",
     "checkpoints",
 )
-"""Terms of memory that add up over blocks."""
+"""Terms of memory that are additive over blocks."""
 NOT_OF_BLOCKS = ("bubble", "fixed", "stalls", "allocator retries")
-"""Terms of time that do not."""
+"""Terms of time that are not additive over blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
-    """A plan layer by layer, beside the uniform winner."""
+    """A plan with a strategy for each block, and the uniform winner."""
 
     uniform: Ranked
     """The uniform winner."""
     config: Mapping[str, Any]
     """The knobs of the plan."""
     step_ms: float
-    """Its predicted step, ms."""
+    """Predicted step time, ms."""
     throughput: float
-    """Its predicted throughput, in the unit of the uniform one."""
+    """Predicted throughput, in the unit of the uniform winner's."""
     peak_memory_mib: float
-    """Its predicted peak on the fullest rank, MiB."""
+    """Predicted peak on the fullest rank, MiB."""
     layers: tuple[BlockStrategy, ...] = ()
     """Strategy of each block; empty if nothing is faster than the uniform winner."""
 
@@ -87,8 +87,8 @@ class Layerwise:
         return 1 + self.gain > uniform.step_ms / uniform.step_ms_low
 
     def amounts_to(self) -> dict[str, Any] | None:
-        """The uniform configuration that does the same; None where blocks are treated unlike each other, or unlike what is in
-        none."""
+        """The equivalent uniform configuration; None if blocks have different strategies, or other ones than the parameters
+        outside blocks."""
         if len(set(self.layers)) != 1 or self.layers[0].tp != self.config.get("tp", 1):
             return None
         knobs = {name: value for name, value in self.config.items() if name != "strategy"}
@@ -131,8 +131,8 @@ def refine(
     margin: float = MARGIN,
     context: RuleContext | None = None,
 ) -> Layerwise:
-    """The fastest plan that is predicted to fit, made from a uniform winner and others like it; the winner itself where none is
-    predicted to be faster.
+    """The fastest plan that is predicted to fit, derived from a uniform winner and related configurations; the winner itself if
+    none is predicted to be faster.
 
     Args:
         estimator: predicts.
@@ -141,7 +141,7 @@ def refine(
         others: further uniform configurations to start from, such as larger micro-batches that only fit with
             everything recomputed.
         margin: share of the memory limit that may be filled.
-        context: what rules read besides knobs; None for what the estimator knows.
+        context: values that rules read besides knobs; None for those of the estimator.
     """
     context = replace(
         context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
@@ -186,8 +186,9 @@ def refine(
 
 
 def relatives(space: Space, config: Config) -> list[Config]:
-    """Configurations that differ in what a choice for each block goes with: the micro-batch, ZeRO's stage of what is in no
-    block, and the ranks that share its layers; where a pipeline's order keeps blocks from being unlike, with another."""
+    """Configurations that differ in settings that interact with block strategies: the micro-batch, the ZeRO stage of parameters
+    outside blocks, and the ranks that share these; also the pipeline schedule if the current one does not allow different
+    blocks."""
     free = {knob.name for knob in space.free}
     fixed = {name: config[name] for name in free if name in config}
     orders: list[dict[str, Value]] = [{}]
@@ -200,7 +201,7 @@ def relatives(space: Space, config: Config) -> list[Config]:
         ],
         "zero": _values(space, "zero"),
         "tp": _values(space, "tp"),
-        # Samples are handed over whole between blocks that are cut unlike each other.
+        # Blocks that are divided differently hand over whole samples.
         "sequence_parallel": list(dict.fromkeys((config.get("sequence_parallel", False), False))),
     }
     varied = [name for name in sizes if name in free]
@@ -210,7 +211,7 @@ def relatives(space: Space, config: Config) -> list[Config]:
             changed = {**fixed, **order, **dict(zip(varied, combination))}
             if changed.get("tp", 1) == 1:
                 changed.pop("sequence_parallel", None)
-            for left_out in ("", "zero"):  # which exists where there are replicas
+            for left_out in ("", "zero"):  # exists only with replicas
                 with suppress(SpaceError):
                     found[space.config({name: value for name, value in changed.items() if name != left_out})] = None
                     break
@@ -226,7 +227,7 @@ def _values(space: Space, name: str) -> list[Any]:
 
 
 def followed(workload: Workload) -> bool:
-    """True if a workload's schedule applies a strategy for each block; a schedule of the user's own need not."""
+    """True if a workload's schedule applies a strategy for each block; a user's own schedule may not."""
     return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
 
 
@@ -240,7 +241,7 @@ class _Choice:
 
 
 def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
-    """The uniform configurations that might be the fastest if memory were ample: recomputing nothing, ordered by time."""
+    """The uniform configurations that could be fastest with ample memory: without recomputation, ordered by time."""
     without = [{**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})} for base in bases]
     table = estimator.table(without)
     order = np.argsort(-table.throughput, kind="stable")
@@ -251,9 +252,9 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
 def _plans(
     estimator: Estimator, base: Config, bases: Sequence[Config], facts: ModelFacts, limit: float
 ) -> list[tuple[BlockStrategy, ...]]:
-    """Plans made from a uniform configuration, as the strategy of each block: for a few shares of the memory limit, with
-    all options, and with those alone that leave samples where they are."""
-    if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and gradients of weights are apart
+    """Plans derived from a uniform configuration, as the strategy of each block: for several shares of the memory limit, with all
+    options, and with only those that do not move samples."""
+    if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and computes gradients of weights separately
         return []
     tp = _number(base, "tp")
     options = _options(base, bases)
@@ -282,8 +283,8 @@ def _plans(
 
 
 def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -> tuple[BlockStrategy, ...]:
-    """The strategy of each of a model's blocks, from those of the blocks of each stage: those of a degree follow upon each
-    other, and what the last ones keep is needed first and freed first."""
+    """The strategy of each of a model's blocks, from those of the blocks of each stage: equal degrees are adjacent, and blocks
+    that keep the most come last, since these activations are needed and freed first."""
     placed: dict[int, BlockStrategy] = {}
     for stage, mine in zip(cut, layers, strict=True):
         ordered = sorted(mine, key=lambda each: (each.tp, not each.ckpt, -each.zero))
@@ -292,12 +293,12 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
 
 
 def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
-    """Options of a block beside a uniform configuration: the degrees and ZeRO stages that its relatives have."""
+    """Options of a block of a uniform configuration: the degrees and ZeRO stages of its relatives."""
     tp, ep, zero = _number(base, "tp"), _number(base, "ep"), _number(base, "zero", 0)
     micro, pp = _number(base, "micro_batch"), _number(base, "pp")
     degrees = {_number(each, "tp") for each in bases}
     stages_of_zero = {_number(each, "zero", 0) for each in bases}
-    # Blocks of ZeRO 3 may stay whole from forward to backward, which is what ZeRO 2 does.
+    # Blocks of ZeRO 3 may stay whole from forward to backward, as in ZeRO 2.
     stages_of_zero |= {2} if zero == 3 else set[int]()
     replicas = _number(base, "dp") * _number(base, "sp") * _number(base, "cp")
     found = []
@@ -329,7 +330,7 @@ def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
 
 
 def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
-    """Seconds that a step of a stage's blocks takes in each column."""
+    """Seconds of a stage's blocks in a step, for each column."""
     (found,) = stage_times(
         [_blocks_of(stage)], pp, facts, columns, estimator.training, estimator.hardware, estimator.constants
     )
@@ -347,7 +348,7 @@ def _priced(
     options: Sequence[BlockStrategy],
     seconds: np.ndarray,
 ) -> tuple[float, list[_Choice]]:
-    """MiB that a stage takes beside its blocks, and the cost of each option for one block, given the seconds of all."""
+    """MiB of a stage without its blocks, and the cost of each option for one block, given the seconds of all."""
     setup, constants = estimator.training, estimator.constants
 
     def memory(of: Stage, cols: KnobArrays) -> dict[str, np.ndarray]:
@@ -356,9 +357,9 @@ def _priced(
 
     terms = memory(_blocks_of(stage), columns)
     kept = sum((terms[name] for name in LASTING), np.zeros(len(columns)))
-    # ZeRO 2 keeps what it gathers; what others gather or rebuild is of a block or two at a time.
+    # ZeRO 2 keeps gathered weights; others gather or rebuild one or two blocks at a time.
     kept = (kept + np.where(columns.zero == 2, terms["buffers"], 0.0)) * (1 + constants.slack)
-    # The rest: what is in no block, and what comes and goes.
+    # The rest: parameters outside blocks, and temporaries.
     uniform = float(sum(memory(stage, base).values(), np.zeros(1))[0])
     like = options.index(BlockStrategy(int(base.tp[0]), int(base.ep[0]), int(base.zero[0]), False))
     count = max(stage.count, 1)
@@ -370,15 +371,15 @@ def _priced(
 
 
 def _blocks_of(stage: Stage) -> Stage:
-    """A stage without what is in no block."""
+    """A stage's blocks, without its other parts."""
     return replace(stage, ends=(), first=False, last=False)
 
 
 def knapsack(
     choices: Sequence[Sequence[_Choice]], budgets: Sequence[float]
 ) -> "list[tuple[float, float, list[_Choice]] | None]":
-    """For each budget the choices with the least time whose memory is within it: seconds, MiB, and one choice a block; None
-    where nothing is.
+    """For each budget, the fastest choices whose memory is within it: seconds, MiB, and one choice a block; None if there are
+    none.
 
     Memory is rounded up to steps of the largest budget, `BUCKETS` or more, so the result never exceeds a budget.
     """
@@ -415,7 +416,7 @@ def knapsack(
 
 
 def _front(options: Sequence[_Choice]) -> list[_Choice]:
-    """The options of which no other takes less of both time and memory, in the order of memory."""
+    """The Pareto-optimal options in time and memory, in the order of memory."""
     found: list[_Choice] = []
     for each in sorted(options, key=lambda option: (option.mib, option.seconds)):
         if not found or each.seconds < found[-1].seconds:
@@ -426,6 +427,6 @@ def _front(options: Sequence[_Choice]) -> list[_Choice]:
 def _corrected(
     terms: Mapping[str, np.ndarray], groups: Mapping[str, tuple[str, ...]], estimator: Estimator, prefix: str
 ) -> dict[str, np.ndarray]:
-    """Terms with what calibration learnt."""
+    """Terms corrected by calibration."""
     factors = {name: estimator.factors[prefix + group] for group, names in groups.items() for name in names}
     return {name: value * factors.get(name, 1.0) for name, value in terms.items()}

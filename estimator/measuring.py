@@ -1,4 +1,4 @@
-"""Measures the machine at hand: what the hardware table says of devices that are in it."""
+"""Measures this machine: the numbers that the hardware table has for known devices."""
 
 import json
 import os
@@ -21,34 +21,33 @@ if TYPE_CHECKING:
 SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Sides of the square products that are timed."""
 SHORT_SIZES = {"cpu": (768,), "cuda": (8192,)}
-"""Those of the short measurement."""
+"""Sides in the short measurement."""
 COPY_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}
-"""Bytes of the copied tensor: more than caches hold."""
+"""Bytes of the copied tensor; it exceeds the caches."""
 MESSAGE_BYTES = {"cpu": (4096, 8 * 1024**2), "cuda": (4096, 64 * 1024**2)}
 """A small message, for the latency, and a large one, for the bandwidth."""
 SECONDS = 0.15
 """Time for each number of the short measurement."""
 WINDOWS = 5
-"""Windows that this time is cut into: the numbers take turns, so that what disturbs for a moment disturbs
-none wholly."""
+"""Number of windows that this time is divided into. The measurements alternate, so that a short disturbance does not affect all
+windows of one."""
 UNDISTURBED = 0.9
-"""Share of a call's time in which its thread computed, from which nothing came between."""
+"""Share of a call's time on its thread from which the call counts as undisturbed."""
 BUSY = 0.15
-"""Share of the cores that other processes take, from which a CPU counts as busy."""
+"""Share of the cores used by other processes from which a CPU counts as busy."""
 TRIES = 3
-"""How often a busy CPU is measured."""
+"""Maximum number of measurements of a busy CPU."""
 MAX_AGE_S = 30 * 24 * 3600
-"""After this a cached measurement is made anew."""
+"""Age after which a cached measurement is repeated, s."""
 BUSY_AGE_S = 600
-"""The same of a busy CPU's."""
+"""The same for a measurement of a busy CPU, s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured on this machine."""
+    """Measurements of this machine."""
 
     device: Device
-    """On what."""
     tflops: Mapping[str, Mapping[int, float]]
     """Rate of square products by dtype and side, 1e12 FLOP/s."""
     memory_gb_per_s: float
@@ -58,13 +57,13 @@ class Measured:
     links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """`all-reduce` and `point-to-point` among ranks: `gb_per_s` and `latency_us`."""
     ranks: int = 1
-    """Ranks they were measured with."""
+    """Number of ranks in the measurement of links."""
     others: float = 0.0
-    """Share of a CPU's cores that other processes took meanwhile, 0 to 1."""
+    """Share of a CPU's cores that other processes used during the measurement, 0 to 1."""
 
     @property
     def note(self) -> str:
-        """What is to be known of it; empty for nothing."""
+        """Remarks on the measurement; empty for none."""
         if self.others < BUSY:
             return ""
         return (
@@ -73,8 +72,8 @@ class Measured:
         )
 
     def to_hardware(self) -> Hardware:
-        """As the estimator takes it. A link that was not measured is the table's for the device, or
-        memory's."""
+        """The measurements as `Hardware`. A link that was not measured has the table's value for the device, or that of
+        memory."""
         peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
         known = table_entry(self.device)
         link = self._link(known)
@@ -89,7 +88,7 @@ class Measured:
             inter_node=known.inter_node if known else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
             devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
-            achievable=1.0,  # what was measured was achieved
+            achievable=1.0,  # relative to measured rates
             kind="cpu" if self.device.type == "cpu" else "cuda",
             cores=usable_cores() if self.device.type == "cpu" else None,
             sources=sources,
@@ -106,12 +105,12 @@ class Measured:
             )
         if known is not None:
             return known.intra_node
-        # Ranks of one machine talk through memory: a copy out, a sum and a copy in.
+        # Ranks of one machine communicate through memory: a copy out, a sum and a copy in.
         return Link(name="shared memory", gb_per_s=round(self.memory_gb_per_s / 8, 3), latency_us=100.0)
 
 
 def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
-    """Measures this machine: a second or two where `short`, else some.
+    """Measures this machine: takes a second or two if `short`, otherwise several.
 
     Args:
         ranks: ranks for all-reduce and point-to-point; None for one a GPU, and none on a CPU.
@@ -128,7 +127,7 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
     for _ in range(TRIES - 1):
         if others < BUSY:
             break
-        # Others only ever make it slower.
+        # Other processes can only slow it down.
         again, less = _measured(device, short, seconds)
         found, others = {name: min(taken, again[name]) for name, taken in found.items()}, min(others, less)
     tflops: dict[str, dict[int, float]] = {}
@@ -149,8 +148,8 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
 
 
 def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[str, int], float], float]:
-    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and the
-    share of the cores that others took."""
+    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and the share of the cores that
+    other processes used."""
     import torch
 
     kind = device.type
@@ -168,15 +167,14 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
 
 
 def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda: None) -> Hardware:
-    """The hardware of this machine: the table's, where its GPUs are in it, else a short measurement, cached.
+    """The hardware of this machine: the table's entry of its GPUs if there is one, otherwise a short measurement, cached.
 
-    On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days,
-    where the cores or the memory have changed, and after ten minutes where others kept the cores busy: its
-    `note` says so then.
+    On a CPU the rate is that of all cores this process may use. A measurement is repeated after 30 days, if the cores or the
+    memory have changed, and after ten minutes if other processes kept the cores busy; `note` then states this.
 
     Args:
         folder: of the cache; None for the user's.
-        settle: called before anything is measured; returns when this process's own others are at rest.
+        settle: called before a measurement; returns when the other work of this process is paused.
     """
     device = detect()
     known = table_entry(device)
@@ -193,8 +191,8 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
             return kept
     settle()
     if device.type == "cuda":
-        # A process that has touched a GPU holds some of its memory for as long as it lives, and this one may
-        # live as long as a search.
+        # A process that has used a GPU keeps some of its memory until it exits, and this process may
+        # run as long as a search.
         written = _in_a_process("short_measurement", [], timeout_s=120)
         made = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
     else:
@@ -218,10 +216,10 @@ def _command(function: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
-    """The last line that a function of this module prints in a process of its own.
+    """The last line that a function of this module prints in a new process.
 
     Raises:
-        RunnerError: it failed, or took longer.
+        RunnerError: it failed, or timed out.
     """
     import subprocess
 
@@ -245,7 +243,7 @@ def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
 
 
 def table_entry(device: Device) -> Hardware | None:
-    """The table's entry for a detected GPU, by its marketing name and memory; None where it has none."""
+    """The table's entry for a detected GPU, by its marketing name and memory; None if there is none."""
     return recognise(device.name, device.memory_mib) if device.type == "cuda" else None
 
 
@@ -262,7 +260,7 @@ def _dtypes(device: Device, short: bool) -> "dict[str, torch.dtype]":
 
 
 def _product(size: int, dtype: "torch.dtype", where: "torch.device", *, tf32: bool = False) -> Callable[[], object]:
-    """A square product."""
+    """Returns a call that computes a square product."""
     import torch
 
     first = torch.randn(size, size, device=where).to(dtype)
@@ -281,7 +279,7 @@ def _product(size: int, dtype: "torch.dtype", where: "torch.device", *, tf32: bo
 
 
 def _copy(size: int, source: "torch.device", target: "torch.device") -> Callable[[], object]:
-    """A copy of so many bytes."""
+    """Returns a call that copies `size` bytes."""
     import torch
 
     first = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=source != target)
@@ -292,11 +290,10 @@ def _copy(size: int, source: "torch.device", target: "torch.device") -> Callable
 def _best(
     works: Mapping[tuple[str, int], Callable[[], object]], where: "torch.device", seconds: float
 ) -> dict[tuple[str, int], float]:
-    """Seconds that one call of each takes where nothing disturbs it; each is called for so many seconds in
-    all.
+    """Seconds of one undisturbed call of each; each is called for the given time in total.
 
-    Other load makes a call longer, never shorter, so that a low quantile is what the machine can do: of the
-    calls whose thread hardly waited, where there are any.
+    Other load makes a call longer, never shorter, so a low quantile shows the machine's speed: of the calls whose thread hardly
+    waited, if there are any.
     """
     import torch
 
@@ -322,7 +319,7 @@ def _best(
 
 
 def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> float:
-    """What a call takes, of (seconds, seconds of its thread) of several."""
+    """Undisturbed time of a call, from (seconds, seconds of its thread) of several."""
     own = [wall for wall, busy in calls if not on_cpu or busy >= UNDISTURBED * wall]
     if len(own) > 3:
         return statistics.quantiles(own, n=4)[0]
@@ -330,7 +327,7 @@ def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> float:
 
 
 class _Load:
-    """What other processes take of the cores that this one may use, from when it is made."""
+    """Use of this process's cores by other processes since the object was created."""
 
     def __init__(self) -> None:
         self._before = self._now()
@@ -356,13 +353,13 @@ class _Load:
 
 
 def _idle(times: Any) -> float:
-    # Time of guests is counted among the user's, too.
+    # Guest time is included in user time.
     twice = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
     return times.idle + getattr(times, "iowait", 0.0) + twice
 
 
 def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
-    """All-reduce and point-to-point among ranks, each a process here.
+    """All-reduce and point-to-point among ranks, each a process on this machine.
 
     Raises:
         RunnerError: a rank failed.
@@ -399,7 +396,7 @@ def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
 
 
 def link_rank() -> None:
-    """One rank of the measurement of links; what it is to do is in `sys.argv`."""
+    """One rank of the measurement of links; `sys.argv` has its parameters."""
     import sys
     from datetime import timedelta
 
@@ -422,7 +419,7 @@ def link_rank() -> None:
     out: dict[str, dict[str, float]] = {}
     for name in ("all-reduce", "point-to-point"):
         times = {size: _collective(name, size, rank, ranks, where) for size in (small, large)}
-        # A ring sends each byte 2 (n - 1) / n times, in as many steps; one message goes once.
+        # A ring sends each byte 2 (n - 1) / n times, in as many steps; a message is sent once.
         share, steps = (2 * (ranks - 1) / ranks, 2 * (ranks - 1)) if name == "all-reduce" else (1.0, 1)
         out[name] = {
             "gb_per_s": (large - small) * share / max(times[large] - times[small], 1e-9) / 1e9,
@@ -459,5 +456,5 @@ def _collective(name: str, size: int, rank: int, ranks: int, where: "torch.devic
         return (time.perf_counter() - begin) / (1 if name == "all-reduce" else 2)
 
     once()
-    # All ranks do as many, or the last would wait for ever.
+    # All ranks need the same number of calls, or the last would wait forever.
     return statistics.median(once() for _ in range(10 if size > 1024**2 else 30))

@@ -17,14 +17,14 @@ from .setup import TrainingSetup
 from .stages import Group, Stage, staged, waiting
 
 _LOSS = ("head", "loss")
-"""Roles of the parts that have to do with logits."""
+"""Roles of the parts that work with logits."""
 MEMORY_TERMS = (
     "parameters", "gradients", "optimizer", "master", "weight copies", "gradient copies", "activations",
     "checkpoints", "recomputation", "logits and loss", "buffers", "slack", "context", "build",
 )  # fmt: skip
-"""Names of the terms, in the order of the breakdown; `build` is what building takes beyond training."""
+"""Names of the terms, in the order of the breakdown; `build` is the memory of building beyond that of training."""
 DRAWN = 4.0
-"""Bytes of a weight as it is drawn."""
+"""Bytes of a weight when it is initialised."""
 
 
 def peak_memory(
@@ -32,10 +32,10 @@ def peak_memory(
 ) -> Mapping[str, np.ndarray]:
     """Terms of the peak of a rank, MiB, by their names in `MEMORY_TERMS`; arrays of len(cols).
 
-    They sum to the peak. Infinity in `parameters` where a model has fewer blocks than stages.
+    They sum to the peak. `parameters` is infinite if a model has fewer blocks than stages.
 
     Args:
-        rank: `fullest`, or `first` or `last`: those of that stage, which is what some frameworks report.
+        rank: `fullest`, or the `first` or `last` stage's, which some frameworks report.
     """
     size = len(cols)
     best = {name: np.zeros(size) for name in MEMORY_TERMS}
@@ -84,7 +84,7 @@ def stage_peak(
 def together(
     found: Sequence[Mapping[str, np.ndarray]], groups: Sequence[Group], constants: Constants
 ) -> Mapping[str, np.ndarray]:
-    """The terms of a stage from those of its groups of blocks: what lasts adds up, what comes and goes is that of one at a
+    """The terms of a stage from those of its groups of blocks: lasting terms add up, temporary ones are those of one group at a
     time."""
     if len(found) == 1:
         return found[0]
@@ -94,7 +94,7 @@ def together(
     most = np.argmax(np.stack(passing), axis=0)
     for name in ("recomputation", "logits and loss"):
         out[name] = np.choose(most, [terms[name] for terms in found])
-    # Weights that stay whole do so in all groups; those of two blocks at a time are those of the largest.
+    # Weights that stay whole do so in all groups; for weights of two blocks at a time the largest group counts.
     lasts = [not stage.blocks or int(cols.zero[0]) == 2 for stage, cols in groups]
     few = [none if whole else terms["buffers"] for terms, whole in zip(found, lasts, strict=True)]
     whole = sum((terms["buffers"] for terms, each in zip(found, lasts, strict=True) if each), none)
@@ -106,13 +106,12 @@ def together(
 
 
 def _beside(rank: Rank) -> np.ndarray:
-    """Where weights are whole from forward to backward, beside the pieces that are updated (ZeRO 2)."""
+    """True where weights are whole from forward to backward, in addition to the pieces that are updated (ZeRO 2)."""
     return rank.setup.in_pieces & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
 def _held(rank: Rank, what: str) -> np.ndarray:
-    """Parameters whose `what` the rank holds: of all replicas its part, or of those of a group (HSDP), as ZeRO's stage
-    says."""
+    """Parameters whose `what` the rank stores under its ZeRO stage: a part over all replicas, or over those of a group (HSDP)."""
     return rank.held(shared(what, rank.cols.zero))
 
 
@@ -135,23 +134,23 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
 
 
 def _pieces_away(rank: Rank) -> np.ndarray:
-    """Where pieces of weights and gradients are in host memory."""
+    """True where pieces of weights and gradients are in host memory."""
     return rank.setup.offload_weights & (rank.cols.offload == "optimizer") & (rank.cols.zero >= 2) & (rank.replicas > 1)
 
 
 def _whole_gradients(rank: Rank) -> np.ndarray:
-    """Where gradients that will be cut are whole until the last micro-batch."""
+    """True where gradients that will be sharded are whole until the last micro-batch."""
     return rank.setup.unsharded_gradients & (rank.cols.grad_accum > 1)
 
 
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
-    """Copies of weights in the dtype of products, unless they are gathered in it, and of gradients in the weights'."""
+    """Copies of weights in the dtype of products, unless they are gathered in it, and of gradients in the weights' dtype."""
     form = rank.form
     weights = _matrices(rank.stage, rank.tp, rank.ep) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
-        # Autocast remembers no copy of a view of what was gathered: products of blocks that are not recomputed keep theirs.
+        # Autocast caches no copies of views of gathered tensors: products of blocks that are not recomputed keep their own.
         blocks = sum((count * rank.whole(each) for each, count in rank.stage.blocks), start=rank.none)
         recomputed = np.minimum(rank.cols.checkpoint_ratio * blocks * form.compute, weights)
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), weights - recomputed, weights)
@@ -160,7 +159,7 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
 
 
 def _gathered(rank: Rank) -> np.ndarray:
-    """Weights that are whole for a while: with ZeRO 3 two blocks and what is in none; with ZeRO 2 all."""
+    """Weights that are temporarily whole: with ZeRO 3 two blocks and the parameters outside blocks; with ZeRO 2 all."""
     zero, form = rank.cols.zero, rank.form
     some = rank.two_blocks * form.gathered
     every = rank.weights * form.gathered
@@ -168,8 +167,8 @@ def _gathered(rank: Rank) -> np.ndarray:
 
 
 def _exchanged(rank: Rank) -> np.ndarray:
-    """Gradients on their way: from ZeRO 2 on those of two blocks before they are scattered; below two buckets, or a
-    second copy of all where they are no views of buckets (DistributedDataParallel)."""
+    """Gradients in exchange: from ZeRO 2 on, those of two blocks before they are scattered; below, two buckets, or a second copy
+    of all if they are not views of buckets (DistributedDataParallel)."""
     zero, several = rank.cols.zero, rank.replicas > 1
     whole = rank.trained * rank.form.gradient
     scattered = np.minimum(rank.two_blocks, rank.trained) * rank.form.gradient
@@ -178,10 +177,10 @@ def _exchanged(rank: Rank) -> np.ndarray:
 
 
 def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
-    """What is kept of micro-batches in flight: of blocks all, or the inputs of those that are recomputed.
+    """Activations kept for micro-batches in flight: all of a block's, or only the inputs of recomputed blocks.
 
-    Korthikanti et al., arXiv:2205.05198, section 4. Of a pass that is divided in two the gradients of products'
-    outputs wait besides.
+    Korthikanti et al., arXiv:2205.05198, section 4. If the backward pass is divided in two, the gradients of products' outputs
+    are kept as well.
     """
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
     lasting, boundaries = rank.none, rank.none
@@ -203,14 +202,14 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
 
 
 def _cached(rank: Rank, part: Part) -> "np.ndarray | float":
-    """Bytes a token of the keys and values that a recomputed block hands out and that are kept."""
+    """Bytes a token of the keys and values that a recomputed block returns and that are kept."""
     if part.attention is None or not rank.setup.keeps_cache:
         return 0.0
     return 2.0 * part.attention.kv_heads * part.attention.head_dim * rank.form.compute / rank.tp
 
 
 def _narrow_inputs(rank: Rank, part: Part) -> np.ndarray:
-    """Bytes a token by which a block keeps less where products keep their inputs in 8 bits; attention keeps its output."""
+    """Bytes a token by which a block keeps less if products keep their inputs in 8 bits; attention keeps its output."""
     if rank.setup.products not in ("fp8", "mxfp8", "nvfp4"):
         return rank.none
     width = part.attention.heads * part.attention.head_dim if part.attention is not None else 0
@@ -223,7 +222,7 @@ def _narrow_inputs(rank: Rank, part: Part) -> np.ndarray:
 
 
 def _products_kept(rank: Rank, part: Part) -> np.ndarray:
-    """Bytes a token that a block keeps where it keeps its input, attention's output and every other product."""
+    """Bytes a token that a block keeps under selective checkpointing: its input, attention's output and every other product."""
     width = rank.form.compute
     outputs = sum(
         (item.count * item.rows * item.n / (rank.tp if item.split == "column" else rank.sequence) for item in part.matmuls),
@@ -234,7 +233,7 @@ def _products_kept(rank: Rank, part: Part) -> np.ndarray:
 
 
 def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
-    """Bytes that a block keeps a token, on the rank to whose experts most rows go. A ring keeps no scores, whatever the
+    """Bytes a token that a block keeps, on the rank whose experts get the most rows. A ring keeps no scores under any
     attention."""
     with_scores, without = (
         per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
@@ -244,7 +243,7 @@ def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) ->
 
 
 def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
-    """One block's temporaries in backward, beside all that it keeps where it is recomputed."""
+    """One block's temporaries in backward, including all that it keeps if it is recomputed."""
     working, rebuilt = rank.none, rank.none
     for each, _ in rank.stage.blocks:
         transient = per_token(each.transient, each, rank.tp, rank.sequence, rank.seq_len)
@@ -256,7 +255,7 @@ def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
 
 
 def _loss(rank: Rank, constants: Constants) -> np.ndarray:
-    """Logits and what the loss makes of them; only orders that wait have several micro-batches behind the head."""
+    """Logits and the loss's tensors; only schedules that delay backward have several micro-batches behind the head."""
     cols, tp = rank.cols, rank.tp if rank.setup.parallel_loss in (None, True) else np.ones(len(rank.tp))
     parts, spike, formed = rank.none, rank.none, rank.none
     for each in rank.stage.ends:
@@ -264,14 +263,14 @@ def _loss(rank: Rank, constants: Constants) -> np.ndarray:
             parts = parts + per_token(each.saved, each, tp, rank.sequence, rank.seq_len)
             own = per_token(each.transient, each, tp, rank.sequence, rank.seq_len)
             spike = np.maximum(spike, own * np.minimum(0.5, each.chunk / rank.tokens) if each.chunk else own)
-            # Of a single micro-batch it is the gradient that stays.
+            # With a single micro-batch the gradient stays.
             formed = formed + np.where(cols.grad_accum > 1, each.transient_fixed / tp, 0.0)
     flying = np.where(cols.order_that("waits"), rank.flying, np.minimum(rank.flying, 1.0))
     return (parts * flying + spike) * rank.tokens * constants.loss_factor + formed
 
 
 def _recomputation_or_loss(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
-    """The larger of the two: the loss is done with before the last block is recomputed or differentiated."""
+    """The larger of the two: the loss is done before the last block is recomputed or differentiated."""
     loss, recomputation = _loss(rank, constants), _recomputation(rank, constants)
     at_loss = loss >= recomputation
     return {
@@ -283,10 +282,9 @@ def _recomputation_or_loss(rank: Rank, constants: Constants) -> dict[str, np.nda
 def _with_gradients_that_come_and_go(
     rank: Rank, terms: Mapping[str, np.ndarray], gathered: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The terms that differ with one micro-batch a step, of which gradients come into being as activations go.
+    """The terms that differ with one micro-batch a step, in which gradients are created while activations are freed.
 
-    The peak is at the loss, with the head's gradient, or at the end of backward, with all of them and one block's
-    activations.
+    The peak is at the loss, with the head's gradient, or at the end of backward, with all gradients and one block's activations.
     """
     names = ("activations", "checkpoints", "logits and loss", "recomputation")
     activations, checkpoints, loss, recomputation = (terms[name] for name in names)
@@ -311,7 +309,7 @@ def _with_gradients_that_come_and_go(
 
 
 def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What the update needs beyond what has gone by then: an optimizer that loops over parameters copies a state at a
+    """Memory of the update beyond what has been freed by then: an optimizer that loops over parameters copies one state at a
     time."""
     form = rank.form
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
@@ -325,8 +323,8 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _build(rank: Rank) -> np.ndarray:
-    """The most that building the model takes: weights are drawn in float32 and cast one at a time; where replicas cut them
-    (ZeRO 2 and 3) there is one whole block at a time, and what is in no block until the end."""
+    """Maximum memory of building the model: weights are initialised in float32 and cast one at a time; if replicas shard them
+    (ZeRO 2 and 3), one block is whole at a time, and the parameters outside blocks are whole until the end."""
     if not rank.setup.own:
         return rank.none
     form, block = rank.form, rank.none
@@ -341,7 +339,7 @@ def _build(rank: Rank) -> np.ndarray:
 
 
 def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
-    """What the allocator cannot use: a share of what comes and goes, and another of what lasts. Fitted."""
+    """Memory that the allocator cannot use: a share of temporary memory, and another of lasting memory. Fitted."""
     passing = terms["activations"] + terms["checkpoints"] + terms["logits and loss"] + terms["recomputation"]
     lasting = (
         terms["parameters"] + terms["gradients"] + terms["optimizer"] + terms["master"] + terms["weight copies"]
@@ -351,7 +349,7 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
 
 
 def _matrices(stage: Stage, tp: np.ndarray, ep: np.ndarray) -> np.ndarray:
-    """Elements of the weights of products: those that autocast casts."""
+    """Elements of the weights of products, which autocast casts."""
     total = np.zeros(len(tp))
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         for item in part.matmuls:
@@ -361,7 +359,7 @@ def _matrices(stage: Stage, tp: np.ndarray, ep: np.ndarray) -> np.ndarray:
 
 
 def _output_gradients(stage: Stage, tp: np.ndarray) -> np.ndarray:
-    """Elements a token of the gradients of products' outputs, from which those of weights are computed."""
+    """Elements a token of the gradients of products' outputs, from which weight gradients are computed."""
     total = np.zeros(len(tp))
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         for item in part.matmuls:

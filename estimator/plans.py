@@ -1,4 +1,4 @@
-"""Plans that somebody chooses among: the fastest, and what safety, memory and fewer devices cost."""
+"""Plans to choose among: the fastest, and alternatives that are safer or need less memory or fewer devices."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,21 @@ from .survey import Predicted, Ranked, Survey, predict, ranking, surveyed
 from .time import BINDS, TIME_TERMS
 
 DRAWN = 10_000
-"""Configurations of a larger space that are predicted at first; steps to neighbours lead from the best of them to better
-ones."""
+"""Number of configurations of a larger space that are predicted first; a local search starts from the best of them."""
 STARTS, STEPS = 3, 20
-"""Plans whose neighbours are predicted, and the most steps."""
+"""Number of plans whose neighbours are predicted, and the maximum number of steps."""
 LOOKED_AT, AT_ONCE = 20_000, 500
-"""Configurations among which different plans are looked for, and how many are made at once."""
+"""Number of configurations that are searched for different plans, and the number that are created at once."""
 CLOSE, HALF = 0.97, 0.5
-"""Shares of the highest throughput that the safest plan has, and those with the least memory and the fewest devices. A
-safest plan that fits no more surely has at most `CLOSE` of the memory."""
+"""Shares of the highest throughput that the safest plan has, and those with the least memory and the fewest devices. A safest
+plan with the same chance to fit has at most `CLOSE` of the memory."""
 ALIKE = 0.01
-"""Share of throughput and of memory within which two plans are shown as one."""
+"""Relative difference of throughput and of memory within which two plans are shown as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration that somebody may choose, and why."""
+    """A configuration to choose, with its role."""
 
     role: str
     """`fastest`, `safest`, `least memory`, its rank (`2nd`), or fewer devices: `8 devices`."""
@@ -42,19 +41,19 @@ class Chosen:
     """The plans of a space on its devices."""
 
     best: tuple[Ranked, ...]
-    """Of different plans, the best first."""
+    """The fastest configuration of each of the best plans, the best first."""
     safest: Ranked | None
-    """Of those with `CLOSE` of its throughput that which fits most certainly, with the least memory."""
+    """The most certain to fit among those with `CLOSE` of the best throughput, with the least memory."""
     least_memory: Ranked | None
-    """Of those with `HALF` of its throughput."""
+    """The one with the least memory among those with `HALF` of the best throughput."""
     survey: Survey
-    """All that was predicted."""
+    """All predictions."""
 
 
 def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -> Chosen:
     """Predicts a space and picks the plans to show.
 
-    A large space is sampled; then the configurations beside the best are predicted, until none beside them is better.
+    A large space is sampled; then the neighbours of the best configurations are predicted, until none is better.
 
     Raises:
         UsageError: `top` is less than 1.
@@ -76,9 +75,9 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
 
 
 def _improved(found: Predicted, starts: int) -> Predicted:
-    """The predictions, with those of the neighbours of the best plans, step by step until none is better: neighbours in two
-    knobs, and at last those of the best plan in three, since a larger micro-batch often fits only with another degree and
-    more checkpointing."""
+    """Adds predictions of the neighbours of the best plans, step by step until none is better: neighbours in two knobs, and
+    finally those of the best plan in three, since a larger micro-batch often fits only with another degree and more
+    checkpointing."""
     for changes, count in ((2, starts), (3, 1)):
         known: set[int] = set()
         for _ in range(STEPS):
@@ -94,13 +93,13 @@ def _improved(found: Predicted, starts: int) -> Predicted:
 
 
 def _beside_best(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
-    """The safest of about the best throughput, where it is safer than the best, and that of the least memory at half of it
-    or more."""
+    """The safest plan with nearly the best throughput, if it is safer than the best, and the one with the least memory at half of
+    the best throughput or more."""
     if not len(ranks):
         return None, None
     speed, memory = table.throughput[ranks], table.fullest_memory_mib[ranks]
     first = table.throughput[ranks[0]]
-    # Chances are shown in percent: what differs less is as safe, and the smaller one is safer.
+    # Chances are shown in percent; smaller differences count as equal, and less memory is safer.
     chance = np.where(speed >= CLOSE * first, np.round(table.probability_fits[ranks], 2), -1.0)
     safest = np.lexsort((memory, -chance))[0]
     small = np.argmin(np.where(speed >= HALF * first, memory, np.inf))
@@ -109,12 +108,13 @@ def _beside_best(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, i
 
 
 def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | None]) -> tuple[int, Ranked] | None:
-    """The best plan on the fewest devices that reaches `least`, halving them while it does; None where half of them do not.
+    """The best plan on the fewest devices that reaches `least`; the number of devices is halved while it does. None if half of
+    them do not.
 
     Args:
         least: throughput.
         devices: of the fastest plan.
-        find: the best on so many devices; None where nothing fits, or they cannot be used.
+        find: the best on so many devices; None if nothing fits, or they cannot be used.
     """
     found = None
     while devices % 2 == 0:
@@ -129,14 +129,14 @@ def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | Non
 
 
 def _most_on_half(estimate: Estimate) -> float:
-    """The throughput that half of the devices cannot exceed: they compute twice as long, at best with nothing beside it and
+    """Upper bound of the throughput on half of the devices: computing takes twice as long, at best without any other time and
     with products a quarter faster, since they are larger."""
     computing = sum(estimate.breakdown[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == "compute")
     return estimate.throughput / 2 * 1.25 * estimate.step_ms / max(computing, 1e-9)
 
 
 def told_apart(plans: Iterable[Plan]) -> list[Plan]:
-    """The plans without those that one before them is as good as, on as many devices."""
+    """Removes plans that are as good as an earlier one on as many devices."""
     shown: list[Plan] = []
     for each in plans:
         if not any(each.devices == other.devices and _alike(each.ranked, other.ranked) for other in shown):
@@ -161,14 +161,14 @@ def hopeful(table: EstimateTable) -> np.ndarray:
 
 
 def plan_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """How a configuration shares the model and saves memory, whatever the degrees: configurations alike in this are variants
-    of one plan."""
+    """Key of how a configuration divides the model and saves memory, without the degrees: configurations with equal keys are
+    variants of one plan."""
     shared = (config.get(name, 1) > 1 for name in ("tp", "sp", "cp", "pp", "ep"))
     return (*shared, config.get("zero", 0), config.get("offload", "none"), bool(config.get("checkpoint_ratio", 0)))
 
 
 def distinct(found: Predicted, order: np.ndarray, top: int) -> list[int]:
-    """The first of each plan, in this order; fewer than `top` where the first `LOOKED_AT` have no more plans."""
+    """The first configuration of each plan, in this order; fewer than `top` if the first `LOOKED_AT` have no more plans."""
     first: dict[tuple[Any, ...], int] = {}
     for begin in range(0, min(len(order), LOOKED_AT), AT_ONCE):
         indices = order[begin : begin + AT_ONCE]
@@ -190,7 +190,7 @@ def ordinal(number: int) -> str:
 
 
 def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked | None, devices: int) -> list[Plan]:
-    """The plans of one number of devices with their roles, each told apart from those before it."""
+    """The plans of one number of devices with their roles, without duplicates."""
     ranked = [
         Plan(role="fastest" if at == 0 else ordinal(at + 1), ranked=each, devices=devices)
         for at, each in enumerate(chosen)

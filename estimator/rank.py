@@ -1,4 +1,4 @@
-"""A rank of a stage, and what several terms of its memory and its time have in common."""
+"""A rank of a stage, and the quantities that several terms of its memory and time share."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,29 +20,29 @@ class Formats:
     """Bytes an element, at one precision of one setup."""
 
     parameter: int
-    """Weights as they are stored."""
+    """Stored weights."""
     gradient: int
-    """Gradients as they are kept."""
+    """Kept gradients."""
     master: int
-    """A further copy of the weights; 0 for none."""
+    """A further copy of the weights; 0 without one."""
     optimizer: int
     """All states of the optimizer."""
     compute: int
     """Weights in products."""
     gathered: int
-    """Weights that are cut over replicas, where they are gathered."""
+    """Weights that replicas shard, when they are gathered."""
     frozen: float
     """Weights that are not trained."""
 
 
 def formats(setup: TrainingSetup, precision: str) -> Formats:
-    """What each element takes at `precision` under the setup's conventions."""
+    """Bytes of each element at `precision` under the setup's conventions."""
     own = FORMATS[precision]
     parameter = BYTES[setup.parameter_dtype or own.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
     kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
     compute = min(own.compute_bytes, parameter)
-    # torch's optimizers keep their states in the dtype of what they update.
+    # torch's optimizers keep their states in the dtype of the updated parameters.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     return Formats(
         parameter=parameter,
@@ -56,18 +56,18 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
 
 
 def shared(what: str, zero: np.ndarray) -> np.ndarray:
-    """Where replicas share `what` among them: booleans, of the shape of `zero`."""
+    """True where replicas share `what`: booleans, of the shape of `zero`."""
     return np.array([what in each.cut for each in EXCHANGES.values()])[zero]
 
 
 def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
-    """Where weights are collected `when` an `Exchange` says so: booleans, of the shape of `zero`."""
+    """True where weights are gathered at the `when` of an `Exchange`: booleans, of the shape of `zero`."""
     return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
 
 
 def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters of a stage on one tensor-parallel rank, and those of them that are of experts, all of these; of a tied
-    embedding both end stages have a copy."""
+    """Parameters of a stage on one tensor-parallel rank, and those of all its experts; both end stages have a copy of a tied
+    embedding."""
     total, experts = np.zeros(len(tp)), np.zeros(len(tp))
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         total += count * (part.parameters - part.sharded + part.sharded / tp)
@@ -92,7 +92,7 @@ def _width(facts: ModelFacts) -> int:
 def per_token(
     bytes_: PerToken, part: Part, tp: np.ndarray, sequence: np.ndarray, seq_len: int, scores: bool = True
 ) -> np.ndarray:
-    """Bytes of a token on one rank; `sequence` is what sequence parallelism divides by."""
+    """Bytes of a token on one rank; `sequence` is the divisor of sequence parallelism."""
     out = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp
     if scores and bytes_.scores and part.attention is not None:
         keys = min(seq_len, part.attention.window or seq_len)
@@ -122,7 +122,7 @@ class Rank:
 
     @cached_property
     def replicas(self) -> np.ndarray:
-        """Ranks that have the same weights to train."""
+        """Ranks that train the same weights."""
         return self.cols.replicas.astype(float)
 
     @cached_property
@@ -132,7 +132,7 @@ class Rank:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sample, 1 where samples are not made of tokens."""
+        """Tokens of a sample, 1 if samples have no tokens."""
         return self.setup.seq_len or 1
 
     @cached_property
@@ -142,7 +142,7 @@ class Rank:
 
     @cached_property
     def sequence(self) -> np.ndarray:
-        """What sequence parallelism divides by."""
+        """Divisor of sequence parallelism."""
         return np.where(self.cols.sequence_parallel, self.tp, 1.0)
 
     @cached_property
@@ -156,17 +156,17 @@ class Rank:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Parameters of the rank, pieces put together of the replicas that hold the same ones."""
+        """Parameters of the rank, as if whole: pieces over replicas with the same parameters count as one."""
         total, experts = self._parameters
         return total - experts + experts / self.ep
 
     @cached_property
     def apart(self) -> np.ndarray:
-        """Those of them that only some of the replicas hold alike: experts that others share."""
+        """Those of them that only some replicas have in common: experts that others share."""
         return np.where(self.ep > 1, self._parameters[1] / self.ep, 0.0)
 
     def held(self, cut: np.ndarray) -> np.ndarray:
-        """Parameters of which the rank holds something, where all replicas `cut` them among them, or not."""
+        """Parameters of which the rank stores something, where all replicas `cut` them, or not."""
         return np.where(cut, self._parameters[0] / self.cols.shares, self.weights)
 
     @cached_property
@@ -191,12 +191,12 @@ class Rank:
 
     @cached_property
     def flying(self) -> np.ndarray:
-        """Micro-batches whose activations it holds at once."""
+        """Micro-batches whose activations the rank stores at once."""
         return in_flight(self.stage.ranks[0], self.pp, self.cols)
 
     @cached_property
     def two_blocks(self) -> np.ndarray:
-        """Parameters of two blocks, one at work and one fetched ahead, and of what is in none."""
+        """Parameters of two blocks, one in use and one prefetched, and those outside blocks."""
         block = self.none
         for each, _ in self.stage.blocks:
             block = np.maximum(block, self.whole(each))

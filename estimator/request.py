@@ -1,4 +1,4 @@
-"""What is estimated: a model, on some hardware, trained somehow, over a space."""
+"""Estimate requests: a model, hardware, a training setup and a space."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,33 +22,30 @@ from .survey import device_of, shape_space
 from .trainers import Trainer, built, find_trainer
 
 DEFAULT_SEQ_LEN = 4096
-"""Tokens of a sequence of a model of which only shape numbers are given."""
+"""Tokens of a sequence if only shape numbers are given."""
 SAMPLES_A_DEVICE = 4
-"""Where only shape numbers are given and no global batch: sequences of a step for each device."""
+"""Sequences of a step for each device if only shape numbers and no global batch are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
-    """What is estimated, resolved."""
+    """A resolved estimate request."""
 
     name: str
-    """What the model is called."""
     estimator: Estimator
     """Predicts its configurations."""
     space: Space
-    """What may vary."""
     hardware: Hardware
-    """On what."""
     devices: int
-    """How many of it."""
+    """Number of devices."""
     global_batch: int | None
-    """Samples of a step; None where they vary with `grad_accum`."""
+    """Samples of a step; None if they vary with `grad_accum`."""
     trains: Mapping[str, Any] = field(default_factory=dict)
-    """What is trained, in run.yaml's words."""
+    """The training, in run.yaml's terms."""
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """Assumptions."""
     framework: Trainer = field(default_factory=lambda: find_trainer("redline"))
-    """Who trains."""
+    """The trainer."""
 
 
 def estimate_request(
@@ -59,13 +56,13 @@ def estimate_request(
     framework: str = "redline",
     **asked: Any,
 ) -> EstimateRequest:
-    """What the arguments come to. Nothing is run; a model is traced when it is first estimated.
+    """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
 
     Args:
-        target: whatever `redline.workload` takes, or the shape of a model one does not have.
+        target: anything that `redline.workload` takes, or the shape of a model.
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
-        memory_limit_mib: of a device; None for what it has.
-        framework: who trains: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
+        memory_limit_mib: of a device; None for its memory.
+        framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
         asked: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
@@ -113,7 +110,7 @@ def estimate_request(
 
 
 def settled(space: Space, trainer: Trainer) -> Space:
-    """A space whose knobs that a trainer's facts settle are fixed: at that value, or at the one that comes nearest to it."""
+    """A space in which knobs that a trainer's facts determine are fixed: at that value, or at the nearest one."""
     facts = trainer.setup
     names = [knob.name for knob in space.knobs if knob.name in facts and not knob.derived and len(knob.values) > 1]
     if not names:
@@ -128,8 +125,8 @@ def settled(space: Space, trainer: Trainer) -> Space:
 
 
 def _resolved(request: TrainingRequest, machine: Hardware, devices: int) -> tuple[FactsSource | Workload, Kept]:
-    """What tells the facts of a request's model, and the rest that it came to: kept from an earlier process where all of it
-    is, otherwise resolved."""
+    """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
+    otherwise resolved."""
     device = device_of(machine)
     key = key_of(request, device, devices)
     kept = None if key is None else load(key)
@@ -151,7 +148,7 @@ def _resolved(request: TrainingRequest, machine: Hardware, devices: int) -> tupl
 def _of_shape(
     request: TrainingRequest, shape: Shape, machine: Hardware, devices: int
 ) -> tuple[Space, int, int, tuple[str, ...]]:
-    """The space of shape numbers, tokens of a sample, samples of a step, and what is to be said of them."""
+    """The space of shape numbers, tokens of a sample, samples of a step, and notes on them."""
     if request.lora is not None or request.data is not None:
         raise UsageError("lora and data belong to a model, not to shape numbers")
     length, total = request.seq_len or DEFAULT_SEQ_LEN, request.global_batch or SAMPLES_A_DEVICE * devices
@@ -168,9 +165,9 @@ def _of_shape(
 def machine_of(
     hardware: str | Path | Hardware | None, devices: int | None, settle: Callable[[], None] = lambda: None
 ) -> tuple[Hardware, int]:
-    """The hardware of a name, a file or this machine (None), and how many devices of it there are to be.
+    """The hardware of a name, a file or this machine (None), and the number of its devices.
 
-    `settle` is called before this machine is measured, where it has to be.
+    `settle` is called before this machine is measured, if it has to be.
     """
     if hardware is not None:
         found = find_hardware(hardware)
@@ -184,7 +181,7 @@ def machine_of(
 
 
 def without_knobs(space: Space) -> dict[str, Any]:
-    """What a configuration without a knob has: a space that lacks `precision` trains in float32."""
+    """Values of knobs that a space lacks: a space without `precision` trains in float32."""
     names = {knob.name for knob in space.knobs}
     out: dict[str, Any] = {}
     if "precision" not in names:

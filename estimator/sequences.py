@@ -1,4 +1,4 @@
-"""What ranks that share sequences exchange around attention, and how long they wait for it.
+"""Exchanges around attention among ranks that share sequences, and the time that they take.
 
 K, D, T and P: heads of keys and their features, tokens of a sample, ranks of a ring.
 """
@@ -11,16 +11,16 @@ from .rank import Rank
 
 
 def all_to_alls(rank: Rank, part: Part, ranks: Group, fixed: float) -> np.ndarray:
-    """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it,
-    and of what comes out of it; of its bytes a rank sends all but its own share (Jacobs et al., arXiv:2309.14509).
+    """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it, and of
+    its output; a rank sends all bytes but its own share (Jacobs et al., arXiv:2309.14509).
 
-    Keys of fewer heads than ranks are repeated.
+    Keys are repeated if there are fewer heads than ranks.
 
     Args:
         rank: the configurations.
         part: the block.
         ranks: those that exchange heads.
-        fixed: seconds that a collective takes beside what its bytes and its ring do.
+        fixed: seconds of a collective beyond those of its bytes and its ring.
     """
     kind, sp = part.attention, rank.cols.sp
     if kind is None or (sp == 1).all():
@@ -33,14 +33,13 @@ def all_to_alls(rank: Rank, part: Part, ranks: Group, fixed: float) -> np.ndarra
 def ring_waits(
     rank: Rank, part: Part, ranks: Group, fixed: float, attention: np.ndarray, attention_back: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds, forward and backward, that one block's attention waits for keys and values that go round a ring.
+    """Seconds, forward and backward, that one block's attention waits for keys and values that are passed around a ring.
 
-    P - 1 times in a forward pass a rank sends the keys and values of T / P tokens, 2 K D T (P - 1) / P numbers a sample,
-    each time while it computes with those that it has; what takes longer than that is waited for. In the backward pass it
-    does so again, and sends their gradients in float32 after them, P times: the last time nothing is left to compute (Liu
-    et al., arXiv:2310.01889).
+    P - 1 times in a forward pass a rank sends the keys and values of T / P tokens, 2 K D T (P - 1) / P numbers a sample, while it
+    computes with the current ones; the excess over computing is waiting time. The backward pass repeats this, and sends their
+    gradients in float32 after them, P times: the last time without computing (Liu et al., arXiv:2310.01889).
 
-    Of ranks that exchange heads each has a ring for its own.
+    Among ranks that exchange heads, each has its own ring.
 
     Args:
         rank: the configurations.

@@ -1,4 +1,4 @@
-"""How a model is trained: what is the same for all configurations of a search."""
+"""Training setup: settings that all configurations of a search share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,39 +10,40 @@ from ..knobs.strategy import OFFLOADS
 from ..models.parallel import PIPELINES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
-"""States a parameter has in each optimizer, each of the size of the master weights."""
+"""Number of states of a parameter in each optimizer, each of the size of the master weights."""
 PRECISIONS = tuple(FORMATS)
 _DTYPES = ("fp32", "bf16", "fp16")
 ATTENTION_KERNELS = ("flash1", "flash2", "flash3")
 """FlashAttention, FlashAttention-2 (PyTorch's scaled_dot_product_attention), and 3 or cuDNN's (Transformer Engine)."""
 LOSSES = ("plain", "parallel", "fused", "chunked")
-"""By operators, which upcast the logits; in fp32 over parts of the vocabulary, in place; by one kernel over 16-bit logits whose
-gradient takes their place; or together with the head, a chunk of tokens at a time, so that logits are never there."""
+"""Implementations of cross-entropy: `plain` by operators, which upcast the logits; `parallel` in fp32 over parts of the
+vocabulary, in place; `fused` by one kernel over 16-bit logits, which its gradient replaces; `chunked` together with the head, a
+chunk of tokens at a time, so that logits are never stored."""
 _REPORTED = ("fullest", "first", "last")
 PRODUCTS = ("fp16", "fp8", "mxfp8", "nvfp4")
-"""What products may multiply besides what precisions say: 8 bits with a scale a tensor or row, with one for each 32 numbers,
-4 bits with one for each 16."""
+"""Number formats of products beyond those of precisions: 8 bits with a scale a tensor or row, 8 bits with one for each 32
+numbers, 4 bits with one for each 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSetup:
     """The conventions of a training run.
 
-    Fields that are also knobs (`precision`, `sequence_parallel`, ...) are what a configuration without that
-    knob has. Frameworks differ in the rest, so each convention is a field; None means what redline's own
-    training does at the precision at hand.
+    Fields that are also knobs (`precision`, `sequence_parallel`, ...) are the values of configurations without that knob.
+    Frameworks differ in the rest, so each convention is a field; None means the convention of redline's own training at the
+    precision in use.
     """
 
     devices: int = 1
-    """Devices of the run; a configuration's tp * sp * pp * dp must be this."""
+    """Devices of the run; a configuration's tp * sp * pp * dp must equal this."""
     seq_len: int | None = None
     """Tokens of a sequence. None: that of the workload, else a sample counts as one token."""
     global_batch: int | None = None
     """Sequences of one optimizer step. None: that of the workload, else micro_batch * dp * grad_accum."""
     memory_limit_mib: float | None = None
-    """What a rank may use, MiB. None: the device's memory."""
+    """Memory that a rank may use, MiB. None: the device's memory."""
 
-    # What a configuration without the knob has.
+    # Values of configurations without the knob.
     tp: int = 1
     sp: int = 1
     cp: int = 1
@@ -52,7 +53,7 @@ class TrainingSetup:
     hsdp: int = 1
     micro_batch: int = 1
     grad_accum: int | None = None
-    """Micro-batches of a step; None: what the global batch comes to."""
+    """Micro-batches of a step; None: derived from the global batch."""
     checkpoint_ratio: float = 0.0
     sequence_parallel: bool = False
     precision: str = "bf16"
@@ -66,80 +67,80 @@ class TrainingSetup:
     optimizer: str = "adamw"
     """A name in `OPTIMIZERS`."""
     parameter_dtype: str | None = None
-    """dtype of the weights the forward computes with as they are stored; None: fp32 under autocast (`bf16`,
-    `fp16`), bf16 for `bf16_pure`."""
+    """dtype of the stored weights that the forward computes with; None: fp32 under autocast (`bf16`, `fp16`), bf16 for
+    `bf16_pure`."""
     master_weights: str | None = None
-    """dtype of a further copy of the weights which the optimizer updates; `none`: the weights themselves."""
+    """dtype of a further copy of the weights which the optimizer updates; `none`: it updates the weights themselves."""
     gradient_dtype: str | None = None
     """dtype in which gradients are kept and accumulated; None: that of the parameters."""
     gradient_copy: bool = False
-    """Whether backward writes gradients in the parameters' dtype before they are added to those kept in
-    `gradient_dtype`, as nanotron's and Megatron's fp32 accumulators do."""
+    """True if backward writes gradients in the parameters' dtype before they are added to those kept in `gradient_dtype`, as
+    nanotron's and Megatron's fp32 accumulators do."""
     gradients_stay: bool = False
-    """Whether gradients have a buffer of their own all the time, as Megatron's have, rather than come with backward and go with
-    the update."""
+    """True if gradients have a permanent buffer, as in Megatron, rather than being created by backward and freed by the
+    update."""
     optimizer_dtype: str = "fp32"
     """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
     gather_dtype: str | None = None
-    """dtype in which weights that replicas cut are gathered; None: that of products, as FSDP's MixedPrecision has it. Under
-    autocast alone it is that of the parameters, and products cast what was gathered."""
+    """dtype in which weights that replicas shard are gathered; None: that of products, as with FSDP's MixedPrecision. Under
+    autocast alone it is that of the parameters, and products cast the gathered weights."""
     reduce_dtype: str | None = None
-    """dtype in which gradients travel; None: that they are kept in."""
+    """dtype in which gradients are reduced; None: that in which they are kept."""
     loss: str | None = None
-    """How cross-entropy is computed: a name in `LOSSES`; None: as the model's own code does."""
+    """Implementation of cross-entropy: a name in `LOSSES`; None: that of the model's own code."""
     parallel_loss: bool | None = None
-    """Whether logits stay sharded by vocabulary under tp; None: they do."""
+    """True if logits stay sharded by vocabulary under tp; None: True."""
     pipeline: str = "1f1b"
     """One of `models.parallel.PIPELINES`."""
     virtual_stages: int = 1
     """Model chunks a rank holds, where `pipeline` has several."""
     scatter_transfers: bool = False
-    """Whether tensor-parallel ranks send a slice each to the next stage, as Megatron-LM's do
-    (arXiv:2104.04473, section 4.1), rather than all of them the same."""
+    """True if each tensor-parallel rank sends one slice to the next stage, as in Megatron-LM (arXiv:2104.04473, section 4.1),
+    rather than all of them the same tensor."""
     balance: str = "layers"
-    """How layers are cut into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
+    """Division of layers into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
     overlap_gradients: bool = True
-    """Whether gradients are reduced while the last backward still runs."""
+    """True if gradients are reduced while the last backward still runs."""
     bucket_copy: bool = False
-    """Whether gradient buckets are memory beside the gradients, as torch's DistributedDataParallel has them
-    unless gradients are views into them."""
+    """True if gradient buckets take memory in addition to the gradients, as in torch's DistributedDataParallel unless gradients
+    are views into them."""
     bucket_mib: float = BUCKET_MIB
     """Size of a gradient bucket, MiB."""
     recompute_attention: bool = False
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
     keeps_products: bool = False
-    """Whether blocks that are not recomputed as a whole keep their inputs, attention and every other product, and
-    recompute the rest, as torchtitan's selective checkpointing does."""
+    """True if blocks that are not recomputed as a whole keep their inputs, attention and every other product, and recompute the
+    rest, as torchtitan's selective checkpointing does."""
     offload_weights: bool = False
-    """Whether what is offloaded is not the optimizer alone: pieces of weights and gradients are in host memory too, and come
-    and go with every pass (FSDP's CPUOffload, DeepSpeed's `offload_param`)."""
+    """True if not only the optimizer is offloaded: pieces of weights and gradients are in host memory too, and are transferred in
+    every pass (FSDP's CPUOffload, DeepSpeed's `offload_param`)."""
     keeps_cache: bool = False
-    """Whether the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks
-    then keep theirs until the step ends. Its own checkpointing turns that off, a wrapper from outside does not."""
+    """True if the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks then
+    keep theirs until the step ends. The model's own checkpointing turns that off, an external wrapper does not."""
     pieces: bool = False
-    """Whether replicas keep pieces of the weights beside those that are gathered, as FSDP does (in redline's own
-    training they do)."""
+    """True if replicas keep pieces of the weights in addition to the gathered ones, as FSDP does (in redline's own training they
+    do)."""
     unsharded_gradients: bool = False
-    """Whether replicas that cut gradients keep them whole while they accumulate, and reduce them once a step
-    (`no_sync`, `set_requires_gradient_sync(False)`)."""
+    """True if replicas that shard gradients keep them whole while they accumulate, and reduce them once a step (`no_sync`,
+    `set_requires_gradient_sync(False)`)."""
     overlap_tensor: bool = False
-    """Whether tensor parallelism's collectives go on behind the products beside them (asynchronous TP)."""
+    """True if tensor parallelism's collectives overlap with products (asynchronous TP)."""
     overlap_transfers: bool = False
-    """Whether stages go on while they hand micro-batches over, as Megatron-LM's interleaved pipelines do."""
+    """True if stages compute while they hand over micro-batches, as Megatron-LM's interleaved pipelines do."""
     overlap_gathers: bool = False
-    """Whether weights that were updated in pieces are gathered behind the next forward (ZeRO 1)."""
+    """True if weights that were updated in pieces are gathered during the next forward (ZeRO 1)."""
     frozen_bits: float | None = None
-    """Bits of a weight that is not trained, with its scales; None: those of the weights' dtype."""
+    """Bits of a frozen weight, with its scales; None: those of the weights' dtype."""
     attention_kernel: str = "flash2"
-    """Which generation of fused kernels attention has: a name in `ATTENTION_KERNELS`."""
+    """Generation of the fused attention kernels: a name in `ATTENTION_KERNELS`."""
     products: str | None = None
-    """What the matrix products of blocks multiply: a name in `PRODUCTS`; None: what the precision says."""
+    """Number format of the matrix products of blocks: a name in `PRODUCTS`; None: that of the precision."""
     reported_rank: str = "fullest"
-    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` or `last` stage."""
+    """Rank whose peak memory a measurement reports: the `fullest` rank, or that of the `first` or `last` stage."""
     reserved_memory: bool = True
-    """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
+    """True if the measured peak is the allocator's reserved memory; False: that of live tensors."""
     fixed: frozenset[str] = frozenset()
-    """Knobs that configurations may have and that do not count: the setup's value does, as facts of a framework."""
+    """Knobs that configurations may have but that are ignored: the setup's value counts, as a fact of a framework."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further settings, kept for the record only."""
 
@@ -181,13 +182,13 @@ class TrainingSetup:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether replicas keep pieces of the weights beside those that they gather."""
+        """True if replicas keep pieces of the weights in addition to the gathered ones."""
         return self.own or self.pieces
 
     @property
     def own(self) -> bool:
-        """Whether replicas exchange what redline's own training exchanges, in its formats (`knobs/meaning.py`).
-        Conventions of another framework are not that."""
+        """True if replicas exchange the same data in the same formats as redline's own training (`knobs/meaning.py`), rather than
+        by the conventions of another framework."""
         given = (self.parameter_dtype, self.gradient_dtype, self.gather_dtype, self.reduce_dtype)
         return given == (None,) * 4 and self.master_weights in (None, "none")
 

@@ -1,4 +1,4 @@
-"""How the parts of a model are shared out among the ranks of a pipeline."""
+"""Division of a model's parts among the ranks of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,27 +16,28 @@ from .knob_arrays import KnobArrays, Split
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a rank of a pipeline holds: a stage, or several chunks of the model; or several ranks alike."""
+    """The parts of a model on a rank of a pipeline: a stage, or several chunks of the model; or those of several identical
+    ranks."""
 
     ranks: tuple[int, ...]
-    """The ranks that hold as much, ascending; all of them where they are not told apart."""
+    """The ranks with these parts, ascending; all of them if ranks are not distinguished."""
     blocks: tuple[tuple[Part, float], ...]
-    """Block kinds and how many of each it holds: on average, where a model has several, since each stage is
-    taken to hold its share of every kind."""
+    """Block kinds and the number of each: an average if a model has several kinds, since each stage is assumed to have its share
+    of every kind."""
     first: bool
-    """Whether it holds the embedding."""
+    """True if it has the embedding."""
     last: bool
-    """Whether it holds head and loss."""
+    """True if it has head and loss."""
     ends: tuple[Part, ...]
     """Parts that are not blocks."""
     indices: tuple[int, ...]
-    """Of its blocks in the model, those of the first of the ranks."""
+    """Indices of its blocks in the model, for the first of the ranks."""
     sizes: tuple[int, ...]
-    """How many of them each of its chunks has."""
+    """Number of blocks in each of its chunks."""
 
     @property
     def count(self) -> int:
-        """Blocks that it holds."""
+        """Number of its blocks."""
         return len(self.indices)
 
     def recomputed(self, ratio: float) -> float:
@@ -48,8 +49,8 @@ class Stage:
 def stage_blocks(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
     """Blocks of each of `pp` stages.
 
-    `layers` spreads them evenly. `cost` fills a stage until it holds its
-    share of the cost of all blocks and the head, which costs `head` blocks; later stages may stay empty.
+    `layers` spreads them evenly. `cost` fills a stage until it has its share of the cost of all blocks and the head, which costs
+    as much as `head` blocks; later stages may stay empty.
     """
     if balance == "layers":
         return tuple(stage_sizes(blocks, pp))
@@ -73,9 +74,9 @@ def stages(
     v_shaped: bool = False,
     distinct: bool = True,
 ) -> list[Stage]:
-    """What the ranks of a pipeline of `pp` hold, each `chunks` stages: the distinct ones, or all.
+    """The parts on the ranks of a pipeline of `pp`, each with `chunks` stages: the distinct ones, or all.
 
-    An empty list where there are fewer blocks than stages.
+    Returns an empty list if there are fewer blocks than stages.
     """
     kinds = [part for part in facts.parts if part.role == "block"]
     blocks = sum(part.count for part in kinds)
@@ -109,13 +110,13 @@ def stages(
 
 
 Group = tuple[Stage, KnobArrays]
-"""Blocks of a stage that are cut and shared out alike, or what is in no block, with the configurations as they see them."""
+"""Blocks of a stage with the same strategy, or the parts outside blocks, with the configurations that apply to them."""
 
 
 def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> list[tuple[list[Group], Stage]]:
-    """Returns what the ranks of a pipeline hold, in groups, and the stage as a whole.
+    """Returns the parts on the ranks of a pipeline, in groups, and the stage as a whole.
 
-    Where blocks have strategies of their own all ranks are there, since each may hold others; else the distinct ones, each a
+    If blocks have their own strategies, all ranks are returned, since each may differ; otherwise the distinct ones, each as a
     single group.
 
     Raises:
@@ -135,7 +136,7 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
 
 
 def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
-    """A stage in groups of blocks that are cut alike; what is in no block is in that which is cut as the knobs say."""
+    """A stage in groups of blocks with the same strategy; parts outside blocks are in the group with the knobs' values."""
     held: dict[tuple[int, int, int], list[int]] = {}
     for index in stage.indices:
         layer = layers[index]
@@ -162,8 +163,8 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
 
 
 def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[int, int]:
-    """How many runs of blocks a stage has that are cut over fewer than `tp` ranks, by how many that is: before each samples
-    are given out, and behind it they are gathered."""
+    """Number of runs of blocks in a stage that are divided over fewer than `tp` ranks, by that number of ranks: samples are
+    distributed before each run and gathered after it."""
     out: dict[int, int] = {}
     before = tp
     for at, index in enumerate(stage.indices):
@@ -181,14 +182,14 @@ def _cost(part: Part) -> float:
 
 
 def in_flight(rank: int, pp: int, cols: KnobArrays) -> np.ndarray:
-    """Micro-batches, of m in all, whose activations rank r of a pipeline of p holds at once, with v chunks a rank.
+    """Micro-batches, of m in all, whose activations rank r of a pipeline of p stores at once, with v chunks a rank.
 
     - `gpipe`: m
     - `1f1b`: p - r (Narayanan et al., arXiv:2104.04473, section 2.2)
-    - `interleaved`: (2 (p - 1 - r) + (v - 1) p + 1) / v, what goes forward before the first chunk comes back;
+    - `interleaved`: (2 (p - 1 - r) + (v - 1) p + 1) / v, the forward passes before the first backward;
       in the first rank 1 + (p - 1) / (p v) times as many as 1F1B (Korthikanti et al., arXiv:2205.05198, section
       4.2.3)
-    - `zero_bubble`, `zbv`: p, since what 1F1B lets go in later ranks waits there for the gradients of its
+    - `zero_bubble`, `zbv`: p, since activations that 1F1B frees in later ranks are kept there for the gradients of
       weights (Qi et al., arXiv:2401.10241, sections 2.3 and 6)
     """
     accum, chunks = cols.grad_accum.astype(float), cols.virtual_stages
@@ -196,15 +197,15 @@ def in_flight(rank: int, pp: int, cols: KnobArrays) -> np.ndarray:
     rounds = (2 * (pp - 1 - rank) + (chunks - 1) * pp + 1) / chunks
     depth = np.where(cols.order_that("in_rounds"), rounds, depth)
     depth = np.where(cols.order_that("splits_backward"), float(pp), depth)
-    # Without stages every micro-batch is done with before the next.
+    # Without stages every micro-batch completes before the next.
     return np.where((pp > 1) & cols.order_that("waits"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
 
 
 def waiting(rank: int, cols: KnobArrays) -> np.ndarray:
-    """Micro-batches of a rank whose backward pass has gone by but for the gradients of weights.
+    """Micro-batches of a rank whose backward pass is done except for the gradients of weights.
 
-    `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al.,
-    arXiv:2401.10241, section 2.3); `zbv`: none while activations are at their peak.
+    `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al., arXiv:2401.10241,
+    section 2.3); `zbv`: none while activations are at their peak.
     """
     late = cols.order_that("splits_backward") & ~cols.order_that("v_shaped")
     delayed = np.where(late, rank / cols.virtual_stages, 0.0)
@@ -212,10 +213,10 @@ def waiting(rank: int, cols: KnobArrays) -> np.ndarray:
 
 
 def crossings(pp: int, cols: KnobArrays) -> np.ndarray:
-    """Boundaries between ranks that a micro-batch crosses on its way forward, at the rank that has most.
+    """Boundaries between ranks that a micro-batch crosses in the forward pass, at the rank with the most.
 
-    Two a chunk, but for the ends of the model and where a V turns within a rank: interleaving multiplies them
-    by the chunks (Narayanan et al., arXiv:2104.04473, section 2.2).
+    Two a chunk, except at the ends of the model and where a V turns within a rank: interleaving multiplies them by the chunks
+    (Narayanan et al., arXiv:2104.04473, section 2.2).
     """
     chunks = cols.virtual_stages.astype(float)
     loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
@@ -228,17 +229,17 @@ def idle_slot(
 ) -> np.ndarray:  # fmt: skip
     """Seconds for which each other stage waits for this one while the pipeline fills and drains.
 
-    The bubble is their sum over the other stages: p - 1 times this where all are equal. With F the forward of a
-    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the rank's chunks:
+    The bubble is their sum over the other stages: p - 1 times this if all are equal. F is the forward of a
+    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the number of the rank's chunks:
 
     - `1f1b`, `gpipe`: F + B + W (Narayanan et al., arXiv:2104.04473, section 2.2)
     - `interleaved`: (F + B + W) / v (likewise)
-    - `zero_bubble`: (F + B - W) / v, a third of that where F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
+    - `zero_bubble`: (F + B - W) / v, a third of that if F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
       section 2.3)
-    - `zbv`: the largest less the smallest of F, B and W, as there is no bubble where they are equal (section
-      6); but B / 2 at least, since torch computes B and W of the model's first stage together
+    - `zbv`: the maximum minus the minimum of F, B and W, as the bubble vanishes if they are equal (section
+      6); but at least B / 2, since torch computes B and W of the model's first stage together
 
-    The tests play through the order of actions that torch makes.
+    The tests replay torch's order of actions.
     """
     chunks = cols.virtual_stages
     of_inputs = backward - of_weights

@@ -1,4 +1,4 @@
-"""From hardware that one need not have to a space of configurations, and to the best of them."""
+"""From hardware, which need not be present, to a space of configurations and the best of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from .facts.model_facts import Shape
 from .hardware import Hardware
 
 MAX_CONFIGS = 200_000
-"""Configurations that are predicted at once; of a larger space as many are drawn."""
+"""Maximum number of configurations that are predicted at once; a larger space is sampled."""
 
 
 def device_of(hardware: Hardware) -> Device:
-    """The hardware as a kind of device, as `Device` describes those at hand; `count` is that of a node.
+    """The hardware as a `Device`, in the form of detected devices; `count` is that of a node.
 
-    The compute capability is the least that has the dtypes the hardware lists.
+    The compute capability is the lowest that has the dtypes the hardware lists.
     """
     rates = hardware.tflops
     capability = (8, 9) if "fp8" in rates else (8, 0) if "bf16" in rates else (7, 0)
@@ -49,7 +49,7 @@ def shape_space(
     seq_len: int,
     allow: Sequence[str] = (),
 ) -> Space:
-    """The standard knobs for a model of which only the shape numbers are known.
+    """The standard knobs for a model given by shape numbers only.
 
     Raises:
         SpaceError: no number of replicas divides the global batch.
@@ -108,22 +108,22 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """The configurations of a space, predicted."""
+    """Predictions of the configurations of a space."""
 
     best: tuple[Ranked, ...]
     """Those that fit, the fastest first."""
     valid: int | None
-    """Valid configurations of the space; None where they are too many to count."""
+    """Valid configurations of the space; None if they are too many to count."""
     predicted: int
-    """Those of them that were predicted."""
+    """Number of them that were predicted."""
     fitting: int
-    """Those of these that are predicted to fit."""
+    """Number of the predicted ones that fit."""
     smallest: Ranked | None
     """The one that needs the least memory."""
     best_exact: Ranked | None
-    """The fastest that fits and has no lossy value; None where the space has no lossy ones, or none fits."""
+    """The fastest that fits and has no lossy value; None if the space has no lossy values, or none fits."""
     out: Mapping[str, int]
-    """Why the others were ruled out: a reason, and how many."""
+    """Number of rejected configurations by reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +136,11 @@ class Predicted:
     choices: Choices
     """Their codes."""
     drawn: int
-    """The first so many were drawn, or are all that the space has."""
+    """The first `drawn` rows were sampled, or are the whole space."""
 
     @property
     def valid(self) -> int | None:
-        """Valid configurations of the space; None where they are too many to count."""
+        """Valid configurations of the space; None if they are too many to count."""
         return self.space.size if self.space.enumerable else None
 
     def take(self, indices: np.ndarray) -> list[Config]:
@@ -153,7 +153,7 @@ class Predicted:
         return Ranked(config=config, estimate=self.table.row(index), lossy=lossy_in(config, lossy_of_space(self.space)))
 
     def beside(self, indices: Sequence[int], changes: int) -> "Predicted":
-        """The same with the configurations that differ from those of these rows in at most so many knobs."""
+        """Adds the configurations that differ from those of these rows in at most `changes` knobs."""
         if not len(indices):
             return self
         near = self.space.near(self.choices.row(indices[0]), changes)
@@ -170,7 +170,7 @@ class Predicted:
 
 
 def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed: int = 0) -> Predicted:
-    """Predicts every configuration of a space; of one with more than `most` as many are drawn.
+    """Predicts every configuration of a space, or a sample of `most` of them if there are more.
 
     Args:
         most: None for `MAX_CONFIGS`.
@@ -181,7 +181,7 @@ def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed
 
 
 def _table(estimator: Estimator, space: Space, choices: Choices) -> EstimateTable:
-    # The estimator finds out `dp` and `grad_accum` by itself.
+    # The estimator derives `dp` and `grad_accum` itself.
     by_columns = {knob.name for knob in space.knobs if knob.derived} <= {"dp", "grad_accum"}
     return estimator.table(columns_of(space, estimator, choices) if by_columns else space.made(choices))
 
@@ -196,10 +196,10 @@ def survey(
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
-    Of a space with more than `MAX_CONFIGS` as many are drawn, evenly.
+    A space with more than `MAX_CONFIGS` is sampled evenly.
 
     Args:
-        order: which of them are ranked, and how, in the place of `ranking`.
+        order: selects and ranks configurations in place of `ranking`.
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
@@ -209,8 +209,8 @@ def survey(
 
 
 def surveyed(found: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> Survey:
-    """An account of predictions, of which those at `ranks` fit, in that order, and `best` are shown. Counts are those of
-    the configurations that were drawn evenly."""
+    """Summarises predictions: those at `ranks` fit, in that order, and `best` are shown. Counts are those of the configurations
+    that were sampled evenly."""
     exact = ranks[:0]
     if lossy := lossy_of_space(found.space):
         exact = ranks[~_lossy(found, lossy)[ranks]]
@@ -227,8 +227,8 @@ def surveyed(found: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> S
 
 
 def columns_of(space: Space, estimator: Estimator, choices: Choices) -> dict[str, np.ndarray]:
-    """The values of a space's knobs as columns, a row for each row of codes; where a knob is absent, what the
-    estimator takes for it. Derived knobs are left to the estimator."""
+    """The values of a space's knobs as columns, a row for each row of codes; an inactive knob has the value that the estimator
+    assumes. Derived knobs are left to the estimator."""
     out = {}
     for knob in space.knobs:
         if knob.derived:
@@ -245,16 +245,16 @@ def columns_of(space: Space, estimator: Estimator, choices: Choices) -> dict[str
 
 
 def _lossy(found: Predicted, lossy: Lossy) -> np.ndarray:
-    """Whether each configuration has a lossy value."""
+    """True for each configuration with a lossy value."""
     columns, marked = found.choices.codes, np.zeros(len(found.table), dtype=bool)
     for name, values in lossy.items():
-        codes = columns.get(name)  # that of a fixed knob is not there
+        codes = columns.get(name)  # None for a fixed knob
         marked |= True if codes is None else np.isin(codes, [found.space[name].code(v) for v in values])
     return marked
 
 
 def ranking(table: EstimateTable) -> np.ndarray:
-    """Indices of the configurations that fit, the fastest first; of equally fast ones the smaller first."""
+    """Indices of the configurations that fit, the fastest first; ties are ordered by memory."""
     fits = np.flatnonzero(table.fits & np.isfinite(table.step_ms))
     return fits[np.lexsort((table.peak_memory_mib[fits], -table.throughput[fits]))]
 
@@ -267,7 +267,7 @@ def hopeful(table: EstimateTable) -> np.ndarray:
 
 
 def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
-    """Why configurations were ruled out, the most frequent first."""
+    """Reasons for rejected configurations, the most frequent first."""
     out: dict[str, int] = {}
     impossible = ~np.isfinite(table.step_ms)
     if impossible.any():
@@ -291,12 +291,12 @@ def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
 
 
 def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
-    """A configuration of a space from values of its knobs; what they leave out has its default.
+    """A configuration of a space from values of its knobs; missing knobs have their defaults.
 
-    Besides it takes the knobs that name blocks, as the refinement block by block does: no space has these.
+    It also accepts the knobs that name blocks, which the refinement block by block sets and no space has.
 
     Raises:
-        SpaceError: a knob is unknown, or the values are not valid together; says which rule they break.
+        SpaceError: a knob is unknown, or the values are not valid together; names the rule that they break.
     """
     free = {knob.name for knob in space.knobs}
     named = {name: str(values[name]) for name in BLOCK_KNOBS if name in values and name not in free}
@@ -317,8 +317,8 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
 def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
     """The valid configuration with these values that is nearest to the defaults.
 
-    `space.config` wants the values of all free knobs to be valid together; with tp = 8 the default
-    micro-batch, say, may not be. So the values are fixed in a copy, whose default is valid.
+    `space.config` requires the values of all free knobs to be valid together; with tp = 8 the default micro-batch, for example,
+    may be invalid. So the values are fixed in a copy, whose default is valid.
     """
     narrowed = space.copy()
     derived = {knob.name for knob in space.knobs if knob.derived}

@@ -40,17 +40,17 @@ BINDS = {
     "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "memory",
     "bubble": "bubble",
 }  # fmt: skip
-"""What a term means when it is the largest kind."""
+"""Cause that is reported if a term is the largest."""
 
 
 def matmul_seconds(
     item: Matmul, tokens: np.ndarray, tp: np.ndarray, width: float, hardware: Hardware, precision: str,
     constants: Constants, ep: "np.ndarray | float" = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """One product on one rank, forward, and the one or two of its backward.
+    """One product on one rank: the forward, and the one or two of its backward.
 
-    A rank has its share of the experts, with as many rows more. Their products run as one, in tiles of rows that are of one
-    expert each.
+    A rank has its share of the experts, with proportionally more rows. Their products run as one, in tiles of rows that belong to
+    one expert each.
     """
     shared = ep if item.experts > 1 else 1.0
     rows, count = np.maximum(tokens * item.rows * shared, 1.0), item.count / shared
@@ -92,15 +92,15 @@ def matmul_seconds(
 
 
 NARROW = (*FLOAT8, "mxfp8", "nvfp4")
-"""Values of what products multiply of 8 and 4 bits."""
+"""8-bit and 4-bit formats of products."""
 CAST = {"mxfp8": 5.0, "nvfp4": 8.0}
-"""Bytes moved to cast a number of 16 bits to fewer with scales, in both layouts; for 4 bits it is rotated and rounded at random
-besides."""
+"""Bytes moved to cast a 16-bit number to fewer bits with scales, in both layouts; for 4 bits this includes rotation and random
+rounding."""
 
 
 RING_MERGE = (18.0, 14.0)
-"""Bytes moved for a number of the output of attention when a rank's keys have come: in the forward pass it is scaled and the
-new part added, in float32; in the backward pass the gradient of the queries is added to."""
+"""Bytes moved for a number of attention's output for each block of keys in a ring: the forward pass scales it and adds the new
+part, in float32; the backward pass adds to the gradient of the queries."""
 
 
 def _bandwidth(hardware: Hardware, constants: Constants) -> float:
@@ -109,7 +109,7 @@ def _bandwidth(hardware: Hardware, constants: Constants) -> float:
 
 @dataclass(slots=True)
 class _Work:
-    """Seconds of one micro-batch in a part: forward and backward. Arrays."""
+    """Seconds of one micro-batch in a part, forward and backward. Arrays."""
 
     matmul: np.ndarray
     attention: np.ndarray
@@ -118,9 +118,9 @@ class _Work:
     attention_back: np.ndarray
     memory_back: np.ndarray
     host: np.ndarray
-    """The host's time for the forward's launches."""
+    """Host time of the forward's launches."""
     experts: np.ndarray
-    """Of the products those of experts, forward."""
+    """The part of the products that belongs to experts, forward."""
     experts_back: np.ndarray
 
     @property
@@ -132,7 +132,7 @@ class _Work:
         return self.matmul_back + self.attention_back + self.memory_back
 
     def at_clocks(self, share: np.ndarray) -> "_Work":
-        """The same with products and attention at a share of their rate."""
+        """A copy with products and attention at a share of their rate."""
         limited = ("matmul", "attention", "matmul_back", "attention_back", "experts", "experts_back")
         return replace(self, **{name: getattr(self, name) / share for name in limited})
 
@@ -179,7 +179,7 @@ def _part_work(
         share = constants.eager_attention_efficiency
         if not eager:
             kernel = setup.attention_kernel
-            # In a ring, a kernel sees the keys of one rank at a time.
+            # In a ring, a kernel gets the keys of one rank at a time.
             share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
         attention = flops / (hardware.rate(half) * share)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
@@ -209,7 +209,7 @@ def _part_work(
 
 
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
-    """Of many configurations the first of each size of products, and which of these each has."""
+    """Indices of the first configuration of each set of product sizes, and for each configuration its index among these."""
     sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sharers) * 65536 + cols.ep
     _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
     return first, alike
@@ -220,12 +220,12 @@ def step_time(
 ) -> Mapping[str, np.ndarray]:
     """Terms of one optimizer step, ms, by their names in `TIME_TERMS`; arrays of len(cols).
 
-    They sum to the step. infinity in `fixed` where a model has fewer blocks than stages.
+    They sum to the step. `fixed` is infinite if a model has fewer blocks than stages.
     """
     size = len(cols)
     out = {name: np.zeros(size) for name in TIME_TERMS}
     out["fixed"][:] = np.inf
-    # A part's work is the same in every stage.
+    # The work of a part is the same in every stage.
     distinct = _distinct(cols)
     work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
     for split, at in cols.splits():
@@ -252,7 +252,7 @@ def step_time(
             keys = [(s.first, s.last, s.sizes, tuple(layers[at] for at in s.indices)) for _, s in cut]
             found = [dict(once[key]) for key in keys]
         if pp > 1:
-            # A stage idles while its first micro-batch passes through the others and the last one comes back.
+            # A stage idles while its first micro-batch passes through the other stages and the last one returns.
             idle = [terms["bubble"] / (pp - 1) for terms in found]
             counts = [len(stage.ranks) for _, stage in cut]
             whole = sum(count * each for count, each in zip(counts, idle, strict=True))
@@ -260,8 +260,7 @@ def step_time(
                 terms["bubble"] = whole - own
                 terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
             if hardware.shares_cores:
-                # While one stage waits the others compute on its core: together they take what they have to
-                # do.
+                # While one stage waits, the others compute on its core: the total time is that of all work.
                 found = [_mean(found, counts)]
         best = found[0]
         for terms in found[1:]:
@@ -273,7 +272,7 @@ def step_time(
 
 
 def _mean(found: list[dict[str, np.ndarray]], counts: list[int]) -> dict[str, np.ndarray]:
-    """The terms of a stage as they are on average over all stages, without the bubble."""
+    """The average of each term over all stages, without the bubble."""
     whole, none = sum(counts), np.zeros_like(found[0]["bubble"])
     mean = {
         name: sum((count * terms[name] for count, terms in zip(counts, found, strict=True)), none) / whole
@@ -286,15 +285,14 @@ def stage_times(
     cut: list[Stage], pp: int, facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware,
     constants: Constants,
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
-    """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp`
-    stages."""
+    """Terms of one optimizer step, s, for each stage as if it were the slowest; all of `cols` have `pp` stages."""
     distinct = _distinct(cols)
     work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
     return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
 
 
 def _travels(cols: KnobArrays, form: Formats, setup: TrainingSetup, precision: str) -> np.ndarray:
-    """Bytes of an element of a gradient on its way between replicas, shape (n,)."""
+    """Bytes of an element of a gradient in the exchange between replicas, shape (n,)."""
     if not setup.own:
         return np.full(len(cols), float(BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient))
     wide, narrow = (BYTES[formats_of({"precision": precision, "reduce_dtype": each}).reduced] for each in REDUCED)
@@ -305,7 +303,7 @@ def _stage_time(
     stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays, work: Mapping[int, _Work], setup: TrainingSetup,
     hardware: Hardware, constants: Constants,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Terms of one optimizer step, s, as a stage by itself would set them."""
+    """Terms of one optimizer step, s, as if this stage were the slowest."""
     rank = _Rank(stage, pp, facts, cols, setup, hardware, constants)
     slot = _slot(rank, work)
     limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
@@ -323,7 +321,7 @@ def _stage_time(
 def _terms(
     rank: "_Rank", slot: "_Slot", gathers: np.ndarray, exchanged: np.ndarray, transfer: np.ndarray, bubble: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The terms of a stage's step by their names, but for stalls."""
+    """The terms of a stage's step by their names, without stalls."""
     accum, none = rank.accum, rank.none
     return {
         "matmul": accum * slot.matmul,
@@ -351,10 +349,10 @@ def _layered_time(
     groups: Sequence[StageGroup], stage: Stage, layers: Sequence[BlockStrategy], facts: ModelFacts, cols: KnobArrays, pp: int,
     setup: TrainingSetup, hardware: Hardware, constants: Constants,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Terms of one optimizer step, s, as a stage would set them whose blocks are in groups that are cut unlike each other.
+    """Terms of one optimizer step, s, of a stage with groups of blocks that have different strategies.
 
-    Work adds up. What hides behind it hides behind that of all groups, to each its share. Where samples are given out among
-    ranks and gathered again there is an all-gather each way (`schedule/parallel/sharing.py`).
+    Work adds up. Communication overlaps with the work of all groups, in proportion to each group's share. If samples are
+    distributed among ranks and gathered again, there is an all-gather in each direction (`schedule/parallel/sharing.py`).
     """
     ranks = [_Rank(group, pp, facts, own, setup, hardware, constants) for group, own in groups]
     works = []
@@ -395,7 +393,7 @@ def _layered_time(
 
 
 def _joined(slots: "Sequence[_Slot]", none: np.ndarray) -> "_Slot":
-    """The sums of a micro-batch's seconds in groups of blocks."""
+    """The sums of a micro-batch's seconds over groups of blocks."""
     return _Slot(**{name: sum((getattr(each, name) for each in slots), none) for name in _Slot.__slots__})
 
 
@@ -405,8 +403,8 @@ def _hidden_behind(
     backward: np.ndarray,
     none: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The sums of what groups exchange behind the passes of all: each of `found`, called with seconds of both passes, gives
-    what shows of its exchange, and how long it is busy. Each hides behind as much as it has of all."""
+    """Sums over groups of their exchanges behind the passes: each of `found`, called with the seconds of both passes, returns the
+    exposed time of its exchange and its total time. Each group overlaps with its share of the passes."""
     bare = [each(none, none)[0] for each in found]
     total = sum(bare, none)
     shares = [np.divide(each, total, where=total > 0, out=np.zeros_like(none)) for each in bare]
@@ -428,12 +426,12 @@ class _Rank(Rank):
 
     @cached_property
     def switch(self) -> float:
-        """Seconds for which ranks on one core wait for each other at a collective or a hop."""
+        """Seconds that ranks on one core wait for each other at a collective or a hop."""
         return self.constants.switch_us * 1e-6 if self.hardware.shares_cores else 0.0
 
     @cached_property
     def collective(self) -> float:
-        """Seconds that a collective takes beside what its bytes and its ring do."""
+        """Seconds of a collective beyond those of its bytes and its ring."""
         return self.constants.collective_us * 1e-6 + self.switch
 
     @cached_property
@@ -443,12 +441,12 @@ class _Rank(Rank):
 
     @cached_property
     def ring(self) -> Group:
-        """Ranks among which keys and values go round."""
+        """Ranks that pass keys and values around a ring."""
         return group(self.cols.cp, self.cols.tp * self.cols.sp, self.devices, self.hardware, self.constants)
 
     @cached_property
     def data(self) -> Group:
-        """Replicas that share pieces. They are neighbours; with HSDP there are several such groups."""
+        """Replicas that share pieces. They are adjacent; HSDP has several such groups."""
         return group(self.cols.shares, self.cols.tp, self.devices, self.hardware, self.constants)
 
     @cached_property
@@ -459,19 +457,19 @@ class _Rank(Rank):
 
     @cached_property
     def copies(self) -> Group:
-        """Replicas that hold the same experts."""
+        """Replicas with the same experts."""
         return group(self.cols.copies, self.cols.tp * self.cols.ep, self.devices, self.hardware, self.constants)
 
     def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
-        """Seconds of all-gathers of the rank's weights of so many bytes, or of reduce-scatters, experts that others share
-        among the replicas that hold the same ones."""
+        """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
+        gathered among the replicas with the same ones."""
         together = self.data.gather((self.weights - self.apart) * width, self.collective, pieces)
         own = self.copies.gather(self.apart * width, self.collective, pieces)
         return together + np.where(self.apart > 0, own, 0.0)
 
     @cached_property
     def pieces(self) -> float:
-        """Shards of gradients and weights go block by block, and what is in no block by itself."""
+        """Number of pieces: gradients and weights are sent block by block, with the parameters outside blocks as one more."""
         return 1.0 + sum(count for _, count in self.stage.blocks)
 
     @cached_property
@@ -481,34 +479,34 @@ class _Rank(Rank):
 
     @cached_property
     def states(self) -> np.ndarray:
-        """Bytes of all states of these, read and written once."""
+        """Bytes of all states of these parameters, read and written once."""
         form = self.form
         return self.owned * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Seconds of one micro-batch on a rank, forward and backward, by kind; then either pass, and what of the
-    backward's products is for gradients of weights."""
+    """Seconds of one micro-batch on a rank, forward and backward, by kind; then those of each pass, and the part of the
+    backward's products that computes gradients of weights."""
 
     matmul: np.ndarray
     attention: np.ndarray
     memory: np.ndarray
     again: np.ndarray
-    """What is recomputed."""
+    """Recomputation."""
     products: np.ndarray
-    """Of all these products and attention, recomputed ones included."""
+    """All products and attention, recomputed ones included."""
     launches: np.ndarray
-    """For which device and links wait for the host."""
+    """Time that device and links wait for the host."""
     tensor: np.ndarray
-    """Tensor parallelism's collectives."""
+    """Collectives of tensor parallelism."""
     exchange: np.ndarray
-    """What ranks that share sequences wait for each other around attention: all-to-alls, and what of a ring is not
-    behind attention."""
+    """Exchanges around attention among ranks that share sequences: all-to-alls, and the part of a ring that attention does not
+    hide."""
     rows: np.ndarray
     """Exchanges of rows between ranks that share experts."""
     uneven: np.ndarray
-    """What the others of these wait for the rank whose experts most rows go to."""
+    """Time that the other ranks wait for the one whose experts get the most rows."""
     forward: np.ndarray
     backward: np.ndarray
     of_weights: np.ndarray
@@ -520,24 +518,24 @@ class _Slot:
 
 
 def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarray:
-    """Share of the rate of products that is left where power is limited: `limited` where a device does nothing else, all of
-    it where it does little of them.
+    """Share of the rate of products under a power limit: `limited` if a device runs only products, close to 1 if it runs few of
+    them.
 
-    Clocks follow the power of some ten milliseconds, so they fall in proportion to the share of time that products take at
-    the clocks that are found: f = 1 - (1 - limited) * (products / f) / (products / f + other).
+    Clocks follow the power averaged over about ten milliseconds, so they fall in proportion to the share of time that products
+    take at the resulting clocks: f = 1 - (1 - limited) * (products / f) / (products / f + other).
     """
     gap = other - products
     root = np.sqrt(gap**2 + 4 * other * products * limited)
     idle, busy = np.maximum(2 * other, 1e-30), np.maximum(root - gap, 1e-30)
-    # Two forms of the same root of a quadratic, each where it does not cancel.
+    # Two forms of the same root of a quadratic, each used where it is free of cancellation.
     return np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
 
 
 def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a pair of tensor parallelism's collectives, and of the host to start it.
+    """Seconds of a pair of tensor parallelism's collectives, and those of the host to start it.
 
-    Two all-reduces a block each way, or as many pairs of all-gather and reduce-scatter (of the same bytes) under
-    sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    Two all-reduces a block in each pass, or as many pairs of all-gather and reduce-scatter (of the same bytes) under sequence
+    parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
     tensor = group(rank.cols.tp, np.ones(len(rank.tp), int), rank.devices, rank.hardware, rank.constants)
     moved = rank.tokens * _hidden(rank.facts) * bytes_of(rank.facts.precision)
@@ -555,9 +553,9 @@ def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
-    """One micro-batch: device and links work one after the other, and at least as long as the host launches.
+    """One micro-batch: device and links run one after the other, and take at least as long as the host's launches.
 
-    Under sequence parallelism backward gathers the inputs of products anew.
+    Under sequence parallelism, backward gathers the inputs of products again.
     """
     pair, start = _tensor_pair(rank)
     anew, width = np.where(rank.cols.sequence_parallel, 1.0, 0.0), bytes_of(rank.facts.precision)
@@ -602,7 +600,7 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
 
 
 def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
-    """Transfers between stages, m crossings of each boundary either way, and the bubble (`idle_slot`)."""
+    """Transfers between stages, m crossings of each boundary in each direction, and the bubble (`idle_slot`)."""
     if rank.pp == 1:
         return rank.none, rank.none
     hardware, constants, cols = rank.hardware, rank.constants, rank.cols
@@ -622,12 +620,11 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """What backward does not hide of the gradients' reduction, the gather of weights behind the update, and the wait
-    of all ranks for the slowest of them.
+    """Time that backward does not hide of the gradients' reduction, the gather of weights after the update, and the wait of all
+    ranks for the slowest.
 
-    An all-reduce where replicas are whole, else a reduce-scatter, block by block from ZeRO 2 on (Rajbhandari et al.,
-    arXiv:1910.02054, section 7). With HSDP pieces are summed over the groups besides, with every micro-batch or the
-    last.
+    Gradients are reduced by an all-reduce if replicas are whole, otherwise by a reduce-scatter, block by block from ZeRO 2 on
+    (Rajbhandari et al., arXiv:1910.02054, section 7). HSDP also sums pieces over the groups, with every micro-batch or the last.
     """
     cols, setup, constants, zero = rank.cols, rank.setup, rank.constants, rank.cols.zero
     share, form = cols.shares, rank.form
@@ -652,7 +649,7 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
     sums = 1.0 if SUMMED[rank.pp > 1] == "step" else times
     exposed = (times - sums) * alone + sums * both
     behind = gathered_at("update", zero)
-    if not setup.in_pieces:  # others collect all weights once they are updated
+    if not setup.in_pieces:  # others collect all weights after the update
         behind = behind | gathered_at("step", zero)
     time = np.where(rank.replicas > 1, exposed + np.where(behind, gather, 0.0), 0.0)
     return time + _late(rank)
@@ -665,9 +662,9 @@ def _late(rank: _Rank) -> np.ndarray:
 
 
 def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the passes do not hide of the gathers of weights: before each pass of a micro-batch (ZeRO 3; backward finds
-    the weights of some blocks still whole), or once a step (ZeRO 2); and how long the links are busy with them during one
-    backward."""
+    """Time that the passes do not hide of the gathers of weights: before each pass of a micro-batch (ZeRO 3; backward reuses the
+    weights of some blocks that are still whole), or once a step (ZeRO 2); and the time that the links are busy with them during
+    one backward."""
     cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.constants.sharded_max_overlap
     form, stage = rank.form, rank.stage
     gathers = rank.gathers(form.gathered, rank.pieces)
@@ -675,7 +672,7 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
     inside = sum((count * rank.whole(each) for each, count in stage.blocks), rank.none)
     missing = gathers
     if setup.in_pieces and rank.pp == 1:
-        # It begins with the last block and what is in none, which are whole too.
+        # It begins with the last block and the parameters outside blocks, which are whole too.
         left = np.maximum(inside - rank.whole(stage.blocks[-1][0]), 0.0) if stage.blocks else rank.none
         missing = rank.data.gather(left * form.gathered, rank.collective, max(rank.pieces - 2, 0.0))
         share = np.divide(left, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
@@ -688,7 +685,7 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
 
 
 def _update(rank: _Rank) -> np.ndarray:
-    """The update on the device: every state over the memory's bandwidth, three times where operators are not fused."""
+    """The update on the device: every state at the memory's bandwidth, three times if operators are not fused."""
     form, bandwidth = rank.form, _bandwidth(rank.hardware, rank.constants)
     passes = np.where(rank.cols.fused_optimizer, 1.0, 3.0)
     time = np.where(rank.cols.offload == "optimizer", 0.0, passes * rank.states / bandwidth)
@@ -699,11 +696,11 @@ def _update(rank: _Rank) -> np.ndarray:
 
 
 def _offload(rank: _Rank) -> np.ndarray:
-    """The update in host memory, as `schedule/offloaded.py` makes it: gradients there and weights back by pinned copies, states
-    at the rate of the rank's share of the cores."""
+    """The update in host memory, as in `schedule/offloaded.py`: gradients and weights are moved by pinned copies, states at the
+    rate of the rank's share of the cores."""
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
     if rank.setup.offload_weights:
-        # Weights come for either pass of a micro-batch, and gradients go after each, behind products as other gathers are.
+        # Weights are loaded for each pass of a micro-batch and gradients sent after each, hidden by products like other gathers.
         each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.constants.sharded_max_overlap)
         moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
     there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
@@ -713,7 +710,7 @@ def _offload(rank: _Rank) -> np.ndarray:
 def _stalls(
     terms: Mapping[str, np.ndarray], pp: int, cols: KnobArrays, hardware: Hardware, constants: Constants
 ) -> np.ndarray:
-    """A run stalls or does not: what brings the step to the expected logarithm of its time, seconds."""
+    """Seconds to add so that the step has the expected logarithm of its time, given the chance of a stall."""
     total = sum(value for name, value in terms.items() if name != "stalls")
     hops = (cols.grad_accum + pp - 1) * 2.0 * min(pp - 1, 2)
     chance = stall_chance(cols, hardware, constants)
@@ -721,23 +718,23 @@ def _stalls(
 
 
 def _hidden(facts: ModelFacts) -> float:
-    """Elements of a token between blocks."""
+    """Elements a token of the tensor between blocks."""
     boundary = next((part.boundary for part in facts.parts if part.role == "block"), 0.0)
     return boundary / _residual(facts)
 
 
 def _residual(facts: ModelFacts) -> int:
-    """Bytes of an element between blocks: fp32 under autocast."""
+    """Bytes of an element of the tensor between blocks: fp32 under autocast."""
     return 2 if facts.precision == "bf16_pure" else 4
 
 
 def stall_chance(cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
-    """Chance that a run's pipeline stalls on the network, from 0 to 1; see `Constants.stall_ms`."""
+    """Chance that a run's pipeline stalls on the network, 0 to 1; see `Constants.stall_ms`."""
     nodes = cols.tp * cols.pp * cols.replicas / hardware.devices_per_node
     least = constants.stall_least
     chance = least + (1 - least) / (1 + (constants.stall_nodes / nodes) ** 6)
     if constants.stalls_without_zero:
-        # The more gradient rings there are beside the pipeline, the likelier.
+        # More gradient rings beside the pipeline make a stall more likely.
         rings = 1 / (1 + (constants.stall_rings / (cols.replicas * nodes)) ** 3)
         chance = np.where((cols.zero == 0) & (cols.replicas > 1), np.maximum(chance, rings), chance)
     possible = (nodes > 1) & (cols.pp > 1) & (constants.stall_ms > 0)

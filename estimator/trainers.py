@@ -1,7 +1,7 @@
-"""What other trainers do otherwise than redline: formats, what is exchanged when, kernels of their own; named facts.
+"""Named facts of other trainers that differ from redline's: formats, exchanges, their own kernels.
 
-An estimate for one of them has its `setup` (fields of `TrainingSetup`) and its `constants` (changes of `Constants`). Where
-a file or a configuration states a thing, that counts and not what stands here.
+An estimate for a trainer uses its `setup` (fields of `TrainingSetup`) and its `constants` (changes of `Constants`). Settings of a
+file or a configuration take precedence.
 """
 
 from collections.abc import Mapping
@@ -23,32 +23,32 @@ class Trainer:
 
     name: str
     reads: str | None = None
-    """The framework of `redline.frameworks` whose conventions it has."""
+    """The framework of `redline.frameworks` with the same conventions."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `TrainingSetup` that differ from redline's."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Constants that differ from redline's."""
     builds: bool = False
-    """Whether it builds models by its own modules rather than transformers'."""
+    """True if it builds models from its own modules rather than transformers'."""
 
     @property
     def setup(self) -> dict[str, Any]:
-        """Fields of `TrainingSetup` that differ from redline's, of a training in bf16."""
+        """Fields of `TrainingSetup` that differ from redline's, for a training in bf16."""
         said = find_framework(self.reads).conventions({"precision": "bf16"}) if self.reads else {}
         return {**said, **self.own}
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Its facts in words, for people who read an estimate."""
+        """Its facts in words, for users who read an estimate."""
         return assumed(self.setup)
 
     def training(self, **asked: Any) -> TrainingSetup:
-        """The setup of a training by it; what is asked for counts before its facts."""
+        """The setup of a training with it; arguments take precedence over its facts."""
         return TrainingSetup(**{**self.setup, **asked})
 
     def planned(self, hardware: Hardware, **asked: Any) -> TrainingSetup:
-        """The setup of plans by it on some hardware: knobs that its facts settle do not count. Where there are no products of
-        bf16 they are of fp16."""
+        """The setup of plans for it on some hardware: knobs that its facts determine are ignored. Products are fp16 if the
+        hardware lacks bf16."""
         facts = self.setup
         if facts and "bf16" not in hardware.tflops and "fp16" in hardware.tflops:
             facts = {**facts, "products": "fp16"}
@@ -58,13 +58,13 @@ class Trainer:
         )
 
     def constants_on(self, base: Constants) -> Constants:
-        """Constants of a device as it has them."""
+        """Constants of a device with the trainer's changes."""
         return base.replace(**self.constants) if self.constants else base
 
 
 _FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
            "network_noise": 0.14}  # fmt: skip
-"""Constants that were fitted to runs of a trainer leave less to doubt."""
+"""Smaller uncertainty of constants that were fitted to runs of a trainer."""
 
 TRAINERS: Mapping[str, Trainer] = {
     each.name: each
@@ -82,7 +82,7 @@ TRAINERS: Mapping[str, Trainer] = {
             reads="megatron",
             builds=True,
             own={"fusion": True},
-            # How fast its host is, is the machine's: up to three times slower ones are known.
+            # The host's speed depends on the machine: some are up to three times slower.
             constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
         ),
         Trainer(
@@ -112,18 +112,18 @@ TRAINERS: Mapping[str, Trainer] = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""The trainers by name."""
 
 
 OWN = "weights, gradients and states of the optimizer in the formats that the knob `precision` says"
-"""What is assumed of redline's own training."""
+"""Assumption about redline's own training."""
 
 
 def find_trainer(name: str) -> Trainer:
     """The facts of a trainer.
 
     Raises:
-        UsageError: nothing is known of one of that name.
+        UsageError: no trainer has that name.
     """
     if name not in TRAINERS:
         raise UsageError(unknown("framework", name, TRAINERS))
@@ -134,8 +134,8 @@ _LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
-    """The model as a trainer builds it by itself, from its shape as `redline.models.architecture.shape_of` gives it; None where
-    transformers' modules are run, or the shape is another than Llama's or GPT-2's."""
+    """The model as a trainer's own modules build it, from its shape as returned by `redline.models.architecture.shape_of`; None
+    if transformers' modules run, or the shape is neither Llama's nor GPT-2's."""
     if shape is None or not trainer.builds or shape.get("family") not in (*_LLAMAS, "gpt2"):
         return None
     llama = shape["family"] in _LLAMAS
@@ -157,12 +157,12 @@ _LIKE = {"megatron-bridge": "megatron", "nemo": "megatron", "flagscale": "megatr
 
 
 def trainer_of(framework: str) -> Trainer:
-    """The facts of what `redline.frameworks` reads, or of what that is built upon; the Trainer's where nothing is known."""
+    """The facts of a framework of `redline.frameworks`, or of the one that it builds on; the Trainer's if unknown."""
     return TRAINERS.get(_LIKE.get(framework, framework), TRAINERS["trainer"])
 
 
 def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
-    """What conventions mean for memory, in words; of none what redline's own training has."""
+    """Effects of conventions on memory, in words; without conventions, those of redline's own training."""
     if not setup:
         return (OWN,)
     said = []

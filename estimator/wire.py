@@ -1,7 +1,7 @@
-"""Prices of single communications: by the estimator's links, or by a table that was measured among real ranks here.
+"""Prices of single communications: by the estimator's links, or by a table measured among real ranks on this machine.
 
-Notation: n ranks of a group; b bytes, for an all-gather or reduce-scatter those of all ranks together, else those that one rank
-gives.
+Notation: n ranks of a group; b bytes: those of all ranks together for an all-gather or reduce-scatter, otherwise those that one
+rank sends.
 """
 
 import math
@@ -16,7 +16,7 @@ from .constants import CPU, Constants
 from .hardware import Hardware
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send", "barrier")
-"""What is priced. Receiving takes what sending takes."""
+"""Kinds of communication with a price. Receiving costs as much as sending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class WireTable:
     """Times of communications measured among real ranks on this machine."""
 
     ranks: int
-    """That communicated at once, in groups of each size."""
+    """Number of ranks that communicated at once, in groups of each size."""
     seconds: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]
     """By kind and group size: (bytes, s) in the order of bytes."""
     company: float = 1.0
-    """By what a rank computes slower while all cores do, against one core at work."""
+    """Slowdown factor of a rank's computing when all cores compute, relative to a single busy core."""
 
     def price(self, kind: str, num_bytes: int, ranks: int) -> float:
-        """Seconds of one communication: between measured sizes in proportion to bytes, beyond the largest by the rate there."""
+        """Seconds of one communication: interpolated linearly in bytes between measured sizes, beyond the largest by its rate."""
         sizes = self.seconds[kind]
         near = min(sizes, key=lambda size: abs(math.log(size / ranks)))
         points = sizes[near]
@@ -62,24 +62,24 @@ class Wire:
 
     hardware: Hardware
     devices: int
-    """Of the training."""
+    """Devices of the training."""
     constants: Constants = field(default_factory=Constants)
     table: WireTable | None = None
-    """Measured among ranks here; None prices by the hardware's links."""
+    """Table measured among ranks here; None prices by the hardware's links."""
 
     @staticmethod
     def on(hardware: Hardware, devices: int, table: WireTable | None = None) -> "Wire":
-        """With the constants of redline's own training on that hardware."""
+        """Prices with the constants of redline's own training on that hardware."""
         constants = CPU if hardware.kind == "cpu" else Constants()
         return Wire(hardware=hardware, devices=devices, constants=constants, table=table)
 
     def price(self, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Seconds that a communication takes once its ranks are there.
+        """Seconds of a communication once its ranks have reached it.
 
         Args:
             kind: one of `KINDS`, or `receive`.
             num_bytes: b.
-            ranks: global ranks of the group; of a send or receive its two ends.
+            ranks: global ranks of the group, or the two ends of a send or receive.
         """
         if len(ranks) < 2:
             return 0.0
@@ -99,7 +99,7 @@ class Wire:
         if kind == "all-to-all":
             # Each rank keeps its own piece.
             return fixed + latency + num_bytes * (n - 1) / n / rate
-        # A broadcast or a reduction is a chain of pieces, of which each link carries all bytes once.
+        # A broadcast or a reduction is a chain of pieces; each link carries all bytes once.
         return fixed + latency + num_bytes / rate
 
     @property
@@ -113,5 +113,5 @@ class Wire:
 
 
 MEASURED_STD = 0.2
-"""Standard deviation of the logarithm of a price from a table that was measured here: how the messages of a training, which
-come while ranks compute, depart from messages of the same size in a row."""
+"""Standard deviation of the logarithm of a price from a measured table: messages of a training, sent while ranks compute, differ
+from messages of the same size in a row."""

@@ -1,9 +1,9 @@
-"""Trials on one device that stands for many: some ranks run for real, one after another, and their communication is priced.
+"""Trials on one device instead of many: some ranks run one after another, and their communication is priced.
 
-The ranks that decide are started one by one, each in a fresh process that holds a process group without peers
-(`training/emulation.py`). Memory is measured. The step is what the ranks computed, with the time of communication put back
-(`replay.py`) by the links of the hardware. Nothing is compared with a reference: what a rank computes without its peers is
-no training, so that no trial is `wrong`.
+Each rank that decides the result runs in a fresh process with a process group without peers (`training/emulation.py`). Memory is
+measured. The step time is the measured computation of the ranks plus the communication time (`replay.py`) over the links of the
+hardware. Results are not compared with a reference, since a rank without peers computes meaningless values; so no trial is
+`wrong`.
 """
 
 import math
@@ -33,33 +33,33 @@ if TYPE_CHECKING:
     from ..training.emulation import Message, StepTrace
 
 RANKS = ("deciding", "all")
-"""Which ranks are emulated, by name."""
+"""Names of the sets of ranks that can be emulated."""
 Z95 = 1.959964
 NCCL_CHANNEL_MIB = 1.0
-"""NCCL's buffers of one channel to one peer: those of its protocols Simple (512 KiB a direction), LL and LL128 as NCCL_BUFFSIZE
-and its documentation state them, halved as most channels use one of them."""
+"""NCCL's buffers of one channel to one peer, MiB: those of the protocols Simple (512 KiB a direction), LL and LL128 as
+NCCL_BUFFSIZE and its documentation state them, halved since most channels use one of them."""
 NCCL_CHANNELS = 24
 """Channels of a communicator between devices of a node with NVLink, by NCCL's own tuning of such nodes; half as many rings and
-trees go between nodes."""
+trees run between nodes."""
 NCCL_BASE_MIB = 60.0
-"""A communicator's kernels, queues and work space on its device."""
+"""Kernels, queues and work space of a communicator on its device, MiB."""
 
 GLOO_GROUP_MIB = 0.2
-"""What a gloo group takes of a process, as measured on Linux with torch 2.13."""
+"""Memory of a gloo group in a process, MiB, measured on Linux with torch 2.13."""
 RECORDED, RECORDED_MIB = 2000, 0.72 / 1024
-"""Entries of torch's flight recorder, which notes every collective of a real group, and the memory of one, as measured."""
+"""Entries of torch's flight recorder, which records every collective of a real group, and its memory in MiB, as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationTerms:
-    """What all emulated trials share."""
+    """Settings that all emulated trials share."""
 
     hardware: "Hardware"
-    """That the devices are: its links are priced, its memory is the limit."""
+    """Hardware to predict: its links are priced, and its memory is the limit."""
     ranks: str = "deciding"
     """A name in `RANKS`."""
     memory_only: bool = False
-    """Whether no time is wanted, as where this device is another than the hardware."""
+    """True to measure memory without step time, for example if this device is not of the predicted hardware."""
 
     def __post_init__(self) -> None:
         if self.ranks not in RANKS:
@@ -70,13 +70,13 @@ class EmulateRunner(Runner):
     """Emulates ranks of each trial on one device of this machine.
 
     Args:
-        workload: what is trained.
+        workload: the training.
         terms: devices of a trial, limits and deadlines; its device is the one here.
-        emulation: what is emulated.
+        emulation: hardware and ranks to emulate.
         wire: prices communications; called once, before the first trial.
-        estimator: predicts the time of trials of which memory alone is measured.
-        compiles: whether any configuration may compile.
-        agent: one that was started beforehand; this runner closes it.
+        estimator: predicts the step time of trials that measure memory only.
+        compiles: True if any configuration may compile.
+        agent: an agent that is already running; this runner closes it.
     """
 
     name = "emulate"
@@ -105,7 +105,7 @@ class EmulateRunner(Runner):
 
     @property
     def wire(self) -> Wire:
-        """Prices of communications; measured among real ranks where the hardware is this CPU."""
+        """Prices of communications; measured among real ranks if the hardware is this CPU."""
         if self._wire is None:
             self._wire = (
                 Wire.on(self.emulation.hardware, self.terms.devices)
@@ -233,7 +233,7 @@ class EmulateRunner(Runner):
         )
 
     def _step(self, world: World, reports: Mapping[int, EmulatedReport]) -> tuple[float, float, float]:
-        """The step, the half-width of its 95 % interval, and its modelled part, s."""
+        """Returns the step time, the half-width of its 95 % interval, and its modelled part, s."""
         best: tuple[float, float, float] | None = None
         for line in pipelines(world, list(reports)):
             traces = [reports[rank].traces for rank in line]
@@ -253,7 +253,7 @@ class EmulateRunner(Runner):
         wire = self.wire
 
         def price(message: "Message") -> float:
-            # Both ends of a send meet; of a group all ranks do.
+            # A send needs both of its ends; a group needs all of its ranks.
             ranks = message.ranks if message.peer is None else (message.ranks[0], message.peer)
             if message.peer is not None and message.peer == ranks[0]:
                 ranks = (message.ranks[-1], message.peer)
@@ -270,8 +270,8 @@ class EmulateRunner(Runner):
         )
 
     def beside_mib(self, world: World, report: EmulatedReport) -> float:
-        """What real communication takes beside the rank's own memory, MiB: NCCL's buffers on CUDA, and of a CPU's process what
-        gloo and torch's flight recorder keep. Nothing for memory of other hardware on a CPU, whose NCCL the limit leaves out."""
+        """Memory of real communication in addition to the rank's own, MiB: NCCL's buffers on CUDA; gloo and torch's flight
+        recorder in a CPU process. 0 if a CPU measures the memory of other hardware, since the limit then excludes NCCL."""
         if self.terms.device.type == "cuda":
             return self.nccl_mib(world)
         if self.emulation.hardware.kind != "cpu":
@@ -279,8 +279,8 @@ class EmulateRunner(Runner):
         return GLOO_GROUP_MIB * report.groups + RECORDED_MIB * min(RECORDED, report.messages)
 
     def nccl_mib(self, world: World) -> float:
-        """What NCCL's communicators take of a device, MiB: channels to the peers of each axis of the mesh, and what each
-        communicator has of its own. A stated term: an emulated rank has none."""
+        """Memory of NCCL's communicators on a device, MiB: channels to the peers along each mesh axis, and the fixed part of each
+        communicator. It is assumed, not measured: an emulated rank has no communicators."""
         hardware, total = self.emulation.hardware, 0.0
         stride = 1
         for size in (world.tp, world.sp, world.cp, world.dp, world.pp):
@@ -301,11 +301,11 @@ class EmulateRunner(Runner):
 
 
 def emulated_ranks(world: World, config: Mapping[str, Any], emulation: EmulationTerms) -> list[int]:
-    """The ranks of a training that are emulated.
+    """Returns the ranks of a training to emulate.
 
-    Ranks of one stage differ where something is not the same on all: owners of parameters (ZeRO 1), rows of experts (`ep`), last
-    pieces of what is not divided without a rest. The first of them decides unless experts are shared: then as many as share
-    them. Of a pipeline all stages are wanted for time, the first, the middle and the last for memory alone.
+    Ranks of one stage differ if something is distributed unevenly: owners of parameters (ZeRO 1), rows of experts (`ep`), or the
+    last pieces of a division with a remainder. The first rank is emulated, or the first `ep` ranks (at most `MOST_SHARERS`) if
+    experts are shared. Step time needs all stages of a pipeline; memory needs the first, the middle and the last.
     """
     stages = list(range(world.pp))
     within = world.replicas * world.tp
@@ -322,11 +322,11 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
 
 
 MOST_SHARERS = 4
-"""Of replicas that share experts, how many are emulated."""
+"""Maximum number of emulated ranks among replicas that share experts."""
 
 
 def pipelines(world: World, ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks with the same place in their stages, stage by stage."""
+    """Ranks with the same position in their stages, stage by stage."""
     within = world.replicas * world.tp
     lines: dict[int, list[int]] = {}
     for rank in sorted(ranks):
@@ -349,8 +349,8 @@ def _rank_report(outcome: RankOutcome, step: float | None, beside_mib: float = 0
 
 
 def wire_here(hardware: "Hardware", devices: int, threads: int) -> "Callable[[HostAgent], Wire]":
-    """How communications are priced on this machine: on a CPU by a table that is measured once and cached, on GPUs by the
-    hardware's links."""
+    """Returns how communications are priced on this machine: on a CPU by a table that is measured once and cached, on GPUs by the
+    links of the hardware."""
 
     def make(agent: HostAgent) -> Wire:
         if hardware.kind != "cpu" or devices < 2:

@@ -1,4 +1,4 @@
-"""What an emulated rank of a trial does: it builds, warms up and steps as a real one, alone, and hands over what it recorded."""
+"""Program of an emulated rank: it builds, warms up and steps like a real rank, without peers, and returns its record."""
 
 import time
 from contextlib import nullcontext
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from ..training.emulation import Recorder, StepTrace
 
 MOST_STEPS = 12
-"""Measured steps that are recorded: a training of a thousand communications takes 0.05 MiB a step to note."""
+"""Maximum number of recorded steps: a step of a thousand communications takes 0.05 MiB to record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulatedReport:
-    """What an emulated rank found out."""
+    """Results of an emulated rank."""
 
     traces: "tuple[StepTrace, ...]"
-    """Of the measured steps; empty where only memory was asked for."""
+    """One for each measured step; empty if only memory was measured."""
     samples_per_step: int
     """Samples of one optimizer step over all ranks."""
     tokens_per_step: int | None
-    """Tokens of it; None where the data has none."""
+    """Tokens of one optimizer step over all ranks; None if the data has no tokens."""
     flops_per_step: float | None
-    """Model FLOPs of it over all ranks; None where they could not be counted."""
+    """Model FLOPs of one optimizer step over all ranks; None if they could not be counted."""
     seconds_build: float
     seconds_compile: float
     seconds_warmup: float
@@ -42,19 +42,19 @@ class EmulatedReport:
     allocation_retries: int
     build_memory_mib: float
     messages: int
-    """Collectives in all."""
+    """Number of collectives."""
     groups: int
-    """Groups in which it communicated."""
+    """Number of groups that the rank communicated in."""
     finite: bool
-    """Whether what it computed stayed finite, as it has to for kernels to run at their speed."""
+    """True if the results stayed finite, which kernels need to run at their usual speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedDryRun(DryRun):
-    """A program for one rank of a trial whose other ranks do not exist."""
+    """Program of one rank of a trial without its peers."""
 
     memory_only: bool = False
-    """Whether it takes no more steps than the peak of memory needs."""
+    """True to take only as many steps as the peak of memory needs."""
 
     def __call__(self, context: RankContext) -> EmulatedReport:  # type: ignore[override]
         import torch
@@ -65,7 +65,7 @@ class EmulatedDryRun(DryRun):
         compilation = Compilation(context.compiling, elsewhere=False)
         on_cpu = context.device_type == "cpu"
         device = torch.device(context.device_type, None if on_cpu else context.local_rank)
-        # With several threads the thread that steps waits for the others of its rank.
+        # With several threads, the stepping thread waits for the others of its rank.
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         recorder = Recorder(context.rank, device, clock)
         join_emulated(context.rank, context.world_size, recorder)
@@ -77,7 +77,7 @@ class EmulatedDryRun(DryRun):
             self._probe(training, context, compilation)
         context.phase("first steps")
         steps = _Recorded(training, recorder, FEW if self.memory_only else None)
-        # Compiled code runs as it is.
+        # Compiled code is not replaced.
         skips = self.memory_only and on_cpu and not training.compiled
         with recorder.watching_streams(), WithoutProducts() if skips else nullcontext():
             timing = measure(
@@ -112,8 +112,8 @@ class EmulatedDryRun(DryRun):
         return replace(plan, max_steps=min(plan.max_steps, MOST_STEPS))
 
     def _probe(self, training: Training, context: RankContext, compilation: Compilation) -> None:
-        """What a real rank computes before its first step. A CPU's peak contains it, so an emulated rank computes it too; what
-        comes of it means nothing, as its peers' parts are missing."""
+        """Runs the computation of a real rank before its first step. A CPU's peak contains it, so an emulated rank runs it too;
+        the result is meaningless without the peers' parts."""
         from ..training.first_step import first_step
         from ..training.probe import take
 
@@ -124,20 +124,18 @@ class EmulatedDryRun(DryRun):
         first_step(training)
 
     def _join(self, context: RankContext) -> None:
-        """The group is there already."""
+        """Does nothing: the group exists already."""
 
 
 SHORTEST = TimingPlan(warmup_min_steps=1, warmup_max_steps=1, min_steps=1, max_steps=1)
-"""Two steps: the optimizer's states come with the first, so that the second has the peak."""
+"""Two steps: the first creates the optimizer's states, so the second has the peak."""
 
 
 FEW = 2
-"""Micro-batches of a step of which memory alone is measured: gradients of the first are there while the second is computed."""
+"""Micro-batches of a step that measures memory only: the gradients of the first exist while the second is computed."""
 
 
 class _Recorded:
-    """Steps of a training, recorded."""
-
     def __init__(self, training: Training, recorder: "Recorder", micro_batches: int | None = None) -> None:
         self._training, self._recorder, self._few = training, recorder, micro_batches
         self._loss: torch.Tensor | None = None
@@ -149,7 +147,7 @@ class _Recorded:
 
     @property
     def finite(self) -> bool:
-        """Whether the last loss and all weights are finite; waits for the device."""
+        """True if the last loss and all weights are finite; waits for the device."""
         import torch
 
         held = [each.detach() for each in self._training.model.parameters() if not each.is_meta]
@@ -159,7 +157,7 @@ class _Recorded:
 
 
 class _RecorderClock(Clock):
-    """The clock by which steps are recorded, so that they are steady by the same one."""
+    """The recorder's clock, so that the steady state is detected by the same clock that records the steps."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder

@@ -1,12 +1,12 @@
-"""Puts the time of communication back into the recorded steps of emulated ranks.
+"""Adds the time of communication to the recorded steps of emulated ranks.
 
-A rank's step is a sequence of stretches in which it computes, of communications that it begins, and of waits for them. Playing
-it anew takes the stretches as they were measured and gives every communication its price: it starts when its rank comes to it
-and the group's earlier ones are over, and the rank waits where it waited. So what a rank hides behind its computing stays hidden.
+A rank's step is a sequence of computing intervals, starts of communications, and waits for them. The replay takes the intervals
+as they were measured and gives every communication its price: it starts when its rank reaches it and the earlier ones of its
+group are done, and the rank waits where it waited. Communication that a rank overlaps with computing stays hidden.
 
-Ranks that were recorded meet: a transfer between two stages of a pipeline starts when both are there, so that the bubble follows
-from the order that the stages really play. Ranks that were not recorded are taken for equal to a recorded one, and arrive with
-it. Where ranks share the cores of a CPU, as many as compute at a moment share them evenly.
+Recorded ranks synchronise: a transfer between two stages of a pipeline starts when both have reached it, so the bubble follows
+from the actual order of the stages. Ranks that were not recorded behave like a recorded one and arrive with it. If ranks share
+the cores of a CPU, those that compute at the same time share them evenly.
 
 Source: trace-driven simulation, as in ASTRA-sim (Rashidi et al., ISPASS 2020).
 """
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from ..training.emulation import Message, StepTrace
 
 _Action = tuple[str, float, "Message | None"]
-"""`compute` for so many seconds; `begin` a communication; `wait` for one, `record` an event, or wait for an `event`."""
+"""`compute` for a number of seconds; `begin` a communication; `wait` for one, `record` an event, or wait for an `event`."""
 Price = Callable[["Message"], float]
-"""Seconds that a communication takes once all its ranks are there."""
+"""Seconds that a communication takes once all its ranks have reached it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A step of all ranks, played."""
+    """A replayed step of all ranks."""
 
     seconds: float
-    """Until the last rank is done."""
+    """Time until the last rank is done."""
     own_seconds: float
-    """Time in which that rank computes, alone on its device."""
+    """Computing time of that rank, alone on its device."""
 
     @property
     def modelled(self) -> float:
-        """The part of `seconds` that is no measurement: waits for communication and for other stages."""
+        """The part of `seconds` that is not measured: waits for communication and for other stages."""
         return max(0.0, self.seconds - self.own_seconds)
 
 
@@ -46,32 +46,32 @@ class _Thread:
 
     rank: int
     todo: list["_Action"]
-    """What is left, the next last."""
+    """Remaining actions, the next one last."""
     left: float = 0.0
-    """Seconds of computing left in the present stretch."""
+    """Seconds of computing left in the current interval."""
 
 
 @dataclass
 class _Player:
     price: Price
     cores: float | None
-    """That all ranks share; None where each has a device of its own."""
+    """Cores that all ranks share; None if each has its own device."""
     copies: float
-    """How many ranks each recorded one stands for."""
+    """Number of ranks that each recorded one represents."""
     now: float = 0.0
     running: list[_Thread] = field(default_factory=list)
     ending: list[tuple[float, int, tuple[object, ...]]] = field(default_factory=list)
-    """Communications under way: when each ends, and what ends then."""
+    """Communications in progress: the end of each, and the keys that are done then."""
     over: set[object] = field(default_factory=set)
-    """What may be waited for and is over."""
+    """Communications and events that are done."""
     waiting: dict[object, list[_Thread]] = field(default_factory=dict)
     meeting: dict[object, list[tuple[int, int]]] = field(default_factory=dict)
-    """Who has come to a communication of several recorded ranks: rank and number."""
+    """Ranks that have reached a communication of several recorded ranks: rank and number."""
     count: dict[object, int] = field(default_factory=dict)
     free: dict[object, float] = field(default_factory=dict)
-    """When the channel of a group or of a pair of ranks is free."""
+    """Time at which the channel of a group or of a pair of ranks is free."""
     done: dict[int, float] = field(default_factory=dict)
-    """When each rank is done."""
+    """Time at which each rank is done."""
     order: int = 0
 
     def play(self, threads: Iterable[_Thread], ranks: frozenset[int]) -> None:
@@ -99,7 +99,7 @@ class _Player:
             raise AssertionError(f"recorded ranks wait for what none of them begins: {stuck}")
 
     def _go_on(self, thread: _Thread) -> None:
-        """Follows a thread to its next stretch of computing, its next wait, or its end."""
+        """Advances a thread to its next computing interval, its next wait, or its end."""
         while thread.todo:
             what, value, message = thread.todo.pop()
             if what == "compute":
@@ -130,7 +130,7 @@ class _Player:
             ends = (rank, message.peer) if message.kind == "send" else (message.peer, rank)
             channel: object = (message.group, *ends)
             members = self.ranks.intersection(ends)
-            # Messages between two ranks meet in their order, those of each tag by themselves.
+            # Messages between two ranks are matched in order, separately for each tag.
             meeting: object = (channel, message.tag)
         else:
             channel = meeting = message.group
@@ -140,7 +140,7 @@ class _Player:
         if len(there) < len(members):
             return
         del self.meeting[meeting, turn]
-        # A group of ranks that are not recorded together has a channel of its own for each recorded rank.
+        # If only one rank of a group is recorded, the group has a separate channel for each recorded rank.
         channel = channel if len(members) > 1 else (channel, rank)
         ends_at = max(self.now, self.free.get(channel, 0.0)) + self.price(message)
         self.free[channel] = ends_at
@@ -156,14 +156,14 @@ def play(
     world_size: int | None = None,
     slower: float = 1.0,
 ) -> Played:
-    """The step of all ranks together, from one recorded step of each of some of them.
+    """Replays the step of all ranks from one recorded step of each of some of them.
 
     Args:
-        steps: of different ranks: all stages of a pipeline, or one rank where there is none.
+        steps: of different ranks: all stages of a pipeline, or one rank without a pipeline.
         price: of each communication.
-        cores: that all ranks share, as on a CPU; None where each has a device of its own.
-        world_size: of the training; by default there are no other ranks than these.
-        slower: what a rank computes takes so many times as long among the others as alone.
+        cores: cores that all ranks share, as on a CPU; None if each has its own device.
+        world_size: of the training; by default the number of recorded ranks.
+        slower: factor by which computing is slower among the other ranks than alone.
     """
     ranks = frozenset(each.rank for each in steps)
     player = _Player(price, cores, (world_size or len(steps)) / len(steps))
@@ -174,7 +174,7 @@ def play(
 
 
 def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
-    """A step as what each of its streams does, in order."""
+    """Actions of each stream of a step, in order."""
     from ..training.emulation import Act
 
     todo: dict[int, list[_Action]] = {step.stream: []}
@@ -194,7 +194,7 @@ def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
         what = words[entry.act]
         if what == "record":
             begun.add(("event", entry.number))
-        # What was begun in an earlier step is over.
+        # Communications of earlier steps are done.
         if what == "record" or (what, entry.number) in begun:
             stream.append((what, entry.number, None))
     rest = step.seconds - reached.get(step.stream, 0.0)

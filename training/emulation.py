@@ -1,10 +1,9 @@
-"""Process groups of one rank whose peers do not exist, and the record of what it communicates.
+"""Process groups of one rank without peers, and the record of what the rank communicates.
 
-A rank that is emulated runs alone at its true rank and world size. Every collective returns at once with values of plausible
-scale, and is noted with the moment at which it began and at which it was waited for; `runners/replay.py` puts the time back
-that it would take. torch's own `fake` process group is not used for two reasons: it leaves what is received as it was, which may
-be NaN or denormal and so change the speed of kernels, and only a TorchDispatchMode could note its collectives, which runs Python
-for every other operator as well.
+An emulated rank runs alone at its true rank and world size. Every collective returns at once with values of plausible scale. The
+recorder notes when it began and when it was waited for; `runners/replay.py` adds the time that it would take. torch's own `fake`
+process group is not used for two reasons: it leaves received tensors unchanged, so they may be NaN or denormal and change the
+speed of kernels; and recording its collectives needs a TorchDispatchMode, which runs Python for every other operator as well.
 """
 
 import math
@@ -24,12 +23,12 @@ from ..base._torch import FakeProcessGroup, TorchDispatchMode
 BACKEND = "emulated"
 """The backend's name in torch.distributed."""
 RECEIVED = 0.02
-"""Standard deviation of numbers that are received: that of weights as transformers initialises them, so that sums of products
-with them neither overflow nor become denormal."""
+"""Standard deviation of received numbers. It is that of weights as transformers initialises them, so that sums of products
+neither overflow nor become denormal."""
 
 
 class Kind(StrEnum):
-    """What is communicated."""
+    """Kind of a communication."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -48,7 +47,7 @@ class Message:
 
     kind: Kind
     num_bytes: int
-    """What the whole group has together of an all-gather or reduce-scatter; of the rest what this rank gives."""
+    """Bytes of the whole group for an all-gather or reduce-scatter; otherwise the bytes that this rank sends."""
     dtype: str
     """Number format, as `float32`."""
     ranks: tuple[int, ...]
@@ -58,11 +57,11 @@ class Message:
     peer: int | None = None
     """Global rank at the other end of a send or receive."""
     tag: int = 0
-    """Of a send or receive; those of one tag arrive in order."""
+    """Tag of a send or receive; those with the same tag arrive in order."""
 
 
 class Act(IntEnum):
-    """What is noted of a rank."""
+    """Kind of a recorded event."""
 
     BEGIN = 0
     """A communication starts."""
@@ -80,24 +79,24 @@ class Entry:
 
     act: Act
     number: int
-    """Of the communication, or of the CUDA event."""
+    """Number of the communication or of the CUDA event."""
     message: Message | None
-    """What is communicated, of a `BEGIN`."""
+    """The communication of a `BEGIN`."""
     at: float
     """Seconds since the step began."""
     left: float
-    """When the call returned: what lies between is the emulation's own work."""
+    """Time at which the call returned, s; the time between `at` and `left` is the emulation's own work."""
     stream: int
     """CUDA stream; 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """What one optimizer step of a rank communicated, and when."""
+    """Communications of one optimizer step of a rank, with their times."""
 
     rank: int
     seconds: float
-    """From its begin to its end, the emulation's own work included."""
+    """Duration of the step, the emulation's own work included."""
     entries: tuple[Entry, ...]
     """In the order in which the host issued them."""
     stream: int
@@ -105,20 +104,20 @@ class StepTrace:
 
     @property
     def own_seconds(self) -> float:
-        """The part of `seconds` in which the rank did what it does among real peers."""
+        """The part of `seconds` without the emulation's own work."""
         return self.seconds - sum(each.left - each.at for each in self.entries)
 
 
 class Recorder:
-    """Notes the communications of this process, step by step.
+    """Records the communications of this process, step by step.
 
-    On a CPU moments are those of a clock of the host. On CUDA they are events on the stream that is current, read when all is
-    over: nothing waits for the device meanwhile, and a collective is in the timeline where its stream comes to it.
+    On a CPU, times are read from a host clock. On CUDA they are events on the current stream, read after the last step: the host
+    never waits for the device in between, and a collective is recorded at its position in its stream.
 
     Args:
         rank: of this process.
         device: where it computes.
-        clock: of the host, s. By default the time that this thread computes, which others on the same core do not prolong.
+        clock: host clock, s. By default the CPU time of this thread, which other processes on the same core do not prolong.
     """
 
     def __init__(self, rank: int, device: torch.device, clock: Callable[[], float] = time.thread_time) -> None:
@@ -134,11 +133,11 @@ class Recorder:
 
     @property
     def messages(self) -> int:
-        """Collectives so far, those outside of steps included; sends and receives are not counted."""
+        """Number of collectives so far, including those outside steps; sends and receives are not counted."""
         return self._collectives
 
     def begin(self, message: Message, work: Callable[[], None]) -> int:
-        """Notes a communication that begins now; `work` makes what it would bring, which the record leaves out."""
+        """Records the begin of a communication; `work` produces the received values, and its time is excluded."""
         self._number += 1
         self._collectives += message.peer is None
         self.groups.add(message.group)
@@ -153,18 +152,16 @@ class Recorder:
         return self._number
 
     def wait(self, number: int) -> None:
-        """Notes a wait for a communication."""
+        """Records a wait for a communication."""
         if self.recording:
             at = self.now()
             self._note(Act.WAIT, number, -1, at, at)
 
     def begin_step(self) -> None:
-        """A step begins now."""
         self._steps.append(_RawStep(self.now(), self._stream(), array("q"), [] if self._cuda else array("d")))
         self.recording = True
 
     def end_step(self) -> None:
-        """It ends now."""
         self.recording = False
         self._steps[-1].end = self.now()
 
@@ -192,7 +189,7 @@ class Recorder:
         return StepTrace(self.rank, since(raw.end), tuple(entries), raw.stream)
 
     def now(self) -> Any:
-        """The moment: of the clock, or an event on the current stream."""
+        """The current time: a clock reading, or an event on the current stream."""
         if not self._cuda:
             return self.clock()
         event = _Event(enable_timing=True)
@@ -209,8 +206,8 @@ class Recorder:
 
     @contextmanager
     def watching_streams(self) -> Iterator[None]:
-        """Within it the events are noted by which one CUDA stream waits for another: a gather that FSDP issues on a stream of
-        its own delays those that wait for it, and no others. Does nothing on a CPU, which has no streams."""
+        """Context manager that records the events by which one CUDA stream waits for another: a gather that FSDP issues on its
+        own stream delays only those that wait for it. Does nothing on a CPU, which has no streams."""
         if not self._cuda:
             yield
             return
@@ -219,7 +216,7 @@ class Recorder:
 
         def note(act: Act, event: Any, stream: Any) -> None:
             if self.recording and not isinstance(event, _Event):
-                self._alive.append(event)  # while it lives no other event has its id
+                self._alive.append(event)  # no other event gets its id while it lives
                 with torch.cuda.stream(stream):
                     at = self.now()
                     self._note(act, id(event), -1, at, at)
@@ -241,7 +238,7 @@ class Recorder:
 
 @dataclass(slots=True)
 class _RawStep:
-    """A step as it is noted, in little memory: that of the rank is measured meanwhile."""
+    """A step while it is recorded. It takes little memory, since the rank's memory is measured at the same time."""
 
     begin: Any
     stream: int
@@ -253,17 +250,17 @@ class _RawStep:
 
 
 class _Event(torch.cuda.Event):
-    """The recorder's own."""
+    """A CUDA event that the recorder created."""
 
 
 class _Work(dist.Work):
-    """A communication that is over."""
+    """A completed communication."""
 
     def __init__(self, recorder: Recorder, number: int, result: Any) -> None:
         super().__init__()
         self._recorder, self._number, self._result = recorder, number, result
         self.held: Any = None
-        """What a real one would hold until it is dropped."""
+        """Tensors that a real work object keeps alive until it is dropped."""
 
     def wait(self, timeout: Any = None) -> bool:
         self._recorder.wait(self._number)
@@ -279,21 +276,21 @@ class _Work(dist.Work):
 
 
 class EmulatedGroup(dist.ProcessGroup):
-    """The ranks of a group, of which this process alone exists.
+    """A process group of which only this process exists.
 
-    What others would send is made of what this rank has: a gather repeats its piece, a reduction leaves it, an exchange gives
-    back from every rank the piece that this rank has for itself, since ranks are alike on average.
+    Received values are derived from this rank's own, since ranks are alike on average: a gather repeats its piece, a reduction
+    leaves its input unchanged, and an exchange receives from every rank the piece that this rank keeps for itself.
 
     Args:
         rank: along the group.
         ranks: global ranks of the group.
         name: of the group.
-        recorder: notes what is communicated.
+        recorder: records the communications.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], name: str, recorder: Recorder) -> None:
         super().__init__(rank, len(ranks))
-        # It has the options that callers read, and does what is not overridden here.
+        # This backend has the options that callers read, and handles whatever is not overridden here.
         fake = FakeProcessGroup._create_internal(rank, len(ranks))
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
@@ -387,7 +384,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
         work = self._begin(Kind.REDUCE_SCATTER, outputs[0], _bytes(inputs), outputs, fill)
         if inputs[0].device.type == "cpu":
-            # gloo reduces a copy, which lives as long as the work.
+            # gloo reduces a copy, which lives as long as the work object.
             work.held = [each.clone() for each in inputs]
         return work
 
@@ -472,17 +469,17 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _repeated(output: torch.Tensor, piece: torch.Tensor, times: int) -> None:
-    """Fills a tensor with a piece of it so many times; the piece may lie within it."""
+    """Fills a tensor with `times` copies of a piece, which may be a view of it."""
     for each in output.detach().view(-1).chunk(times):
         if each.data_ptr() != piece.data_ptr():
             each.copy_(piece.detach().reshape(-1))
     if output.device.type == "cpu":
-        output.detach().clone()  # gloo gathers into a tensor of its own and copies that
+        output.detach().clone()  # gloo gathers into a temporary tensor and copies it
 
 
 def _received(tensor: torch.Tensor) -> None:
-    """Fills a tensor with what a peer might have sent: small numbers, and ones where it counts or chooses something (the stages
-    of torch.distributed.pipelining vote so on whether shapes are known)."""
+    """Fills a tensor with plausible received values: small numbers, and ones for integers and booleans (the stages of
+    torch.distributed.pipelining vote with these on whether shapes are known)."""
     tensor = tensor.detach()
     if tensor.is_floating_point():
         tensor.copy_(_noise(tensor.dtype, tensor.device, tensor.numel()).view(tensor.shape))
@@ -491,19 +488,20 @@ def _received(tensor: torch.Tensor) -> None:
 
 
 _NOISE = 1 << 14
-"""Numbers of noise that are made; a longer tensor repeats them."""
+"""Length of the generated noise; longer tensors repeat it."""
 
 
 def _noise(dtype: torch.dtype, device: torch.device, count: int) -> torch.Tensor:
-    """So many small numbers, the same at every call, without a draw from the generator that training uses."""
+    """Returns `count` small numbers, the same at every call, without drawing from the generator that training uses."""
     at = torch.arange(min(count, _NOISE), device=device, dtype=torch.float32)
     wave = (RECEIVED * math.sqrt(2)) * torch.sin(at * 12.9898 + 0.5)
     return wave.to(dtype).repeat(-(-count // max(1, len(wave))))[:count] if count else wave.to(dtype)
 
 
 class WithoutProducts(TorchDispatchMode):
-    """Within it products and fused attention are allocated and filled and not computed, on a CPU: memory is as it is with them,
-    and a model that a CPU cannot train in hours takes seconds. What they need meanwhile, such as packed copies, is missing."""
+    """Mode in which products and fused attention are allocated and filled but not computed, on a CPU. Memory is the same as with
+    them, and a model that takes hours to train on a CPU takes seconds. Their temporary memory, such as packed copies, is
+    missing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         make = _PRODUCTS.get(getattr(func, "overloadpacket", func))
@@ -520,7 +518,7 @@ def _filled(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Heads lie behind tokens in memory, as the kernel has them.
+    # The kernel's memory layout has heads behind tokens.
     batch, heads, tokens, _ = query.shape
     output = _filled(query, batch, tokens, heads, value.shape[-1]).transpose(1, 2)
     return output, _filled(query, batch, heads, tokens, dtype=torch.float32)
@@ -539,11 +537,11 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""What is not computed, and what is allocated in its place."""
+"""Operators that are not computed, and the allocation that replaces each."""
 
 
 def join_emulated(rank: int, world_size: int, recorder: Recorder) -> None:
-    """Makes the default process group of an emulated rank; groups made from it later are emulated too."""
+    """Creates the default process group of an emulated rank; groups created from it later are emulated too."""
 
     def make(options: Any, _: Any) -> EmulatedGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(world_size))

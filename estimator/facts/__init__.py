@@ -1,1 +1,1 @@
-"""What the estimator knows of a model: from a trace of one step without memory or arithmetic, or from shape numbers."""
+"""Facts of a model: from a trace of one step without memory or arithmetic, or from shape numbers."""

@@ -1,8 +1,7 @@
-"""What compiling the repeated blocks changes: fewer kept activations, fewer passes over memory, fewer
-kernels.
+"""Effects of compiling the repeated blocks: fewer kept activations, memory passes and kernels.
 
-Each kind of block is compiled with fake tensors up to the point where code would be generated: torch.compile
-splits forward from backward by a minimum cut over what is kept, and the two graphs it makes are counted
+Each kind of block is compiled with fake tensors up to code generation: torch.compile splits forward from backward by a minimum
+cut over kept tensors, and its two graphs are counted
 (https://docs.pytorch.org/functorch/stable/generated/functorch.compile.min_cut_rematerialization_partition.html).
 """
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layout", precision: str) -> ModelFacts:
     """The facts with the repeated blocks compiled, from those without.
 
-    Where a block cannot be compiled, or there is none, the facts stay and a note says so.
+    If a block cannot be compiled, or there is none, the facts are unchanged and a note states it.
     """
     import torch
 
@@ -67,8 +66,7 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
 
 
 def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> str:
-    """The middle one of the blocks that have the part's products, since the first may differ from the
-    rest."""
+    """The middle one of the blocks that have the part's products, since the first may differ from the rest."""
     wanted = {(each.k, each.n) for each in part.matmuls}
     alike = [
         path for path in paths if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
@@ -83,7 +81,7 @@ class _Graphs:
 
 
 def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs | str":
-    """The graphs of forward and backward, or why there are none."""
+    """The graphs of forward and backward, or the reason for their absence."""
     import contextlib
 
     import torch
@@ -118,7 +116,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
         decompositions=select_decomp_table(),
     )
     with _opaque_attention(), autocast, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is left out of a graph; whether that matters is told below
+        warnings.simplefilter("ignore")  # operators outside the graph; checked below
         try:
             dynamo.reset()
             out = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
@@ -157,7 +155,7 @@ def _differentiable(out: Any) -> "list[torch.Tensor]":
 
 
 class _opaque_attention:
-    """Scaled dot-product attention as one operator, which no partition looks into."""
+    """Scaled dot-product attention as one operator that the partitioner does not decompose."""
 
     def __enter__(self) -> None:
         from torch.nn import functional
@@ -238,14 +236,14 @@ def _counted(part: Part, graphs: _Graphs, products: list[Product], samples: int,
 
 
 def _kept_by(backward: "torch.fx.GraphModule") -> int:
-    """How many of backward's inputs are not gradients."""
+    """Number of backward's inputs that are not gradients."""
     names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
     return sum(not name.startswith("tangents") for name in names)
 
 
 class _Counter:
-    """Counts one graph as inductor would run it: products and attention are kernels of their own, everything
-    between is fused, so that a tensor goes through memory only where it enters or leaves such a kernel."""
+    """Counts one graph as inductor would run it: products and attention are separate kernels, and everything between is fused, so
+    a tensor passes through memory only at the inputs and outputs of such a kernel."""
 
     def __init__(self, module: "torch.fx.GraphModule", products: list[Product], samples: int, length: int) -> None:
         self._samples, self._length = samples, length
@@ -318,7 +316,7 @@ class _Counter:
         value = _value(node)
         if value is None or value.dim() == 0:
             return False
-        # Tables of rotary angles are made once, not by a block; gradients that come in are activations.
+        # Tables of rotary angles are computed once, not by a block; incoming gradients are activations.
         return value.shape[0] in (self._samples, self._samples * self._length) and value.dim() > 1
 
     def total(self) -> float:
@@ -330,7 +328,7 @@ class _Counter:
         return self._per_token(self._read, tokens, heads)
 
     def saved(self, tokens: int, heads: int, kept: int) -> PerToken:
-        """What forward keeps: the last `kept` of its outputs that are not weights."""
+        """Bytes a token that forward keeps: the last `kept` of its outputs, without weights."""
         tally: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
         outputs = [each for each in self._output.args[0] if each is not None]
         for node in dict.fromkeys(outputs[len(outputs) - kept :]):
@@ -386,7 +384,7 @@ def _root(node: "torch.fx.Node") -> "torch.fx.Node":
 
 
 def _users(node: "torch.fx.Node") -> "list[torch.fx.Node]":
-    """Who reads a tensor, through views."""
+    """Nodes that read a tensor, through views."""
     out = []
     for user in node.users:
         out += _users(user) if _is_view(user) else [user]

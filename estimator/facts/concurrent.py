@@ -1,5 +1,4 @@
-"""The facts of several variants traced at the same time, a process each, before they are asked for one by
-one."""
+"""Traces several variants at the same time, in one process each, before they are requested one by one."""
 
 import multiprocessing
 import signal
@@ -20,8 +19,7 @@ _VARIANT = ("precision", "attention", "fusion", "kernels")
 
 
 def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
-    """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup
-    has."""
+    """Combinations of precision, attention, fusion and kernels in a space; missing knobs have the setup's values."""
     known: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
     known = {name: values for name, values in known.items() if name not in setup.fixed}
     precisions, attentions, fusions, kernels = (known.get(name, (getattr(setup, name),)) for name in _VARIANT)
@@ -31,24 +29,24 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
 def trace_concurrently(
     source: TracedFacts, variants: Iterable[Variant], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Traces those that are not known yet, as many at once as there are cores; what fails is left for later.
-    `progress` is called with how many of how many are done.
+    """Traces missing variants, one process a core; failures are left for later. `progress` is called with the number of finished
+    variants and the total.
 
-    Processes are forked, so that they have torch and transformers: only where no other thread runs that may
-    hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
+    Processes are forked, so that they inherit torch and transformers; this requires that no other thread runs that may hold a
+    lock. Otherwise nothing happens, and variants are traced when they are requested.
     """
     groups: dict[tuple[str, str], list[Variant]] = {}
-    # What kernels change follows from the facts without, and tf32 has those of fp32.
+    # Facts with kernels follow from those without, and tf32 has those of fp32.
     formed: Iterable[Variant] = (("fp32" if each[0] == "tf32" else each[0], *each[1:3], False) for each in variants)
     for variant in dict.fromkeys(formed):
         if not source.is_known(variant):
-            # Those that differ in fusion alone share a trace.
+            # Variants that differ in fusion only share a trace.
             groups.setdefault(variant[:2], []).append(variant)
     workers = min(usable_cores(), len(groups))
     if workers < 2 or sys.platform != "linux" or threading.active_count() > 1:
         return
     context = multiprocessing.get_context("fork")
-    # A process that is asked to end before it has its own handlers would run this one's, and stay.
+    # A process that is terminated before it has its own handlers would run this one's, and stay.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         pool = context.Pool(workers, initializer=_begin, initargs=(source,))
@@ -64,7 +62,7 @@ def trace_concurrently(
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _source: TracedFacts | None = None
-"""In a forked process: whose variants it traces."""
+"""In a forked process: the source whose variants it traces."""
 
 
 def _begin(source: TracedFacts) -> None:
@@ -72,7 +70,7 @@ def _begin(source: TracedFacts) -> None:
 
     global _source
     _source = source
-    # The process that waits for it ends it; what that does when it is asked to end is not for this one.
+    # The parent terminates this process; the parent's signal handlers must not run here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -88,5 +86,5 @@ def _trace(variants: list[Variant]) -> Mapping[Variant, ModelFacts]:
             precision, attention, fusion, kernels = variant
             found[variant] = _source.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
         except WorkloadError:
-            return found  # raised again where it is asked for
+            return found  # raised again when it is requested
     return found

@@ -1,4 +1,4 @@
-"""Operators that keep other things on CUDA than on the CPU where they are traced."""
+"""Operators that keep other tensors on CUDA than on the CPU, where they are traced."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ _UNDER_AUTOCAST_FP32 = (
     "nll_loss",
     "mse_loss",
 )
-"""What CUDA's autocast computes in float32 and the CPU's does not:
+"""Operators that CUDA's autocast runs in float32 and the CPU's does not:
 https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
 
 
@@ -28,15 +28,15 @@ def function_mode(
 ) -> AbstractContextManager[Any]:
     """A mode under which operators are traced as on `device_type`.
 
-    On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel whatever the
-    dropout and keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), and autocast runs
-    softmax and norms in float32. The CPU's own operators are left as they are.
+    On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel with or without dropout and
+    keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), and autocast runs softmax and norms in float32. The
+    CPU's own operators do not change.
 
     Args:
         device_type: `cuda` or `cpu`.
-        attended: told of every scaled dot-product attention as `attended(query, key, causal, run)`; on the
-            CPU `run()` is what it is to return the result of.
-        grouped: told of every grouped product, of a mixture's experts, as `grouped(rows, weights)`: (r, k),
+        attended: called for every scaled dot-product attention as `attended(query, key, causal, run)`; on the
+            CPU it returns the result of `run()`.
+        grouped: called for every grouped product of a mixture's experts, as `grouped(rows, weights)`: (r, k),
             sorted by expert, and (experts, k, n).
     """
     import torch
@@ -48,7 +48,7 @@ def function_mode(
     fp32 = {getattr(F, name) for name in _UNDER_AUTOCAST_FP32}
     fp32 |= {torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.Tensor.softmax}
     fp32 |= {torch.Tensor.log_softmax}
-    # Without values they are refused in float32, though the devices have them:
+    # Fake tensors reject them in float32, though the devices support them:
     # https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html
     grouped_products = {F.grouped_mm, grouped_mm}
 
@@ -130,7 +130,7 @@ def _functions() -> tuple[Any, Any, Any]:
         def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
             logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
-            # The kernels return (batch, sequence, heads, size), which the caller sees transposed.
+            # The kernels return (batch, sequence, heads, size), and the caller gets a transposed view.
             if out.dim() == 4:
                 out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])).transpose(1, 2)
             ctx.save_for_backward(query, key, value, out, logsumexp, mask)
@@ -139,7 +139,7 @@ def _functions() -> tuple[Any, Any, Any]:
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
             query, key, value, _, _, mask = ctx.saved_tensors
-            # A bias of relative positions is learned, and comes as a mask.
+            # A bias of relative positions is trained and passed as a mask.
             bias = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
             return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias
 

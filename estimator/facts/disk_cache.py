@@ -1,4 +1,4 @@
-"""Facts on disk: traced once per workload and variant, then read."""
+"""Disk cache of facts: each workload and variant is traced once."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 
 VERSION = 4
-"""Raised whenever tracing comes to see other things, so that older files are not read."""
+"""Version of the format, raised when tracing changes, so that older files are ignored."""
 
 
 def cache_folder() -> Path:
@@ -25,8 +25,7 @@ def cache_folder() -> Path:
 
 
 def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
-    """Names a file: digest of the workload's id, the variant, and the versions of what was traced with
-    what."""
+    """Name of a cache file: digest of the workload's id, the variant, and the versions of the packages involved."""
     return digest({"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": _versions()})
 
 
@@ -38,21 +37,21 @@ def _versions() -> dict[str, str]:
 
 
 def load(key: str, folder: Path | None = None) -> ModelFacts | None:
-    """The facts kept under a key; None where there are none that can be read."""
+    """The facts of a key; None if there are none or they cannot be read."""
     data = load_json(Path("facts", f"{key}.json"), folder)
     try:
         return None if data is None else facts_from(data)
-    except (KeyError, TypeError, ValueError):  # written by another version, or cut short by a full disk
+    except (KeyError, TypeError, ValueError):  # written by another version, or truncated by a full disk
         return None
 
 
 def store(key: str, facts: ModelFacts, folder: Path | None = None) -> None:
-    """Keeps facts. A reader sees the whole file or none, whoever else writes it."""
+    """Stores facts. Writes are atomic: a reader gets the whole file or none, even with concurrent writers."""
     store_json(Path("facts", f"{key}.json"), asdict(facts), folder)
 
 
 def load_json(name: Path, folder: Path | None = None) -> Any:
-    """A file of the cache; None where it is missing or no JSON."""
+    """A file of the cache; None if it is missing or not JSON."""
     try:
         return json.loads(((folder or cache_folder()) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,8 +59,7 @@ def load_json(name: Path, folder: Path | None = None) -> Any:
 
 
 def store_json(name: Path, data: Any, folder: Path | None = None) -> None:
-    """Writes a file of the cache. Where it cannot, nothing is kept, and the next process works it out
-    again."""
+    """Writes a file of the cache. If writing fails, nothing is stored, and the next process computes it again."""
     path = (folder or cache_folder()) / name
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,10 +74,10 @@ def store_json(name: Path, data: Any, folder: Path | None = None) -> None:
 
 
 def facts_from(data: Mapping[str, Any]) -> ModelFacts:
-    """The facts that `dataclasses.asdict` made this of.
+    """The inverse of `dataclasses.asdict` for facts.
 
     Raises:
-        KeyError, TypeError, ValueError: it did not.
+        KeyError, TypeError, ValueError: the data has another form.
     """
     parts = tuple(_part(each) for each in data["parts"])
     return ModelFacts(**{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])})

@@ -1,15 +1,15 @@
-"""What the knob `kernels` changes: the loss without the logits of a micro-batch.
+"""Facts under the knob `kernels`: the loss without the logits of a micro-batch.
 
 Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes
-of one in the products, 4 or 2. See `schedule/fused_logits.py` for what is computed.
+of one in the products, 4 or 2. `schedule/fused_logits.py` describes the computation.
 
 | of the head | in bytes |
 |---|---|
 | kept for backward, a token | r H, the gradient of its hidden state, in place of c H, its input |
-| there with a chunk, a token of it | 4 V, and c V beside it where c is not 4 |
-| there while the loss is formed | 4 V H, the gradient of the weight |
-| moved, a token, on a chunk | 40 V by operators, 12 V by casts where c is not 4 |
-| moved, a token, by adding to the weight's gradient | 8 V H / C, or (2 c + 8) V H / C where c is not 4 |
+| live with a chunk, a token of it | 4 V, and c V in addition if c is not 4 |
+| live while the loss is computed | 4 V H, the gradient of the weight |
+| moved, a token, on a chunk | 40 V by operators, 12 V by casts if c is not 4 |
+| moved, a token, by adding to the weight's gradient | 8 V H / C, or (2 c + 8) V H / C if c is not 4 |
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ OPERATORS = 20.0
 
 
 def unformed(facts: ModelFacts) -> ModelFacts:
-    """The facts with the logits unformed, from those with them; as they are where there is no vocabulary."""
+    """The facts with a loss that does not form the logits, from those with logits; unchanged without a vocabulary."""
     head = _head(facts)
     if head is None:
         note = "kernels: no head onto a vocabulary; as without it"
@@ -54,7 +54,7 @@ def unformed(facts: ModelFacts) -> ModelFacts:
 
 
 def _head(facts: ModelFacts) -> Matmul | None:
-    """The product that makes the logits."""
+    """The product that computes the logits."""
     has_loss = any(part.role == "loss" for part in facts.parts)
     found = [item for part in facts.parts if part.role == "head" for item in part.matmuls]
     found = [item for item in found if item.n == facts.vocabulary]
@@ -62,12 +62,12 @@ def _head(facts: ModelFacts) -> Matmul | None:
 
 
 def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:
-    """The facts with cross-entropy computed as one of `estimator.setup.LOSSES` says; None leaves it.
+    """The facts with cross-entropy computed by one of `estimator.setup.LOSSES`; None does not change it.
 
-    Of `plain` there are the logits, their fp32 copy and its logarithms, then the gradient of either; of `parallel` their fp32
-    copy, which becomes their shares, and the gradient in 16 bits: the copy is made, its largest found, subtracted, raised, summed
-    and divided, then scaled and cast, each a pass over memory (Megatron-LM, core/tensor_parallel/cross_entropy.py); of `fused`
-    the logits, in whose place their gradient comes: read twice, written once.
+    `plain` has the logits, their fp32 copy and its logarithms, then the gradient of both. `parallel` has their fp32 copy, which
+    becomes the softmax, and the gradient in 16 bits; the passes over memory are: copy, maximum, subtract, exponential, sum,
+    divide, then scale and cast (Megatron-LM, core/tensor_parallel/cross_entropy.py). `fused` has the logits, which their gradient
+    replaces: read twice, written once.
     """
     head = _head(facts)
     if loss is None or head is None:

@@ -1,4 +1,4 @@
-"""Where a model's repeated blocks are, and what tensor parallelism divides of it."""
+"""Repeated blocks of a model and their division by tensor parallelism."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 _TRIED_RANKS = (2, 3, 5)
-"""Tensor-parallel degrees at which a schedule is asked what it cuts; 25 heads, as of gpt2-xl, want the 5."""
+"""Tensor-parallel degrees for which a schedule's plan is queried; 25 heads, as in gpt2-xl, need the 5."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model's repeated blocks are, and what tensor parallelism divides."""
+    """Repeated blocks of a model and their division by tensor parallelism."""
 
     blocks: tuple[str, ...]
     """Paths of the repeated blocks."""
     cuts: Mapping[str, int] | None
-    """Dimension that is cut of each parameter that is; None where nobody has a plan."""
+    """Sharded dimension of each sharded parameter; None without a plan."""
     notes: list[str] = field(default_factory=list)
-    """What was assumed."""
+    """Assumptions."""
 
     @classmethod
     def of(cls, workload: Workload) -> "Layout":
-        """Asks the workload's schedule.
+        """Queries the workload's schedule.
 
         Raises:
             WorkloadError: the model cannot be built.
@@ -45,16 +45,16 @@ class Layout:
         return cls(blocks, cuts, notes)
 
     def split(self, product: Product, earlier: Sequence[Product], attended: bool, width: int) -> str:
-        """What tensor parallelism divides of a product: `column`, `row` or `none`."""
+        """Dimension of a product that tensor parallelism divides: `column`, `row` or `none`."""
         if not product.weight:
             return "none"
         if self.cuts is not None:
             dim = self.cuts.get(product.weight)
             if dim is None:
                 return "none"
-            dim -= product.stacked  # counts the experts
+            dim -= product.stacked  # without the dimension of experts
             return "column" if dim == (0 if product.transposed else 1) else "row"
-        # Megatron's way (arXiv:1909.08053): into a segment by columns, out of it by rows.
+        # As in Megatron (arXiv:1909.08053): columns at the start of a segment, rows at its end.
         if not width or width not in (product.k, product.n):
             return "none"
         return "row" if attended or product.k != width else "column"

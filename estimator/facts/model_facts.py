@@ -1,4 +1,4 @@
-"""What the estimator needs to know of a model: parameters, products, saved activations, part by part."""
+"""Facts of a model that the estimator uses: parameters, products, saved activations, part by part."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ROLES = ("embedding", "block", "norm", "head", "loss", "other")
 SPLITS = ("none", "column", "row")
 
 Variant = tuple[str, str, bool, bool]
-"""What the facts of a model depend on: the knobs (precision, attention, fusion, kernels)."""
+"""Knobs that the facts of a model depend on: (precision, attention, fusion, kernels)."""
 FLASH = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that keep no scores."""
 
@@ -26,17 +26,17 @@ class Matmul:
     k: int
     """Inner dimension of the whole, unsharded product."""
     n: int
-    """Outer dimension of it."""
+    """Outer dimension of the whole, unsharded product."""
     split: str = "none"
-    """What tensor parallelism divides: `column` n, `row` k, `none` neither."""
+    """Dimension that tensor parallelism divides: `column` n, `row` k, `none` neither."""
     count: int = 1
     """Products of this shape in one instance of the part."""
     rows: float = 1.0
-    """Rows a token: below 1 where fewer rows than tokens take part (a pooler), above where more (experts)."""
+    """Rows a token: below 1 if the product has fewer rows than tokens (a pooler), above if it has more (experts)."""
     trainable: bool = True
-    """Whether the weight gets a gradient; a frozen one costs one product in backward rather than two."""
+    """True if the weight gets a gradient; a frozen one costs one product in backward rather than two."""
     experts: int = 1
-    """Experts of each mixture, of which these are the products, one each; 1 where they are of none."""
+    """Number of experts of each mixture if these are its products, one each; otherwise 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,82 +46,81 @@ class Attention:
     heads: int
     """Query heads of the whole layer."""
     kv_heads: int
-    """Key and value heads of it."""
+    """Key and value heads of the whole layer."""
     head_dim: int
     """Elements of a head."""
     causal: bool = True
-    """Whether a fused kernel may skip the half above the diagonal."""
+    """True if a fused kernel may skip the half above the diagonal."""
     window: int | None = None
-    """Keys that a query sees at most; None: the whole sequence."""
+    """Maximum number of keys that a query attends to; None: the whole sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerToken:
-    """Bytes a token, sorted by what divides them. `b = whole + sequence / s + sharded / tp`.
+    """Bytes a token, grouped by their divisors. `b = whole + sequence / s + sharded / tp`.
 
-    `s` is tp with sequence parallelism, else 1. To it come `scores` bytes for each head, query and key,
-    divided by tp like the heads, where attention is eager.
+    `s` is tp with sequence parallelism, else 1. Eager attention adds `scores` bytes for each head, query and key, divided by tp
+    like the heads.
     """
 
     whole: float = 0.0
-    """Kept by every tensor-parallel rank in full, with or without sequence parallelism."""
+    """Kept in full by every tensor-parallel rank, with or without sequence parallelism."""
     sequence: float = 0.0
-    """Between the tensor-parallel segments (norms, dropout, residual): divided by sequence parallelism
-    only."""
+    """Between the tensor-parallel segments (norms, dropout, residual): divided by sequence parallelism only."""
     sharded: float = 0.0
-    """Inside them: divided by tp."""
+    """Inside the tensor-parallel segments: divided by tp."""
     scores: float = 0.0
     """For each head, query and key; 0 for fused attention kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A module that occurs once, or `count` times alike (the repeated block)."""
+    """A module that occurs once, or `count` identical modules (the repeated block)."""
 
     name: str
-    """Its name, for the breakdown."""
+    """Name in the breakdown."""
     role: str
-    """`embedding` (first pipeline stage), `block` (shared out among the stages, checkpointed), `norm`,
-    `head`, `loss` (last stage), or `other` (last stage)."""
+    """`embedding` (first pipeline stage), `block` (divided among the stages, checkpointed), `norm`, `head`, `loss` (last stage),
+    or `other` (last stage)."""
     count: int = 1
-    """How many of it there are."""
+    """Number of instances."""
     parameters: int = 0
     """Parameters of one instance, whole; a tied head has none of its own."""
     sharded: int = 0
-    """Those of them that tensor parallelism divides; the rest every rank holds."""
+    """The parameters that tensor parallelism divides; every rank has the rest."""
     frozen: int = 0
-    """Those without gradient and optimizer state."""
+    """The parameters without gradient and optimizer state."""
     experts: int = 0
-    """Those of the experts of mixtures, which `ep` ranks share."""
+    """The parameters of the experts of mixtures, which `ep` ranks share."""
     routed: float = 0.0
-    """Elements a token that go to experts, and as many that come back."""
+    """Elements a token that are sent to experts, and as many that are returned."""
     matmuls: tuple[Matmul, ...] = ()
     """Products with weights, forward, of one instance."""
     attention: Attention | None = None
     """Its attention, not among `matmuls`."""
     saved: PerToken = PerToken()
-    """What forward keeps for backward, one instance, at the facts' precision, attention and fusion."""
+    """Tensors that forward keeps for backward, one instance, at the facts' precision, attention and fusion."""
     boundary: float = 0.0
-    """The instance's input, bytes a token (divided by sequence parallelism): all a checkpointed one keeps."""
+    """The instance's input, bytes a token (divided by sequence parallelism): all that a checkpointed one keeps."""
     transient: PerToken = PerToken()
-    """Live beside `saved` at the instance's own peak: recomputed or backward temporaries, fp32 logits."""
+    """Live in addition to `saved` at the instance's own peak: recomputed or backward temporaries, fp32 logits."""
     traffic: PerToken = PerToken()
     """Bytes that memory-bound operators (norms, activations, residuals, casts) read and write, forward."""
     traffic_backward: PerToken | None = None
     """The same in backward; None: twice the forward."""
     saved_fixed: float = 0.0
-    """Bytes kept whatever the batch, one instance: autocast's copies of weights. Divided like `sharded`
-    parameters; a checkpointed instance keeps none."""
+    """Bytes kept independent of the batch, one instance: autocast's copies of weights. Divided like `sharded` parameters; a
+    checkpointed instance keeps none."""
     traffic_fixed: float = 0.0
-    """Bytes moved in each forward whatever the batch: autocast's casting of weights."""
+    """Bytes moved in each forward independent of the batch: autocast's casts of weights."""
     kernels: float = 0.0
     """Kernels launched in forward, products and attention included; backward counts twice."""
     chunk: int = 0
-    """Tokens that are done at a time, 0 for all at once: `transient` is of so many at most, half of a
-    micro-batch where that is less, and `kernels` are launched for every chunk."""
+    """Tokens that are processed at a time, 0 for all at once: `transient` is that of one chunk, or of half a micro-batch if that
+    is less, and `kernels` are launched for every chunk."""
     transient_fixed: float = 0.0
-    """Bytes live beside `transient` whatever the batch, divided like it: the gradient of a weight that is
-    formed in forward, before it is added to what earlier micro-batches left."""
+    """Bytes live in addition to `transient` independent of the batch, divided like it: the gradient of a weight that forward
+    computes, before it is added to that of earlier micro-batches."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -136,19 +135,18 @@ class Part:
 
 
 class FactsSource(Protocol):
-    """Whatever can tell the facts of a model for a precision, an attention implementation and fusion."""
+    """Source of the facts of a model for a precision, an attention implementation and fusion."""
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> "ModelFacts":
-        """The facts of that variant; called once a variant, so it may take seconds."""
+        """The facts of one variant; called once a variant, so it may take seconds."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """A model in numbers, for one precision, attention implementation and fusion."""
+    """Facts of a model for one precision, attention implementation and fusion."""
 
     name: str
-    """What the model is called."""
     parts: tuple[Part, ...]
     """In the order of the forward pass."""
     precision: str = "bf16"
@@ -156,13 +154,13 @@ class ModelFacts:
     fusion: bool = False
     kernels: bool = False
     tied: bool = False
-    """Whether the head is the embedding's matrix: with pp > 1 first and last stage both hold it."""
+    """True if the head shares the embedding's matrix: with pp > 1 first and last stage both have it."""
     vocabulary: int = 0
-    """KnobArrays of the logits; 0 where there are none."""
+    """Columns of the logits; 0 without logits."""
     shape: "Shape | None" = None
-    """The shape numbers these come from, where they do: other variants follow from them."""
+    """The shape numbers that these facts are computed from, if any: other variants follow from them."""
     notes: tuple[str, ...] = ()
-    """What could not be found out and was assumed, in words."""
+    """Assumptions about missing information, in words."""
 
     @property
     def parameters(self) -> int:
@@ -171,19 +169,18 @@ class ModelFacts:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """The numbers of experts of its mixtures, each once, ascending; empty for none."""
+        """The distinct numbers of experts of its mixtures, ascending; empty for none."""
         return tuple(sorted({item.experts for part in self.parts for item in part.matmuls if item.experts > 1}))
 
     @property
     def blocks(self) -> int:
-        """Repeated blocks."""
+        """Number of repeated blocks."""
         return sum(part.count for part in self.parts if part.role == "block")
 
     def model_flops(self, seq_len: int) -> float:
         """FLOPs of one token, forward and backward, without recomputation; attention over the whole square.
 
-        The convention of PaLM (arXiv:2204.02311, appendix B): 6 a matrix element, 12 * heads * head_dim *
-        seq_len for attention.
+        The convention of PaLM (arXiv:2204.02311, appendix B): 6 a matrix element, 12 * heads * head_dim * seq_len for attention.
         """
         total = 0.0
         for part in self.parts:
@@ -215,10 +212,10 @@ class ModelFacts:
         cls, *, precision: str = "bf16", attention: str = "sdpa", fusion: bool = False, kernels: bool = False,
         **shape: Any,
     ) -> "ModelFacts":  # fmt: skip
-        """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
+        """Facts from shape numbers: the fields of `Shape` by name. No model is needed.
 
-        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008,
-        vocabulary=32000).parameters 6738415616
+        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000).parameters
+        6738415616
         """
         known = set(Shape.__slots__)
         for name in shape:
@@ -230,7 +227,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A decoder or encoder transformer in a dozen numbers. Llama's conventions where nothing else is said."""
+    """Shape numbers of a decoder or encoder transformer. The defaults are Llama's conventions."""
 
     layers: int
     """Repeated blocks."""
@@ -247,19 +244,18 @@ class Shape:
     intermediate: int | None = None
     """Inner size of the feed-forward network; None: 4 * hidden."""
     gated: bool = True
-    """Whether the feed-forward network has a gate (SwiGLU), i.e. three matrices instead of two."""
+    """True if the feed-forward network has a gate (SwiGLU), i.e. three matrices instead of two."""
     tied: bool = False
-    """Whether the head is the embedding's matrix."""
+    """True if the head shares the embedding's matrix."""
     causal: bool = True
-    """Whether tokens attend to earlier ones only."""
+    """True if tokens attend to earlier ones only."""
     positions: int = 0
-    """Learned position embeddings; 0: rotary."""
+    """Number of learned position embeddings; 0: rotary."""
     biases: bool = False
-    """Whether products and norms have biases (GPT-2)."""
+    """True if products and norms have biases (GPT-2)."""
     dropout: bool = False
-    """Whether there is dropout: it keeps a mask of a byte an element."""
+    """True if the model has dropout, which keeps a mask of a byte an element."""
     name: str = "shape"
-    """What the model is called."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "head_dim", "intermediate"):
@@ -294,15 +290,15 @@ def bytes_of(precision: str) -> int:
 def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kernels: bool) -> ModelFacts:
     """Counts parameters, products, saved activations and memory traffic of `shape`.
 
-    Saved activations are those of Korthikanti et al., arXiv:2205.05198, section 4, generalised to grouped key
-    and value heads, gated feed-forward networks and rotary positions. Without `fusion` or `kernels` norms and
-    activation functions are the chains of plain operators that transformers runs, which keep more and read
-    memory more often; with either they are one kernel each. In the functions below, b and r are the bytes of a value in
-    products and in the residual stream, and `lean` is with either.
+    Saved activations are those of Korthikanti et al., arXiv:2205.05198, section 4, generalised to grouped key and value heads,
+    gated feed-forward networks and rotary positions. Without `fusion` or `kernels`, norms and activation functions are the chains
+    of plain operators that transformers runs, which keep more and read memory more often; with either they are one kernel each.
+    In the functions below, b and r are the bytes of a value in products and in the residual stream, and `lean` means that either
+    is on.
     """
     if attention not in ("eager", *FLASH):
         raise UsageError(unknown("attention", attention, ("eager", *FLASH)))
-    # Under autocast the residual stream and the norms stay fp32, products and attention are half.
+    # Under autocast the residual stream and the norms stay fp32, products and attention are 16-bit.
     b, r, lean = bytes_of(precision), 2 if precision == "bf16_pure" else 4, fusion or kernels
     return ModelFacts(
         name=shape.name,
@@ -376,7 +372,7 @@ def _loss(shape: Shape, b: int, lean: bool) -> Part:
 
 
 def _norm_saved(h: int, b: int, r: int, layer_norm: bool, lean: bool) -> float:
-    """Input and output of a norm, and what the plain operators of an RMSNorm keep between them."""
+    """Input and output of a norm, and the intermediate tensors that the plain operators of an RMSNorm keep."""
     if lean or layer_norm:
         return float((r + b) * h)
     # fp32 copy of a half-precision input, normalised values before the weight.
@@ -412,8 +408,8 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
         sharded += b * 2 * (q - kv)  # keys and values repeated for every query head
-    # SwiGLU keeps gate, up, act(gate) and the product; fused it recomputes act(gate). GELU keeps both its
-    # ends.
+    # SwiGLU keeps gate, up, act(gate) and the product; fused, it recomputes act(gate). GELU keeps its
+    # input and output.
     sharded += b * inner * ((3 if lean else 4) if shape.gated else 2)
     # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
     scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))

@@ -1,4 +1,4 @@
-"""Follows one training step on fake tensors and sorts what happens into segments of the model."""
+"""Records one training step on fake tensors, by segments of the model."""
 
 import weakref
 from collections.abc import Callable
@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 Split = Callable[[Product, "list[Product]", bool, int], str]
-"""`split(product, earlier products of the segment, whether attention came since, width of the residual
-stream)`."""
+"""`split(product, earlier products of the segment, True if attention ran since, width of the residual stream)`."""
 
 
 class Recorder:
-    """Follows a step and sorts what happens into segments."""
+    """Records a step by segments of the model."""
 
     def __init__(self, model: "nn.Module", blocks: set[str], split: Split, samples: int, seq_len: int | None) -> None:
         self._model, self._blocks, self._split = model, blocks, split
@@ -56,10 +55,10 @@ class Recorder:
             self._keep.append(storage)
         self.operators = _operators(self)
 
-    # Where in the model.
+    # Position in the model.
 
     def hooks(self) -> ExitStack:
-        """Follows entering and leaving modules while it is open."""
+        """Tracks entering and leaving modules while it is open."""
         stack = ExitStack()
         for path, module in self._model.named_modules():
             before = module.register_forward_pre_hook(self._entering(path), with_kwargs=True)
@@ -103,7 +102,7 @@ class Recorder:
         self._width = segment.boundary_width
 
     def _region(self, path: str, block: bool) -> Segment:
-        # What runs in a container between two blocks is apart from what runs in it behind the last.
+        # Operators of a container between two blocks are separate from those behind the last.
         key = path if block else f"{path}@{self._begun}"
         if key not in self._open:
             self._open[key] = Segment(path=path, block=block, after=self._begun)
@@ -122,16 +121,16 @@ class Recorder:
         self._start_live = self._live
 
     def turn(self) -> None:
-        """Forward has ended."""
+        """Records the end of forward."""
         self._forward_end = self._start_live = self._live
-        # The loss's spike may be in forward: the tail's peak since the last block ended.
+        # The loss's peak may be in forward: that of the tail since the last block ended.
         self._backward = True
         self._inside = False
 
-    # What autograd keeps.
+    # Saved tensors.
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Records what is saved for backward while it is open."""
+        """Records tensors that are saved for backward while it is open."""
         import torch
 
         def pack(tensor: "torch.Tensor") -> "torch.Tensor":
@@ -164,18 +163,18 @@ class Recorder:
         shape, length = tensor.shape, self._seq_len
         if not length or len(shape) < 3 or not shape[-1] == shape[-2] == length:
             return False
-        # Hidden states are (batch, sequence, hidden), and hidden may well be the sequence length.
+        # Hidden states are (batch, sequence, hidden), and hidden may equal the sequence length.
         return len(shape) > 3 or shape[0] > self._samples
 
-    # What is live.
+    # Live bytes.
 
     @property
     def live(self) -> float:
-        """Live bytes, parameters and their gradients not counted."""
+        """Live bytes, without parameters and their gradients."""
         return self._live
 
     def keep(self, size: float) -> None:
-        """Counts bytes as live that no tensor shows; negative ones are freed."""
+        """Counts bytes of memory without a tensor as live; negative ones are freed."""
         if size > 0:
             self._grow(size)
         else:
@@ -198,7 +197,7 @@ class Recorder:
             else:
                 self._tail_peak = max(self._tail_peak, self._live)
         elif not self._in_block:
-            # Of what runs outside blocks only the last, the head and the loss, has the peak.
+            # Outside blocks, only the last part, the head and the loss, has the peak.
             self._tail_peak = max(self._tail_peak, self._live)
 
     def _freed(self, key: int) -> None:
@@ -215,14 +214,14 @@ class Recorder:
             self._live -= found[1]
         self._keep.append(storage)
 
-    # What is computed.
+    # Operators.
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operator ran."""
+        """Records an operator that ran."""
         import torch
 
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-        if not outputs:  # asks for a property
+        if not outputs:  # reads a property
             return
         stores = {id(each.untyped_storage()) for each in inputs}
         is_view = bool(outputs) and all(id(each.untyped_storage()) in stores for each in outputs)
@@ -253,7 +252,7 @@ class Recorder:
         moved = {
             id(each): (each, float(each.numel() * each.element_size()))
             for each in (*inputs, *outputs)
-            # Of a table of embeddings only some rows are read; the weights of norms are next to nothing.
+            # Only some rows of an embedding table are read; the weights of norms are negligible.
             if id(each.untyped_storage()) not in self._weights and func is not aten.embedding_dense_backward.default
         }
         if func is aten._to_copy.default and self._of_a_weight(inputs[0]):
@@ -265,7 +264,7 @@ class Recorder:
             tally.add(self._kind(each), size)
 
     def _of_a_weight(self, tensor: "torch.Tensor") -> bool:
-        """Whether it is a weight or, in backward, has the shape of one, as its gradient does."""
+        """True for a weight and, in backward, for a tensor with the shape of one, as its gradient has."""
         if not self._backward:
             return id(tensor.untyped_storage()) in self._weights
         return tensor.dim() == 2 and tuple(tensor.shape) in self._shapes
@@ -312,7 +311,7 @@ class Recorder:
             self._attended = False
 
     def attend(self, call: AttentionCall, segment: Segment) -> None:
-        """An attention ran."""
+        """Records an attention."""
         if not self._in_attention:
             segment.attention.append(call)
         self._attended = True
@@ -320,7 +319,7 @@ class Recorder:
     def attending(
         self, query: "torch.Tensor", key: "torch.Tensor", causal: bool, run: "Callable[[], torch.Tensor]"
     ) -> "torch.Tensor":
-        """Runs an attention that is one function; what it is made of below counts as that one."""
+        """Runs an attention that is one function; its inner operators count as that one."""
         heads = query.shape[-3] if query.dim() > 2 else 1
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
         call = AttentionCall(heads, kv_heads, query.shape[-1], query.shape[-2], key.shape[-2], causal)
@@ -332,8 +331,7 @@ class Recorder:
             self._in_attention = False
 
     def grouped(self, rows: "torch.Tensor", weights: "torch.Tensor") -> None:
-        """A product of (r, k) rows, sorted by expert, with (experts, k, n) weights ran: as many rows each on
-        average."""
+        """Records a product of (r, k) rows, sorted by expert, with (experts, k, n) weights; rows are averaged over experts."""
         experts, k, n = weights.shape
         name = self._weights[id(weights.untyped_storage())]
         segment = self._here()
@@ -341,17 +339,17 @@ class Recorder:
         transposed = weights.stride(1) == 1
         self._count_product(name, rows.shape[0] / experts, k, n, transposed, segment, count=experts, stacked=True)
 
-    # The end.
+    # End of the step.
 
     def started(self, func: Any) -> None:
-        """An operator is about to run."""
+        """Records the start of an operator."""
         self._operator = str(func)
 
     def failed(self, error: BaseException) -> None:
-        """The step stopped.
+        """Handles an error that stopped the step.
 
         Raises:
-            WorkloadError: it is the workload's own fault.
+            WorkloadError: the workload caused it.
         """
         from ...base.errors import RedlineError
 
@@ -364,7 +362,7 @@ class Recorder:
         self._operator = f"{name} in {where}" if not self._backward else f"{name} in backward"
 
     def recorded(self, segments: list[Segment] | None = None) -> StepTrace:
-        """What was seen, `segments` in place of its own."""
+        """The recorded step, with `segments` in place of its own."""
         named = dict(self._model.named_parameters())
         return StepTrace(
             segments=self.segments if segments is None else segments,

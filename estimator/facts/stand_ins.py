@@ -1,9 +1,8 @@
-"""Blocks that are as another was, stood in for while a step is traced.
+"""Replaces repeated blocks by stand-ins while a step is traced.
 
-Thirty-two blocks alike keep, compute and move the same, so it is enough to follow the first of a kind, the
-second (the first may hold what is made once for all) and the last (whose backward begins beside the loss's
-gradient). The others give outputs like those of the second without running, and are then said to have done
-what it did.
+Thirty-two identical blocks keep, compute and move the same, so it is enough to record the first of a kind, the second (the first
+may contain tensors that are created once for all) and the last (its backward begins while the loss's gradient is live). The
+others return outputs like those of the second without running, and its record is copied for them.
 """
 
 from collections.abc import Callable
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Run:
-    """How a block ran that others are like."""
+    """Record of a block that stand-ins copy."""
 
     inputs: Any
     """Its `(args, kwargs)`, with a `Spec` for every tensor."""
     outputs: Any = None
-    """What it returned, with a `_Made` or a `_Passed` for every tensor."""
+    """Return value, with a `_Made` or a `_Passed` for every tensor."""
     live: float = 0.0
-    """Bytes that it left behind, its outputs not counted."""
+    """Bytes that stay live after it, without its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor that a block made."""
+    """A tensor that a block created."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,19 +45,19 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """A tensor that a block returned as it got it."""
+    """An input tensor that a block returned."""
 
     leaf: int
-    """Which of the tensors among its inputs."""
+    """Index among the tensors of its inputs."""
 
 
 class StandIns:
-    """Stands in for blocks of a model that are like one that runs.
+    """Replaces blocks of a model that are identical to one that runs.
 
     Args:
-        model: whose step is traced.
+        model: the traced model.
         blocks: paths of its repeated blocks, in their order.
-        recorder: follows the step.
+        recorder: records the step.
     """
 
     def __init__(self, model: "nn.Module", blocks: "tuple[str, ...]", recorder: "Recorder") -> None:
@@ -68,7 +67,7 @@ class StandIns:
         self._twin_of = stand_ins_for(model, blocks)
 
     def standing_in(self) -> ExitStack:
-        """Stands in for blocks while it is open."""
+        """Replaces blocks while it is open."""
         stack = ExitStack()
         for path in {*self._twin_of, *self._twin_of.values()}:
             module = self._model.get_submodule(path)
@@ -80,7 +79,7 @@ class StandIns:
         return stack
 
     def segments(self, seen: list[Segment]) -> list[Segment]:
-        """The segments of a step, those of the stood-in blocks as their stand_ins'."""
+        """The segments of a step; those of replaced blocks are copies of their twins' segments."""
         by_path = {segment.path: segment for segment in seen if segment.block}
         return [
             _as(segment, by_path[self._stood_in[segment.path]])
@@ -126,7 +125,7 @@ class StandIns:
 
 
 def _as(segment: Segment, twin: Segment) -> Segment:
-    """A stood-in block's segment: what its twin did, with its own weights."""
+    """The segment of a replaced block: its twin's, with its own weights."""
 
     def own(name: str) -> str:
         inside = name.startswith(twin.path + ".")
@@ -143,7 +142,7 @@ def _as(segment: Segment, twin: Segment) -> Segment:
 
 
 def _reachable(twin: _Run, given: "list[torch.Tensor]") -> bool:
-    """Whether gradients find their way from what is made to what was given."""
+    """True if gradients can flow from the created tensors to the given ones."""
     if any(isinstance(each, _Made) and each.requires_grad for each in _leaves(twin.outputs)):
         return any(each.requires_grad for each in given)
     return True
@@ -168,7 +167,7 @@ def _function() -> Any:
     import torch
 
     class StandIn(torch.autograd.Function):
-        """Makes tensors of inputs, and gradients of the inputs of theirs."""
+        """Creates output tensors from inputs, and gradients of the inputs from those of the outputs."""
 
         @staticmethod
         def forward(ctx: Any, recorder: Any, live: float, made: tuple[_Made, ...], *given: Any) -> Any:

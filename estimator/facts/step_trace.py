@@ -1,4 +1,4 @@
-"""What a traced step leaves: segments of the model, with what each computed, kept and moved."""
+"""Trace of a step: segments of the model, with the operators, kept bytes and memory traffic of each."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ class Spec:
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The Spec of a tensor; anything else as it is."""
+        """The Spec of a tensor; other values are returned unchanged."""
         import torch
 
         if not isinstance(value, torch.Tensor):
@@ -32,18 +32,18 @@ class Product:
     n: int
     trainable: bool
     transposed: bool
-    """Whether the weight is stored n x k, as nn.Linear does."""
+    """True if the weight is stored n x k, as in nn.Linear."""
     split: str = "none"
-    """What tensor parallelism divides of it: `column`, `row` or `none`."""
+    """Dimension that tensor parallelism divides: `column`, `row` or `none`."""
     count: int = 1
-    """How many alike: a mixture's experts."""
+    """Number of identical products: a mixture's experts."""
     stacked: bool = False
-    """Whether the weight is that of all of them, experts x k x n or experts x n x k."""
+    """True if one weight contains all of them, experts x k x n or experts x n x k."""
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """A scaled dot-product attention, whatever the implementation."""
+    """A scaled dot-product attention of any implementation."""
 
     heads: int
     kv_heads: int
@@ -55,45 +55,45 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class Tally:
-    """Bytes, apart by what tensor parallelism does to them."""
+    """Bytes by their division under tensor parallelism."""
 
     outside: float = 0.0
     """Between the tensor-parallel segments."""
     inside: float = 0.0
-    """Between a column-split product and the row-split one behind it."""
+    """Between a column-split product and the row-split one after it."""
     scores: float = 0.0
-    """Of tensors of queries x keys."""
+    """Tensors of queries x keys."""
 
     def add(self, kind: str, amount: float) -> None:
-        """Adds to the field of that name."""
+        """Adds to the field `kind`."""
         setattr(self, kind, getattr(self, kind) + amount)
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all fields."""
         return self.outside + self.inside + self.scores
 
 
 @dataclass(slots=True)
 class Segment:
-    """A repeated block, or what runs in one module between the blocks. Bytes are of the traced batch."""
+    """A repeated block, or the operators of one module between the blocks. Bytes are of the traced batch."""
 
     path: str
-    """Path of the module; of the innermost for what is in no block."""
+    """Path of the module; the innermost one for operators outside blocks."""
     block: bool
-    """Whether it is a repeated block."""
+    """True for a repeated block."""
     after: int
-    """How many blocks had begun when it was first entered, itself included."""
+    """Number of blocks that had begun when it was first entered, itself included."""
     products: list[Product] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
     saved: Tally = field(default_factory=Tally)
     saved_fixed: float = 0.0
     """Kept copies of weights, such as autocast's: bytes that do not grow with the batch."""
     saved_rows: float = 0.0
-    """Kept bytes of whole numbers: token ids, labels, masks."""
+    """Kept bytes of integers: token ids, labels, masks."""
     traffic: Tally = field(default_factory=Tally)
     backward: Tally = field(default_factory=Tally)
-    """Bytes read and written by operators that are no products, backward."""
+    """Bytes read and written by operators other than products, backward."""
     traffic_fixed: float = 0.0
     """Bytes that casting weights moves, forward; they do not grow with the batch."""
     kernels: int = 0
@@ -103,9 +103,9 @@ class Segment:
     boundary: float = 0.0
     """Bytes of the inputs that need a gradient."""
     boundary_width: int = 0
-    """Last dimension of the widest of them."""
+    """Last dimension of the widest of these inputs."""
     transient: float = 0.0
-    """Peak of live bytes in its backward beyond those at its start; gradients of parameters not counted."""
+    """Peak of live bytes in its backward beyond those at its start, without gradients of parameters."""
     parameters: set[str] = field(default_factory=set)
     """Names of the parameters that it reads."""
     inputs: Any = None
@@ -114,7 +114,7 @@ class Segment:
 
 @dataclass(slots=True)
 class StepTrace:
-    """What one step did, in the order of the forward pass."""
+    """Trace of one step, in the order of the forward pass."""
 
     segments: list[Segment]
     parameters: dict[str, tuple[int, ...]]
@@ -122,7 +122,7 @@ class StepTrace:
     frozen: set[str]
     samples: int
     tail_transient: float
-    """Peak of live bytes around the loss beyond what forward keeps."""
+    """Peak of live bytes around the loss beyond the tensors that forward keeps."""
     operator: str = ""
-    """Operator at which tracing stopped, with where and why; empty where it came to the end."""
+    """Operator at which tracing stopped, with position and reason; empty if it completed."""
     error: str = ""

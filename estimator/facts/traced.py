@@ -1,4 +1,4 @@
-"""The facts of any workload, by tracing one step of it on fake tensors."""
+"""Facts of any workload, by tracing one step of it on fake tensors."""
 
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ from .tracing import trace_step
 
 
 class TracingError(WorkloadError):
-    """A model cannot be traced. `known` holds the facts that do not need it: parts with their parameters."""
+    """A model cannot be traced. `known` has the facts that do not need a trace: parts with their parameters."""
 
     known: ModelFacts
 
@@ -29,14 +29,13 @@ class TracingError(WorkloadError):
 
 @dataclass
 class TracedFacts:
-    """The facts of a workload in every variant; each is traced when first asked for, and cached on disk."""
+    """The facts of a workload in every variant; each is traced on first use and cached on disk."""
 
     workload: Workload
-    """Whose facts."""
     device_type: str = "cuda"
-    """Where it would run: `cuda` or `cpu`, which keep different things for backward."""
+    """Device of the training: `cuda` or `cpu`, which keep different tensors for backward."""
     folder: Path | None = None
-    """Where facts are cached; None for the user's cache folder."""
+    """Folder of the cache; None for the user's cache folder."""
     _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
     _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
@@ -69,8 +68,8 @@ class TracedFacts:
         return self._known[variant]
 
     def is_known(self, variant: Variant) -> bool:
-        """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the
-        disk: what `kernels` changes follows from what is known without."""
+        """True if (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on disk; facts with
+        `kernels` follow from those without."""
         precision, attention, fusion, _ = variant
         precision = "fp32" if precision == "tf32" else precision
         formed = (precision, attention, fusion)
@@ -83,7 +82,7 @@ class TracedFacts:
         return found is not None
 
     def add(self, found: Mapping[Variant, ModelFacts]) -> None:
-        """Takes over variants that another process traced."""
+        """Adds variants that another process traced."""
         self._known.update({variant[:3]: facts for variant, facts in found.items()})
 
 
@@ -101,22 +100,22 @@ def trace_facts(
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
 
-    Takes a second or a few and no memory to speak of, on any machine, then milliseconds, from the disk.
+    Tracing takes a few seconds and negligible memory on any machine; reading from disk takes milliseconds.
 
     Args:
-        workload: any, one's own modules too.
+        workload: any, including a user's own modules.
         precision, attention, fusion, kernels: values of the knobs. An attention that the workload does not
-            have is left out.
-        device_type: where it would run.
+            have is ignored.
+        device_type: device of the training.
         folder: of the cache; None for the user's.
-        cached: whether to read and write it.
-        steps: steps that were traced, by precision and attention; a variant with fusion starts from that
+        cached: True to read and write the cache.
+        steps: steps that were traced, by precision and attention; a variant with fusion starts from the one
             without.
 
     Raises:
-        TracingError: the model cannot be traced; says at which operator, and carries what is known without
-            it.
-        WorkloadError: it cannot be built, or its batch or loss is not what it must be.
+        TracingError: the model cannot be traced; names the operator, and has the facts that are known without
+            a trace.
+        WorkloadError: the model cannot be built, or its batch or loss is invalid.
     """
     if not isinstance(workload.model, Architecture):
         attention = "sdpa" if attention is None else attention
@@ -201,7 +200,7 @@ def _sorry(workload: Workload, seen: StepTrace, known: ModelFacts, layout: "Layo
 
 
 def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
-    """The segments of a trace, gathered into parts in the order of the forward pass."""
+    """The segments of a trace, grouped into parts in the order of the forward pass."""
     owned = _owned(seen, layout)
     maker = _Maker(workload, seen, layout, owned)
     before: list[Segment] = []
@@ -209,7 +208,7 @@ def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
     tail: list[Segment] = []
     kinds: dict[Hashable, list[Segment]] = {}
     reached = {segment.path for segment in seen.segments if segment.block}
-    # Blocks that were not come to still have their parameters.
+    # Blocks that were not reached still have their parameters.
     missed = [Segment(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
     for segment in (*seen.segments, *missed):
         if segment.block:
@@ -243,7 +242,7 @@ def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
 
 
 def _tail(tail: list[Segment], *, has_blocks: bool) -> tuple[list[Segment], list[Segment], list[Segment]]:
-    """What comes behind the last block, sorted into norm, head and loss."""
+    """The segments after the last block, divided into norm, head and loss."""
     if not has_blocks:
         return [], [], tail
     products = [index for index, each in enumerate(tail) if each.products]
@@ -262,7 +261,7 @@ def _tail(tail: list[Segment], *, has_blocks: bool) -> tuple[list[Segment], list
 
 
 def _owned(seen: StepTrace, layout: Layout) -> dict[str, set[str]]:
-    """The parameters of each segment, by its key; those that nothing reads under the empty key."""
+    """The parameters of each segment, by its key; unread parameters have the empty key."""
     owned: dict[str, set[str]] = {}
     left = set(seen.parameters)
     for path in layout.blocks:
@@ -283,8 +282,7 @@ def _key(path: str, block: bool, after: int) -> str:
 
 
 def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
-    """`vocabulary` and `tied` of the model's last product, where it makes logits of an embedded
-    vocabulary."""
+    """`vocabulary` and `tied` of the model's last product, if it computes logits of an embedded vocabulary."""
     last = [each for segment in seen.segments if segment.after == len(layout.blocks) for each in segment.products]
     tokens = [each for each in last if each.weight]
     if not tokens or not layout.blocks:
@@ -295,7 +293,7 @@ def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
 
 
 class _Maker:
-    """Makes parts of segments: bytes of a batch become bytes a token."""
+    """Converts segments to parts: bytes of a batch become bytes a token."""
 
     def __init__(self, workload: Workload, seen: StepTrace, layout: Layout, owned: Mapping[str, set[str]]) -> None:
         self._seen, self._layout, self._owned = seen, layout, owned
@@ -304,21 +302,21 @@ class _Maker:
         self._is_causal = getattr(workload.model, "task", "") == "causal"
 
     def signature(self, segment: Segment) -> Hashable:
-        """Equal for blocks that are alike."""
+        """Key that is equal for identical blocks."""
         products = tuple((each.k, each.n, each.rows, each.count) for each in segment.products)
         calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in segment.attention)
         return products, calls, self._count(self._names(segment))
 
     def block(self, name: str, alike: list[Segment]) -> Part:
-        """The part of blocks that are alike. The first may hold what is made once for all, the last may see
-        other temporaries, so it is their median that counts."""
+        """The part of identical blocks. It uses their median: the first may contain tensors that are created once for all, and
+        the last may have other temporaries."""
         one = sorted(alike, key=lambda each: each.saved.total)[len(alike) // 2]
-        # The last block's backward begins while the loss's gradient is still there.
+        # The last block's backward begins while the loss's gradient is live.
         transient = statistics.median_low(each.transient for each in alike)
         return self._make(name, "block", [one], count=len(alike), transient=transient)
 
     def part(self, name: str, role: str, segments: list[Segment], spike: float = 0.0) -> Part:
-        """The part of several segments together."""
+        """The combined part of several segments."""
         return self._make(name, role, segments, count=1, transient=spike)
 
     def unused(self, names: set[str]) -> Part:
@@ -412,8 +410,8 @@ class _Maker:
         )
 
     def _split_transient(self, total: float, boundary: float, saved: PerToken) -> PerToken:
-        """Which of the temporaries tensor parallelism divides: all but the gradients of the residual stream,
-        where anything inside is."""
+        """Divides the temporaries by tensor parallelism: all but the gradients of the residual stream, if any tensor inside is
+        divided."""
         if not saved.sharded and not saved.scores:
             return PerToken(sequence=total)
         outside = min(total, 2 * boundary)

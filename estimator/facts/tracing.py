@@ -1,10 +1,9 @@
-"""One training step of a workload on fake tensors: what each segment of the model computes, keeps and moves.
+"""Traces one training step of a workload on fake tensors: operators, kept bytes and memory traffic of each segment.
 
-This is the adapter to PyTorch's tracing machinery. It stands on `FakeTensorMode` (no memory, no arithmetic),
-`saved_tensors_hooks` (what autograd keeps) and `TorchDispatchMode` (every operator, forward and backward),
-which work on any machine. `torch.distributed._tools` has a memory tracker and a runtime estimator over the
-same parts; the tracker knows neither what tensor parallelism divides nor what depends on the batch, and the
-runtime estimator aborts without CUDA, so neither is used.
+This is the adapter to PyTorch's tracing APIs. It uses `FakeTensorMode` (no memory, no arithmetic), `saved_tensors_hooks` (tensors
+that autograd keeps) and `TorchDispatchMode` (every operator, forward and backward), which work on any machine.
+`torch.distributed._tools` has a memory tracker and a runtime estimator on the same basis. The tracker does not distinguish bytes
+that tensor parallelism divides or that depend on the batch, and the runtime estimator aborts without CUDA, so neither is used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAMPLES = 2
-"""Samples of the traced batch: with two, what has a batch dimension can be told from what is broadcast over
-it."""
+"""Samples of the traced batch: with two, tensors with a batch dimension differ from tensors that are broadcast over it."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 HALVES = {name: _DTYPES[formats.autocast] for name, formats in FORMATS.items() if formats.autocast}
-"""Precisions that are autocast, to what. fp8 is traced as bf16: its products save scales and casts
-besides."""
+"""Autocast dtype of each precision that uses autocast. fp8 is traced as bf16: its products also save scales and casts."""
 
 
 def trace_step(
@@ -50,18 +47,18 @@ def trace_step(
     """Traces one step of `samples` samples, forward and backward.
 
     Args:
-        workload: whose step.
+        workload: the workload.
         blocks: paths of its repeated blocks.
-        split: tells what tensor parallelism divides of a product: `column`, `row` or `none`.
+        split: returns the dimension of a product that tensor parallelism divides: `column`, `row` or `none`.
         precision: a value of the knob.
         attention: a value of the knob; None for the workload's default. Flash attention is traced as sdpa.
-        device_type: where it would run: `cuda` and `cpu` keep different things of dropout and attention.
+        device_type: device of the training: `cuda` and `cpu` keep different tensors of dropout and attention.
         samples: of the batch.
-        every_block: whether to follow blocks, too, that are like one that was followed; it takes longer, to
-            the same end.
+        every_block: True to also record blocks that are identical to a recorded one; slower, with the same
+            result.
 
     Raises:
-        WorkloadError: the batch or the loss is not what it must be.
+        WorkloadError: the batch or the loss is invalid.
     """
     import torch
 
@@ -107,9 +104,9 @@ def _traced_config(workload: Workload, precision: str, attention: str | None) ->
 
 
 def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.Module":
-    """The workload's module with fake tensors of the CPU for weights.
+    """The workload's module with fake CPU tensors as weights.
 
-    Fake tensors of the CPU rather than meta tensors, which autocast passes over.
+    Fake CPU tensors are used rather than meta tensors, which autocast ignores.
 
     Raises:
         WorkloadError: the model cannot be built.
@@ -119,7 +116,7 @@ def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.
     try:
         with fake:
             return workload.build_model(config)
-    except RuntimeError:  # its constructor looks at values, as drawing from a truncated distribution does
+    except RuntimeError:  # its constructor reads values, as drawing from a truncated distribution does
         model = skeleton(workload, config)
     with fake:
         _replace(model, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype))
@@ -127,13 +124,12 @@ def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.
 
 
 def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
-    """What `model.to(dtype)` does, for a model of fake tensors, whose parameters cannot be swapped in
-    place."""
+    """Equivalent of `model.to(dtype)` for a model of fake tensors, whose parameters cannot be swapped in place."""
     _replace(model, lambda each: each.to(dtype) if each.is_floating_point() else each)
 
 
 def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]") -> None:
-    """Puts other tensors in place of parameters and buffers; what was one parameter stays one."""
+    """Replaces parameters and buffers by other tensors; shared parameters stay shared."""
     import torch
 
     done: dict[int, Any] = {}
@@ -152,5 +148,4 @@ _FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What operators raise on tensors without values. Input errors of redline are ValueErrors too: see
-`failed`."""
+"""Errors that operators raise on tensors without values. Input errors of redline are ValueErrors too: see `failed`."""
