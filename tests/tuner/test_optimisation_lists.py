@@ -9,7 +9,7 @@ import torch
 from redline.base.errors import UsageError
 from redline.knobs.strategy import BLOCK_KNOBS
 from redline.tuner.accelerate import decision
-from redline.tuner.accelerate.decision import KNOBS, Wanted, decide
+from redline.tuner.accelerate.decision import KNOBS, StrategyRequest, decide
 from redline.tuner.accelerate.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
 from redline.tuner.ranks import Place
 
@@ -163,8 +163,8 @@ def test_what_the_model_cannot_follow_is_said():
 ])  # fmt: skip
 def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, said):
     workload, place = redline.workload("llama-tiny", seq_len=32), Place(rank=0, local_rank=0, size=2)
-    assert decide(workload, Wanted(strategy=strategy), place, 2).notes == (said,)
-    here = decide(workload, Wanted(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
+    assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (said,)
+    here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
     assert here.config["sequence_parallel"] is True and here.notes == ()
 
 
