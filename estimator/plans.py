@@ -10,13 +10,9 @@ from ..base.errors import UsageError
 from ..space import Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
-from .survey import Predicted, Ranked, Survey, predict, ranking, surveyed
+from .survey import DRAWN, Predicted, Ranked, Survey, climbed, predict, ranking, surveyed
 from .time import BINDS, TIME_TERMS
 
-DRAWN = 10_000
-"""Number of configurations of a larger space that are predicted first; a local search starts from the best of them."""
-STARTS, STEPS = 3, 20
-"""Number of plans whose neighbours are predicted, and the maximum number of steps."""
 LOOKED_AT, AT_ONCE = 20_000, 500
 """Number of configurations that are searched for different plans, and the number that are created at once."""
 CLOSE, HALF = 0.97, 0.5
@@ -61,8 +57,8 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
     found = predict(estimator, space, most=DRAWN, seed=seed)
-    if found.valid is None or found.drawn < found.valid:
-        found = _improved(found, max(top, STARTS))
+    if not found.whole:
+        found = climbed(found, lambda found, count: _to_improve(found, count if count == 1 else max(top, count)))
     ranks = hopeful(found.table)
     best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
     safest, small = _beside_best(found.table, ranks)
@@ -74,22 +70,11 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     )
 
 
-def _improved(found: Predicted, starts: int) -> Predicted:
-    """Adds predictions of the neighbours of the best plans, step by step until none is better: neighbours in two knobs, and
-    finally those of the best plan in three, since a larger micro-batch often fits only with another degree and more
-    checkpointing."""
-    for changes, count in ((2, starts), (3, 1)):
-        known: set[int] = set()
-        for _ in range(STEPS):
-            ranks = hopeful(found.table)
-            wanted = distinct(found, ranks, count)
-            if count > 1:
-                wanted += [each for each in _beside_best(found.table, ranks) if each is not None]
-            if known.issuperset(wanted):
-                break
-            found = found.beside(sorted(set(wanted) - known), changes)
-            known.update(wanted)
-    return found
+def _to_improve(found: Predicted, count: int) -> list[int]:
+    """The best configurations of different plans; with several also the alternatives to the best."""
+    ranks = hopeful(found.table)
+    alternatives = _beside_best(found.table, ranks) if count > 1 else ()
+    return [*distinct(found, ranks, count), *(each for each in alternatives if each is not None)]
 
 
 def _beside_best(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:

@@ -21,6 +21,10 @@ from .hardware import Hardware
 
 MAX_CONFIGS = 200_000
 """Maximum number of configurations that are predicted at once; a larger space is sampled."""
+DRAWN = 10_000
+"""Configurations that are drawn of a space that steps to neighbours improve."""
+STARTS, STEPS = 3, 20
+"""Configurations whose neighbours are predicted at each step, and the most steps."""
 
 
 def device_of(hardware: Hardware) -> Device:
@@ -143,6 +147,11 @@ class Predicted:
         """Valid configurations of the space; None if they are too many to count."""
         return self.space.size if self.space.enumerable else None
 
+    @property
+    def whole(self) -> bool:
+        """True if the predictions are of the whole space."""
+        return self.valid == self.drawn
+
     def take(self, indices: np.ndarray) -> list[Config]:
         """The configurations of these rows."""
         return self.space.made(self.choices.take(indices))
@@ -173,9 +182,11 @@ def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed
     """Predicts every configuration of a space, or a sample of `most` of them if there are more.
 
     Args:
-        most: None for `MAX_CONFIGS`.
+        most: None for `MAX_CONFIGS`, or `DRAWN` where a space cannot be listed.
     """
-    choices = space.choices(MAX_CONFIGS if most is None else most, seed)
+    if most is None:
+        most = MAX_CONFIGS if space.enumerable else DRAWN
+    choices = space.choices(most, seed)
     table = _table(estimator, space, choices)
     return Predicted(space=space, estimator=estimator, table=table, choices=choices, drawn=choices.rows)
 
@@ -184,6 +195,26 @@ def _table(estimator: Estimator, space: Space, choices: Choices) -> EstimateTabl
     # The estimator derives `dp` and `grad_accum` itself.
     by_columns = {knob.name for knob in space.knobs if knob.derived} <= {"dp", "grad_accum"}
     return estimator.table(columns_of(space, estimator, choices) if by_columns else space.made(choices))
+
+
+def climbed(found: Predicted, wanted: Callable[[Predicted, int], Sequence[int]]) -> Predicted:
+    """The predictions, with those of the neighbours of the wanted configurations, step by step until no others are wanted:
+    neighbours in two knobs, and at last those of the best in three, since a larger micro-batch often fits only with another
+    degree and more checkpointing.
+
+    Args:
+        found: predictions of a sample.
+        wanted: returns rows of the predictions, the given number of the best, or some more.
+    """
+    for changes, count in ((2, STARTS), (3, 1)):
+        known: set[int] = set()
+        for _ in range(STEPS):
+            rows = wanted(found, count)
+            if known.issuperset(rows):
+                break
+            found = found.beside(sorted(set(rows) - known), changes)
+            known.update(rows)
+    return found
 
 
 def survey(
@@ -196,7 +227,7 @@ def survey(
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
-    A space with more than `MAX_CONFIGS` is sampled evenly.
+    A space with more than `MAX_CONFIGS` is sampled evenly, and the best are improved by steps to neighbours.
 
     Args:
         order: selects and ranks configurations in place of `ranking`.
@@ -204,7 +235,10 @@ def survey(
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
     found = predict(estimator, space, seed=seed)
-    ranks = (order or ranking)(found.table)
+    order = order or ranking
+    if not found.whole:
+        found = climbed(found, lambda found, count: order(found.table)[:count].tolist())
+    ranks = order(found.table)
     return surveyed(found, ranks, tuple(found.ranked(int(index)) for index in ranks[:top]))
 
 
@@ -257,13 +291,6 @@ def ranking(table: EstimateTable) -> np.ndarray:
     """Indices of the configurations that fit, the fastest first; ties are ordered by memory."""
     fits = np.flatnonzero(table.fits & np.isfinite(table.step_ms))
     return fits[np.lexsort((table.peak_memory_mib[fits], -table.throughput[fits]))]
-
-
-def hopeful(table: EstimateTable) -> np.ndarray:
-    """Indices of the configurations that fit, by throughput times the chance to fit, the highest first."""
-    fits = ranking(table)
-    expected = table.throughput[fits] * table.probability_fits[fits]
-    return fits[np.argsort(-expected, kind="stable")]
 
 
 def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:

@@ -306,9 +306,8 @@ def _stage_time(
     """Terms of one optimizer step, s, as if this stage were the slowest."""
     rank = _Rank(stage, pp, facts, cols, setup, hardware, constants)
     slot = _slot(rank, work)
-    limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
-    if limited < 1:
-        share = clocks(slot.products, slot.whole - slot.products, limited)
+    if rank.limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, rank.limited)
         slot = _slot(rank, {key: value.at_clocks(share) for key, value in work.items()})
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
@@ -364,9 +363,8 @@ def _layered_time(
         )
     whole = _Rank(stage, pp, facts, cols, setup, hardware, constants)
     slot = _joined([_slot(rank, work) for rank, work in zip(ranks, works, strict=True)], whole.none)
-    limited = products_of(hardware).sustained if constants.limited_rate is None else constants.limited_rate
-    if limited < 1:
-        share = clocks(slot.products, slot.whole - slot.products, limited)
+    if whole.limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, whole.limited)
         slowed = [{key: value.at_clocks(share) for key, value in work.items()} for work in works]
         slot = _joined([_slot(rank, work) for rank, work in zip(ranks, slowed, strict=True)], whole.none)
     for degree, times in handovers(stage, layers, int(cols.tp[0])).items():
@@ -468,6 +466,46 @@ class _Rank(Rank):
         return together + np.where(self.apart > 0, own, 0.0)
 
     @cached_property
+    def tensor_pair(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a pair of tensor parallelism's collectives, and those of the host to start it.
+
+        Two all-reduces a block in each pass, or as many pairs of all-gather and reduce-scatter (of the same bytes) under sequence
+        parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+        """
+        tensor = group(self.cols.tp, np.ones(len(self.tp), int), self.devices, self.hardware, self.constants)
+        moved = self.tokens * _hidden(self.facts) * bytes_of(self.facts.precision)
+        pair = np.where(
+            self.cols.sequence_parallel,
+            2 * tensor.gather(moved, self.collective),
+            tensor.reduce(moved, self.collective),
+        )
+        start = np.where(self.tp > 1, 2 * self.constants.launch_us * 1e-6, 0.0)
+        if self.pp > 1:
+            crossing = self.devices > self.hardware.devices_per_node
+            step = self.constants.ring_step_with_pipeline_us
+            start = start + np.where(crossing, 2 * (self.tp - 1) * step * 1e-6, 0.0)
+        if self.setup.overlap_tensor:
+            pair = pair * (1 - self.constants.overlap_tensor)
+        return pair, start
+
+    @cached_property
+    def links(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """For each part of the stage, by its id: seconds of an exchange of heads and of one of experts' rows, and the excess of
+        the fullest expert's rows over the mean."""
+        width, found = bytes_of(self.facts.precision), {}
+        for part in (*(part for part, _ in self.stage.blocks), *self.stage.ends):
+            heads = all_to_alls(self, part, self.heads, self.collective)
+            rows = 2 * self.experts.seconds(self.tokens * part.routed * width, self.collective)
+            found[id(part)] = heads, rows, uneven(part, self.cols.ep, self.constants) - 1
+        return found
+
+    @cached_property
+    def limited(self) -> float:
+        """Share of the rate of products that is left if a device runs nothing else."""
+        rate = self.constants.limited_rate
+        return products_of(self.hardware).sustained if rate is None else rate
+
+    @cached_property
     def pieces(self) -> float:
         """Number of pieces: gradients and weights are sent block by block, with the parameters outside blocks as one more."""
         return 1.0 + sum(count for _, count in self.stage.blocks)
@@ -531,44 +569,21 @@ def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarra
     return np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
 
 
-def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a pair of tensor parallelism's collectives, and those of the host to start it.
-
-    Two all-reduces a block in each pass, or as many pairs of all-gather and reduce-scatter (of the same bytes) under sequence
-    parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
-    """
-    tensor = group(rank.cols.tp, np.ones(len(rank.tp), int), rank.devices, rank.hardware, rank.constants)
-    moved = rank.tokens * _hidden(rank.facts) * bytes_of(rank.facts.precision)
-    pair = np.where(
-        rank.cols.sequence_parallel, 2 * tensor.gather(moved, rank.collective), tensor.reduce(moved, rank.collective)
-    )
-    start = np.where(rank.tp > 1, 2 * rank.constants.launch_us * 1e-6, 0.0)
-    if rank.pp > 1:
-        crossing = rank.devices > rank.hardware.devices_per_node
-        step = rank.constants.ring_step_with_pipeline_us
-        start = start + np.where(crossing, 2 * (rank.tp - 1) * step * 1e-6, 0.0)
-    if rank.setup.overlap_tensor:
-        pair = pair * (1 - rank.constants.overlap_tensor)
-    return pair, start
-
-
 def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
     """One micro-batch: device and links run one after the other, and take at least as long as the host's launches.
 
     Under sequence parallelism, backward gathers the inputs of products again.
     """
-    pair, start = _tensor_pair(rank)
-    anew, width = np.where(rank.cols.sequence_parallel, 1.0, 0.0), bytes_of(rank.facts.precision)
+    pair, start = rank.tensor_pair
+    anew = np.where(rank.cols.sequence_parallel, 1.0, 0.0)
     out = _Slot(**dict.fromkeys(_Slot.__slots__, rank.none))
     for part, count in (*rank.stage.blocks, *((each, each.count) for each in rank.stage.ends)):
         item = work[id(part)]
         block = part.role == "block"
         ratio = rank.cols.checkpoint_ratio if block else rank.none
         pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
-        ahead, exchange = pairs * pair, all_to_alls(rank, part, rank.heads, rank.collective)
+        ahead, (exchange, rows, late) = pairs * pair, rank.links[id(part)]
         around, around_back = ring_waits(rank, part, rank.ring, rank.collective, item.attention, item.attention_back)
-        rows = 2 * rank.experts.seconds(rank.tokens * part.routed * width, rank.collective)
-        late = uneven(part, rank.cols.ep, rank.constants) - 1
         there = exchange + around + rows + late * item.experts
         home = exchange + around_back + rows + late * item.experts_back
         back = ahead * (1 + anew / 2)

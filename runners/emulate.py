@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import usable_cores
 from ..base.errors import UsageError, WorkloadError, unknown
+from ..estimator.estimate import Z80
 from ..estimator.wire import Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 RANKS = ("deciding", "all")
 """Names of the sets of ranks that can be emulated."""
 Z95 = 1.959964
+"""Half-width of a 95 % interval, in standard deviations."""
 NCCL_CHANNEL_MIB = 1.0
 """NCCL's buffers of one channel to one peer, MiB: those of the protocols Simple (512 KiB a direction), LL and LL128 as
 NCCL_BUFFSIZE and its documentation state them, halved since most channels use one of them."""
@@ -207,7 +209,7 @@ class EmulateRunner(Runner):
         if self.emulation.memory_only:
             assert self._estimator is not None, "what is not timed is predicted"
             estimate = self._estimator(request.config)
-            step, spread = estimate.step_ms / 1e3, (estimate.step_ms_high - estimate.step_ms_low) / 2e3
+            step, spread = estimate.step_ms / 1e3, Z95 / Z80 * (estimate.step_ms_high - estimate.step_ms_low) / 2e3
             modelled = step
             notes.append("memory measured, time predicted")
         else:

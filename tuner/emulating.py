@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import Device, available_memory_mib, usable_cores
 from ..base.errors import UsageError
 from ..estimator.constants import Constants
-from ..estimator.hardware import find_hardware, recognise
+from ..estimator.hardware import find_hardware
+from ..estimator.measuring import table_entry
+from ..estimator.plans import choose
 from ..estimator.time import BINDS
 from ..frameworks.registry import find_launcher
 from ..results import Measurement, Status, Trial
@@ -17,7 +19,7 @@ from ..runners.command.command import Command
 from ..runners.emulate import EmulateRunner, EmulationTerms, wire_here
 from ..runners.host import HostAgent
 from ..runners.runner import TrialRequest
-from ..space import Config, Space
+from ..space import Space
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
@@ -122,14 +124,12 @@ def _is(name: str, kind: str, device: Device) -> bool:
     """True if hardware is the device here."""
     if device.type == "cpu":
         return kind == "cpu"
-    found = recognise(device.name, device.memory_mib)
+    found = table_entry(device)
     return name.startswith("this-") or (found is not None and found.name == name)
 
 
 AHEAD = 3
 """Number of configurations that are emulated with their times before the first trial, to correct the estimate."""
-LOOKED_AT = 256
-"""Number of configurations from which the fastest by the estimate are selected."""
 
 
 def check_emulate_first(request: "Request", task: "Task") -> None:
@@ -207,8 +207,7 @@ class EmulateFirst(Runner):
 def corrected_by_emulation(
     estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
 ) -> "Estimator":
-    """Returns the estimator, corrected by emulated trials of the fastest configurations by the estimate, of different
-    degrees.
+    """Returns the estimator, corrected by emulated trials of the estimate's best plans.
 
     Args:
         estimator: estimator of the task.
@@ -216,16 +215,9 @@ def corrected_by_emulation(
         runner: emulates with times.
         say: receives messages.
     """
-    configs = space.sample(min(LOOKED_AT, len(space)) if space.enumerable else LOOKED_AT, seed=0)
-    table = estimator.table(configs)
-    order = sorted(range(len(configs)), key=lambda at: -float(table.throughput[at]) * bool(table.fits[at]))
-    chosen: dict[tuple[Any, ...], Config] = {}
-    for at in order:
-        chosen.setdefault(tuple(configs[at].get(name) for name in ("tp", "pp", "zero", "sp", "cp")), configs[at])
-        if len(chosen) == AHEAD:
-            break
     trials = []
-    for number, config in enumerate(chosen.values()):
+    for number, each in enumerate(choose(estimator, space, top=AHEAD).best):
+        config = each.config
         say("emulating")
         measured = runner.run(TrialRequest(config=config, number=number))
         trials.append(Trial(number=number, config=config, measurement=measured))

@@ -90,6 +90,13 @@ def test_memory_alone_is_measured_and_the_time_predicted(emulate):
     assert measured.emulated_ranks == "0,32"
     assert measured.seconds_modelled == pytest.approx(1e-3 * measured.step_ms)
     assert 10 < measured.peak_memory_mib < 1000
+    workload = rl.workload("gpt2-tiny", global_batch=256)
+    estimate = rl.Estimator(workload, H100, {"devices": 64})(Config(micro_batch=4, zero=1, pp=2))
+    assert measured.step_ms == pytest.approx(estimate.step_ms)
+    # From an interval of 80 % to one of 95 %.
+    assert measured.step_ms_spread == pytest.approx(
+        1.529 * (estimate.step_ms_high - estimate.step_ms_low) / 2, rel=1e-3
+    )
     assert "memory measured, time predicted" in measured.reason
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import redline as rl
 import yaml
-from redline.cli import main
+from command_line import run
 from redline.cli.outcome import print_result
 from redline.cli.progress import trial_line
 from redline.estimator import Shape
@@ -25,13 +25,6 @@ FIX = {
     "attention": "sdpa", "fusion": False, "kernels": False, "offload": "none", "fused_optimizer": True,
     "checkpoint_ratio": 0.0,
 }  # fmt: skip
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 def precisions(**how):

@@ -10,16 +10,8 @@ import sys
 import click
 import pytest
 import redline as rl
-from redline.cli import main
+from command_line import run
 from redline.cli.main import redline
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output and standard error of a command line, in this process."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.mark.parametrize("command", redline.list_commands(None))

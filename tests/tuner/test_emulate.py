@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import redline as rl
 import yaml
+from command_line import run
 from redline.base.errors import UsageError
-from redline.cli import main
 from redline.frameworks.launcher import alone
 from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.results import Measurement, Status, Trial
@@ -34,13 +34,6 @@ NARROW = {
         "cp": 1,
     },
 }
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import re
 import threading
 
 import pytest
+from command_line import run
 from redline.base.errors import UsageError
-from redline.cli import main
 from redline.estimator import Shape, document
 from redline.estimator.document import estimate_document
 from redline.estimator.plans import choose, plan_of
@@ -19,13 +19,6 @@ SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.fixture(scope="module")

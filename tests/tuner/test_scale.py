@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 import redline as rl
-from redline.cli import main
+from command_line import run
 from redline.results.scaling import COLUMNS, ScalePoint, Scaling
 from redline.tuner.listener import SearchListener
 from redline.tuner.scaling import counts_of
@@ -17,13 +17,6 @@ SIMULATED = {"runner": "simulate", "hardware": "h100-80gb", "trials": 3, "seq_le
 NARROW = {
     "fix": {"attention": "sdpa", "precision": "bf16", "fusion": False, "kernels": False, "checkpoint_ratio": 0},
 }
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,10 @@ import io
 import json
 
 import pytest
-from redline.cli import main
+from command_line import run
 from redline.results import Measurement, RunFolder, Status
 
 KNOBS = {"micro_batch": (1, 2, 4), "fusion": (False, True)}
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output and standard error of a command line."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import redline as rl
 import torch
 import yaml
-from redline.cli import main
+from command_line import run
 from redline.estimator import Hardware
 from redline.tuner import predicting
 from torch import nn
@@ -24,13 +24,6 @@ NARROW = {
         "fused_optimizer": True,
     },
 }
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redline as rl
 import yaml
+from command_line import run
 from redline.base.errors import UsageError
-from redline.cli import main
 from redline.tuner.predicting import described
 from redline.tuner.request import Request
 from redline.tuner.task import resolve_task
@@ -37,13 +37,6 @@ def checkout(tmp_path, monkeypatch):
     Path("knobs.yaml").write_text(SPACE)
     Path("train.py").write_text(TRAIN)
     return f"{shlex.quote(sys.executable)} train.py {{micro_batch}} {{mode}}"
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 OPTIONS = ["--space", "knobs.yaml", "--sampler", "grid", "--measure-time", "100ms"]

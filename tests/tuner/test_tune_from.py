@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redline as rl
 import yaml
+from command_line import run
 from redline.base.errors import UsageError
-from redline.cli import main
 
 DEEPSPEED = {
     "train_batch_size": 8,
@@ -35,13 +35,6 @@ def folder(tmp_path, monkeypatch):
     Path("reader.py").write_text(READER)
     Path("own.yaml").write_text("knobs: [{name: batch, values: [1]}]")
     Path("ds.json").write_text(json.dumps(DEEPSPEED))
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 def configurations(folder):
