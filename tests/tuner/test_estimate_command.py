@@ -373,6 +373,7 @@ def test_of_a_space_that_is_too_large_the_drawn_ones_are_counted(question, monke
     monkeypatch.setattr("redline.estimator.survey.MAX_CONFIGS", 300)
     drawn = survey(question.estimator, question.space)
     assert drawn.predicted == 300 < drawn.valid == whole.valid and 0 < drawn.fitting <= 300
+    assert drawn.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput), "steps lead there"
     for each in drawn.best:
         assert each.config in question.space
         assert each.estimate.throughput == pytest.approx(question.estimator(each.config).throughput)
