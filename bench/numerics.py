@@ -189,6 +189,8 @@ EXPERTS = """## Experts over ranks
 
 Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
 replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
+With a [capacity](parallel.md#capacity-of-experts) one process has the same and trains the same micro-batches one after the
+other, those of the first rank first.
 """
 RUNS = """## A strategy per layer
 

@@ -18,7 +18,7 @@ from .setup import PRECISIONS, TrainingSetup
 
 _NUMBERS = {
     "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
-    "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
+    "checkpoint_ratio": float, "capacity_factor": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
 _ABSENT = np.array(None, dtype=object)
@@ -50,6 +50,8 @@ class KnobArrays:
     dp: np.ndarray
     ep: np.ndarray
     """Replicas that share the experts."""
+    capacity_factor: np.ndarray
+    """Rows that each expert computes, relative to the mean; 0 for those that the router gives it."""
     zero: np.ndarray
     hsdp: np.ndarray
     """Groups of replicas, each with all pieces of sharded tensors."""
@@ -239,7 +241,7 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 _BOUNDS = {
     "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None),
     "micro_batch": (1, None), "zero": (0, 3),
-    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
+    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None), "capacity_factor": (0, None),
 }  # fmt: skip
 """Smallest and largest values of numeric knobs."""
 

@@ -238,7 +238,7 @@ def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) ->
     with_scores, without = (
         per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
     )
-    own = kept(part, rank.ep, rank.tp, rank.facts.precision, constants)
+    own = kept(part, rank.cols, rank.facts.precision, constants)
     return np.where(rank.cols.cp > 1, without, with_scores) + own
 
 

@@ -11,18 +11,20 @@ from .megatron_model import architecture_of, model_flags
 from .setup import Setup, words
 from .target import Target, hashed, sourced
 from .trainer import read_optimizer
-from .words import Framework, Stated, Word, Words
+from .words import Framework, Stated, Word, Words, number
 
 CHECKED = ("megatron-core", "0.19")
 
 _BACKEND, _DISTRIBUTED, _CUT = "attention-backend", "use-distributed-optimizer", "data-parallel-sharding-strategy"
 _FULL = {"recompute-granularity": "full", "recompute-method": "uniform"}
+_CAPACITY = "moe-expert-capacity-factor"
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 WORDS = Words(
     Word(knob="tp", keys=("tensor-model-parallel-size",)),
     Word(knob="pp", keys=("pipeline-model-parallel-size",)),
     Word(knob="cp", keys=("context-parallel-size",)),
     Word(knob="ep", keys=("expert-model-parallel-size",)),
+    Word(knob="capacity_factor", keys=(_CAPACITY,)),
     Word(knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)),
     Word(knob="micro_batch", keys=("micro-batch-size",)),
     Word(
@@ -91,6 +93,10 @@ def flags(setup: Setup) -> list[str]:
         out += _said("cp", setup.cp)
     if (experts := setup.knob("ep")) > 1:
         out += _said("ep", experts)
+    if factor := setup.knob("capacity_factor"):
+        # Only this dispatcher has capacities; rows are dropped by the router's probabilities by default, as in redline.
+        out += [*_said("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
+        out.append("--moe-token-dispatcher-type alltoall")
     if setup.knob("sequence_parallel") and setup.tp > 1:
         out += _said("sequence_parallel", True)
     if setup.micro_batch is not None:
@@ -239,7 +245,9 @@ LAUNCHER = Launcher(
 
 
 def prepare(stated: Stated) -> None:
-    """Adds settings that a flag implies."""
+    """Adds settings that a flag implies, and removes a capacity that stands for none."""
+    if isinstance(factor := number(stated.get(_CAPACITY)), int | float) and factor < 0:
+        stated.override(_CAPACITY, None)
     if stated.flag("use-megatron-fsdp", "use-custom-fsdp"):
         stated.set(_DISTRIBUTED, True)
         stated.set(_CUT, "optim_grads_params")

@@ -144,6 +144,10 @@ def _dense(k: Any, context: RuleContext) -> Any:
     return context.experts == () and k.ep > 1
 
 
+def _dense_capacity(k: Any, context: RuleContext) -> Any:
+    return context.experts == () and k.capacity_factor > 0
+
+
 def _uneven_experts(k: Any, context: RuleContext) -> Any:
     return bool(context.experts) and gcd(*(context.experts or ())) % k.ep != 0
 
@@ -366,6 +370,12 @@ RULES: Sequence[Rule] = (
         general=True,
     ),
     _rule("experts of a dense model", "ep", _dense, "the model has no experts, so ep must be 1", general=True),
+    _rule(
+        "capacity of a dense model",
+        "capacity_factor",
+        _dense_capacity,
+        "the model has no experts, so capacity_factor must be 0",
+    ),
     _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
     _rule(
         "replicas that share experts",

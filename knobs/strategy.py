@@ -6,7 +6,7 @@ from it. `redline.knobs.meaning` defines the meaning of the values, `redline.kno
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from ..base.errors import UsageError
@@ -23,6 +23,8 @@ DEGREES = ("tp", "sp", "cp", "pp", "dp")
 BLOCK_KNOBS = ("strategy",)
 """Knobs that name blocks by their indices. No default space varies them: they come from a refinement block by block, or
 are given."""
+ON_REQUEST = (*BLOCK_KNOBS, "capacity_factor")
+"""Knobs that no default space has: one that is given joins it."""
 
 
 def is_whole(value: Any) -> bool:
@@ -59,6 +61,10 @@ _SHARE = Values(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
     "a number from 0 to 1",
 )
+_FACTOR = Values(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and isfinite(value),
+    "a number from 0 on",
+)
 _STAGE = Values(lambda value: is_whole(value) and 0 <= value <= 3, "a stage from 0 to 3")
 _NAME = Values(lambda value: value is None or isinstance(value, str), "a name")
 _LAYERS = Values(lambda value: value is None or _is_layers(value), "runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3")
@@ -81,6 +87,8 @@ class Strategy:
     dp: int = _knob(1, _DEGREE)
     ep: int = _knob(1, _DEGREE)
     """Neighbours among the replicas that share the experts of a mixture."""
+    capacity_factor: float = _knob(0, _FACTOR)
+    """Rows that an expert computes at most in training, relative to the mean; the others are dropped. 0: all."""
     zero: int = _knob(0, _STAGE, -1)
     hsdp: int = _knob(1, _DEGREE, 1)
     sequence_parallel: bool = _knob(False, _FLAG)
@@ -118,13 +126,7 @@ class Strategy:
         Raises:
             UsageError: a knob has an invalid value, or the global batch cannot be divided.
         """
-        given = {name: config[name] for name in _NAMES if name in config}
-        for name, value in given.items():
-            values = _NAMES[name]
-            if not values.contain(value):
-                if name == "strategy" and isinstance(value, str):
-                    parse(value)  # says where it is wrong
-                raise UsageError(f"{name} must be {values.text}, but is {value!r}")
+        given = {name: checked(name, config[name]) for name in _NAMES if name in config}
         if "dp" not in given and devices is not None:
             given["dp"] = max(1, devices // prod(given.get(name, 1) for name in DEGREES))
         if global_batch is not None:
@@ -136,7 +138,6 @@ class Strategy:
             virtual_stages=found.virtual_stages if found.pp > 1 else 1,
             zero=found.zero if found.replicas > 1 else 0,
             sequence_parallel=found.sequence_parallel and found.tp > 1,
-            strategy=None if found.strategy is None else canonical(found.strategy),
         )
 
     def replace(self, **changes: Any) -> "Strategy":
@@ -199,6 +200,20 @@ class StandardKnob(NamedTuple):
     """Returns True for a valid value: a callable's space may use its name for something else."""
     memory: int = 0
     """1 if a larger value needs more memory in every trainer, -1 if less, 0 if neither is certain."""
+
+
+def checked(name: str, value: Any) -> Any:
+    """Returns a value of a standard knob, a text in its canonical spelling.
+
+    Raises:
+        UsageError: the knob cannot have it.
+    """
+    values = _NAMES[name]
+    if not values.contain(value):
+        if name == "strategy" and isinstance(value, str):
+            parse(value)  # says where it is wrong
+        raise UsageError(f"{name} must be {values.text}, but is {value!r}")
+    return canonical(value) if name == "strategy" and value is not None else value
 
 
 _NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in fields(Strategy)}

@@ -6,11 +6,11 @@ from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from ..base.errors import SpaceError, UsageError, unknown
-from ..knobs.layers import ITEMS, Run, canonical, of_blocks, printed
+from ..knobs.layers import ITEMS, Run, of_blocks, printed
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..knobs.rules import RULES, Rule, RuleContext
-from ..knobs.strategy import BLOCK_KNOBS, STANDARD
+from ..knobs.strategy import ON_REQUEST, STANDARD, checked
 from ..space import Expression, Knob, Space
 from ..space.expression import negation
 from . import parallel
@@ -262,29 +262,35 @@ def fix_knob(space: Space, name: str, value: Any) -> None:
 
 
 def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = False) -> None:
-    """Sets the values of a knob of a space. A knob that names blocks is added to it, together with its rules.
+    """Sets the values of a knob of a space. A knob that no default space has is added to it, together with its rules.
 
     Raises:
         SpaceError: unknown knob, a value of another kind, or no configuration is left.
     """
-    if name not in BLOCK_KNOBS or name in space.by_name:
+    if name not in ON_REQUEST or name in space.by_name:
         if fixed:
             space.fix(name, values[0])
         else:
             space.override(name, values)
         return
     try:
-        texts = list(dict.fromkeys(canonical(str(each)) for each in values))
+        given = list(dict.fromkeys(checked(name, each) for each in values))
     except UsageError as error:
         raise SpaceError(str(error)) from error
-    if "checkpoint_ratio" in space.by_name:
-        space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
-    space.choice(name, texts, help="what is done with each run of blocks")
     context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
-    if (blocks := context.blocks) is not None:
-        for text in texts:
-            of_blocks(text, blocks)
+    if name == "strategy":
+        if "checkpoint_ratio" in space.by_name:
+            space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
+        for text in given if context.blocks is not None else ():
+            of_blocks(text, context.blocks)
+    space.choice(name, given, help=_HELP[name])
     require_rules(space, context, [rule for rule in RULES if name in rule.knobs])
+
+
+_HELP = {
+    "strategy": "what is done with each run of blocks",
+    "capacity_factor": "rows that an expert computes at most, relative to the mean; the others are dropped, which is lossy",
+}
 
 
 def micro_batches(samples: int) -> list[int]:

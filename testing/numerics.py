@@ -3,6 +3,10 @@
 A cell is a family at a tiny size and a combination of knobs. It passes if, without dropout and in float32, the loss of
 the first step, all its gradients, and all weights after three steps equal those of one process at the same global
 batch, up to rounding (`schedule/rounding.py`). For a combination that a family does not support there is a reason.
+
+A capacity drops rows of experts by the tokens of a forward pass on one rank, so one process is then given the same
+capacity and the same micro-batches: those of the first rank, then those of the second, and so on. Ranks must not share
+samples (`sp`, `cp`, runs of a smaller `tp`), which would divide these tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,6 +83,8 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·cp2": {"cp": 2, "ep": 2, "grad_accum": 2},
     "ep2·sp2": {"dp": 2, "sp": 2, "ep": 2, "zero": 3},
     "ep2+fusion": {"dp": 2, "ep": 2, "fusion": True},
+    "ep2+capacity": {"dp": 2, "ep": 2, "capacity_factor": 0.75, "micro_batch": 2},
+    "ep2·dp2+capacity": {"dp": 4, "ep": 2, "zero": 3, "capacity_factor": 1.0, "micro_batch": 1},
     "runs tp1/tp2": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,ckpt 1:-"},
     "runs zero2/zero3": {"dp": 2, "zero": 2, "micro_batch": 2, "strategy": "0:- 1:zero3,ckpt"},
     "runs zero1/zero3": {"dp": 2, "zero": 1, "micro_batch": 2, "strategy": "0:zero3 1:-"},
@@ -218,7 +224,7 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
     reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
-    if config.get("ep", 1) > 1:
+    if config.get("ep", 1) > 1 or config.get("capacity_factor"):
         reasons.insert(0, broken_rule(Strategy.of(config), RuleContext(experts=experts_of(workload))))
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
@@ -267,7 +273,8 @@ def departure(
 
     from ..base._torch import dynamo
 
-    expected = expected or reference(workload, seed)
+    by_pass = ("capacity_factor", "micro_batch") if config.get("capacity_factor") else ()
+    expected = expected or reference(workload, seed, {name: config[name] for name in by_pass})
     workload = replace(workload, optimizer=adamw)
     if config.get("fusion"):
         # The limit on compilations counts per function, and models share functions; beyond it nothing is compiled.
@@ -291,13 +298,13 @@ class Reference:
     """Allowed rounding error of a gradient in bfloat16."""
 
 
-def reference(workload: "Workload", seed: int = 0) -> Reference:
-    """Returns the results of one process, computed on each rank by itself."""
+def reference(workload: "Workload", seed: int = 0, config: Mapping[str, Any] | None = None) -> Reference:
+    """Returns the results of one process, computed on each rank by itself; `config` has knobs that are not neutral."""
     import torch
 
     from ..schedule.rounding import allowance
 
-    numbers, model = _train(replace(workload, optimizer=adamw), {}, seed, alone=True)
+    numbers, model = _train(replace(workload, optimizer=adamw), config or {}, seed, alone=True)
     batch = workload.batch(workload.global_batch, 0)
     rows = max(each.numel() for each in (batch.values() if isinstance(batch, Mapping) else batch))
     exact, half = (allowance(model, rows, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -320,6 +320,8 @@ class Training:
                 sch.pipeline(kind, self.grad_accum)
         if self.strategy.ep > 1 and self.strategy.strategy is None and "shard_experts" not in done:
             sch.shard_experts(self.strategy.ep)
+        if self.strategy.capacity_factor and "limit_experts" not in done:
+            sch.limit_experts(self.strategy.capacity_factor)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if (self.world.replicas > 1 or sch.tree.shared) and "shard_data" not in done:
@@ -371,7 +373,7 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         own_loss=workload.loss is not None,
         blocks=blocks,
         no_runs=no_runs,
-        experts=experts_of(workload) if strategy.spreads_experts else None,
+        experts=experts_of(workload) if strategy.spreads_experts or strategy.capacity_factor else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
     if own_schedule and strategy.strategy is not None:

@@ -66,6 +66,7 @@ class StandardSchedule:
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis according to the family |
     | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
     | `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
+    | `capacity_factor` | experts drop rows beyond their capacity |
     | `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
     | `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
     | `virtual_stages` | number of stages on each of its ranks |
@@ -109,6 +110,8 @@ class StandardSchedule:
                 sch.shard_experts(config["ep"])
         else:
             self._spread_experts(sch, blocks, [layer.ep for layer in layers])
+        if config.get("capacity_factor", 0):
+            sch.limit_experts(config["capacity_factor"])
         if config.get("sp", 1) * config.get("cp", 1) > 1:
             sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         for each in ends:

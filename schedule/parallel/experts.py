@@ -10,13 +10,16 @@ torch has these.
 | T, K, D | tokens on this rank; experts of a token; features |
 | E, P | experts of the layer; ranks that share them (`ep`), each with E / P |
 | N | rows that arrive at this rank: those of its experts, from all P ranks |
+| f, C | capacity factor, and capacity: rows of this rank that an expert computes, ceil(f T K / E) |
 
-No token is dropped. The only synchronization with the device is for the row counts, which the exchange needs on the host.
+Without a capacity no row is dropped, and the only synchronization with the device is for the row counts, which the exchange needs
+on the host. With one (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known.
 
 Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -53,20 +56,27 @@ class ExpertParallel(Layer):
         if hidden.is_meta:
             # Only the shape is needed.
             return hidden.clone()
-        return self._spread(inner, hidden, index, weights)
+        limited = bool(layers_of(module, ExpertCapacity)) and module.training
+        return self._spread(inner, hidden, index, weights, limited)
 
     @torch.compiler.disable
     def _spread(
-        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, equal: bool
     ) -> torch.Tensor:
-        """Sends rows to their experts, computes them there, and returns the weighted sums of the results."""
+        """Sends rows to their experts, computes them there, and returns the weighted sums of the results.
+
+        `equal` is True if all experts have equally many rows."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
         self.rows = rows_of_experts(chosen, self.experts)
         sending = self.rows.view(self.axis.size, -1)
-        arriving = all_to_all_rows(sending, [1] * self.axis.size, [1] * self.axis.size, self.axis)
-        sent, received = torch.stack([sending.sum(1), arriving.sum(1)]).tolist()
+        if equal:
+            arriving, sent = sending, [len(chosen) // self.axis.size] * self.axis.size
+            received = sent
+        else:
+            arriving = all_to_all_rows(sending, [1] * self.axis.size, [1] * self.axis.size, self.axis)
+            sent, received = torch.stack([sending.sum(1), arriving.sum(1)]).tolist()
         there = partial(all_to_all_rows, sent=sent, received=received, axis=self.axis)
         back = partial(all_to_all_rows, sent=received, received=sent, axis=self.axis)
         rows = through(tokens[order // index.shape[-1]], there, back)
@@ -84,6 +94,70 @@ class ExpertParallel(Layer):
         parts = returned[place].view(*index.shape, -1)
         sums = (parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
         return sums if sums.shape == hidden.shape else sums.reshape(hidden.shape)
+
+
+class ExpertCapacity(Layer):
+    """Wraps an experts module: in training each expert computes C rows of this rank, and rows beyond these are dropped.
+
+    The rows of an expert with the largest weights are kept, the first of equal ones; Megatron-LM calls this drop policy
+    `probs`. A dropped row adds nothing to its token, whose other weights stay as they are. Experts with fewer rows compute
+    zeros in their place, as with Megatron-LM's `--moe-pad-expert-input-to-capacity`. In evaluation no row is dropped.
+    """
+
+    order = 12
+
+    def __init__(self, factor: float, experts: int) -> None:
+        self.factor = factor
+        """f."""
+        self.experts = experts
+        """E."""
+        self.rows = 0
+        """The number of rows that were routed in training."""
+        self.dropped: torch.Tensor | None = None
+        """The number of them that were dropped, a scalar on the device."""
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden, index, weights = routed(module, args, kwargs)
+        if not module.training or hidden.is_meta:
+            return inner(*args, **kwargs)
+        return self._limited(inner, hidden, index, weights)
+
+    @torch.compiler.disable
+    def _limited(
+        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        chosen, count = index.reshape(-1), math.ceil(self.factor * index.numel() / self.experts)
+        order = weights.detach().reshape(-1).argsort(descending=True, stable=True)
+        order = order[chosen[order].argsort(stable=True)]
+        routed_to = rows_of_experts(chosen, self.experts)
+        numbers = torch.arange(len(order), device=order.device)
+        # The place of each row among those of its expert; dropped rows are in one place behind those of all experts.
+        behind = numbers - (routed_to.cumsum(0) - routed_to)[chosen[order]]
+        end = self.experts * count
+        place = torch.empty_like(order)
+        place[order] = torch.where(behind < count, chosen[order] * count + behind, end)
+        token = place.new_full((end + 1,), len(tokens))
+        token[place] = numbers // index.shape[-1]
+        rows = nn.functional.pad(tokens, (0, 0, 0, 1))[token[:end]]
+        expert = torch.arange(self.experts, device=rows.device).repeat_interleave(count)
+        computed = inner(rows, expert.unsqueeze(1), weights.new_ones(end, 1))
+        parts = nn.functional.pad(computed, (0, 0, 0, 1))[place].view(*index.shape, -1)
+        dropped = (routed_to - count).clamp_(min=0).sum()
+        self.rows += len(chosen)
+        self.dropped = dropped if self.dropped is None else self.dropped + dropped
+        return (parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype).view_as(hidden)
+
+
+def dropped_rows(root: nn.Module) -> tuple[int, int] | None:
+    """Returns how many rows experts dropped in training on this rank so far, and how many were routed; None without a
+    capacity."""
+    found = [layer for each in root.modules() for layer in layers_of(each, ExpertCapacity)]
+    if not found:
+        return None
+    return sum(int(each.dropped) for each in found if each.dropped is not None), sum(each.rows for each in found)
 
 
 def routed(

@@ -1,17 +1,25 @@
-"""The primitive that spreads experts over ranks."""
+"""The primitives of mixtures: experts spread over ranks, and their capacity."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import nn
 
 from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
-from ..forward import add_layer
+from ..forward import add_layer, layers_of
 from ..graph.called import check_called
 from ..parallel.checksums import NOTHING, checksum
 from ..parallel.collectives import Axis, axis_of, neighbours
-from ..parallel.experts import ExpertParallel, mixtures_of, num_experts, spread_experts, stacked_parameters
+from ..parallel.experts import (
+    ExpertCapacity,
+    ExpertParallel,
+    mixtures_of,
+    num_experts,
+    spread_experts,
+    stacked_parameters,
+)
 from ..parallel.sharding import Shard, cut_tensor, put, shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -67,6 +75,40 @@ def shard_experts(sch: ScheduledModule, ep: int, blocks: Sequence[str] | None = 
             _cut_stack(module, name, axes["ep"])
         add_layer(module, layer)
         module.num_experts = layer.experts // ep
+
+
+@primitive
+def limit_experts(sch: ScheduledModule, capacity_factor: float) -> None:
+    """Drops the rows of tokens beyond the capacity of their expert, in training, for every mixture in this module.
+
+    An expert computes `ceil(capacity_factor * tokens * chosen / experts)` rows of the tokens of each rank in a forward pass,
+    `chosen` experts being those of a token. It keeps the rows with the largest router weights; a dropped one adds nothing to
+    its token. Experts with fewer rows compute zeros, so that ranks that share experts exchange equal sizes without asking for
+    them. Results depend on which tokens a forward pass has, so this trains another model than without.
+
+    Args:
+        capacity_factor: capacity relative to the mean number of rows of an expert, above 0.
+
+    Raises:
+        ScheduleError: not a positive number; no experts in this module; or called before for one of these.
+
+    Source: Lepikhin et al., GShard (arXiv:2006.16668); Megatron-LM's `--moe-expert-capacity-factor`.
+    """
+    label = f"limit_experts on '{sch.name}'"
+    if (
+        isinstance(capacity_factor, bool)
+        or not isinstance(capacity_factor, int | float)
+        or not 0 < capacity_factor < inf
+    ):
+        raise ScheduleError(f"{label}: capacity_factor must be a number above 0, but is {capacity_factor!r}")
+    found = mixtures_of(sch.module)
+    if not found:
+        raise ScheduleError(f"{label}: it has no experts whose rows could be limited")
+    if any(layers_of(module, ExpertCapacity) for module in found.values()):
+        raise ScheduleError(f"{label}: experts have one capacity, and they have one already")
+    for path, module in found.items():
+        check_called(sch[path] if path else sch, "limit_experts")
+        add_layer(module, ExpertCapacity(capacity_factor, num_experts(module)))
 
 
 def experts_obstacle(model: nn.Module, ep: int) -> str:

@@ -19,9 +19,11 @@ from redline.space import Space
 from redline.training.training import checked_strategy
 
 OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
+DENSE = ("experts of a dense model", "capacity of a dense model")
 LATTICE = {
     "tp": (1, 2, 3), "sp": (1, 2, 5), "cp": (1, 2, 4, 8), "pp": (1, 2), "dp": (1, 2, 4), "zero": (0, 1, 2, 3),
-    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
+    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "capacity_factor": (0, 1.25),
+    "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
     "pipeline_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"), "virtual_stages": (1, 2, 4),
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
@@ -40,7 +42,7 @@ def context_of(rule, devices=4):
         own_loss=rule.name in OWN_LOSS,
         blocks=4 if "strategy" in rule.knobs else None,
         no_runs="they meet elsewhere" if rule.name == "runs of a model" else "",
-        experts=() if rule.name == "experts of a dense model" else (4,),
+        experts=() if rule.name in DENSE else (4,),
     )
 
 
@@ -90,7 +92,7 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     """The refusal comes before anything is built or a process group is needed."""
-    mixture = {"ep", "strategy"} & set(rule.knobs) and rule.name != "experts of a dense model"
+    mixture = {"ep", "strategy"} & set(rule.knobs) and rule.name not in DENSE
     family = "mixtral-tiny" if mixture else "llama-tiny"
     made = workload(family, seq_len=24, global_batch=16)
     task = {
@@ -158,6 +160,10 @@ def test_an_estimate_refuses_experts_by_the_same_rules():
     ):
         with pytest.raises(UsageError, match=re.escape(said)):
             estimator({"ep": ep})
+    with pytest.raises(
+        UsageError, match=r"capacity_factor=1\.5: the model has no experts, so capacity_factor must be 0"
+    ):
+        dense({"capacity_factor": 1.5})
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
@@ -165,6 +171,8 @@ def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
         ({"tp": 2.0}, r"tp must be a whole number of at least 1, but is 2\.0"),
         ({"zero": True}, "zero must be a stage from 0 to 3, but is True"),
         ({"checkpoint_ratio": 1.5}, r"checkpoint_ratio must be a number from 0 to 1, but is 1\.5"),
+        ({"capacity_factor": -1.0}, r"capacity_factor must be a number from 0 on, but is -1\.0"),
+        ({"capacity_factor": float("inf")}, "capacity_factor must be a number from 0 on, but is inf"),
         ({"precision": "bf61"}, "precision must be one of fp32.*bf16.*but is 'bf61'"),
         ({"fusion": 1}, "fusion must be true or false, but is 1"),
     ):

@@ -16,7 +16,7 @@ from redline.results.table import Table, trials
 HEADER = (
     "trial,status,reason,throughput,unit,samples_per_second,tokens_per_second,step_ms,step_ms_spread,"
     "peak_memory_mib,memory_limit_mib,tflops_per_device,mfu,predicted_throughput,predicted_memory_mib,devices,"
-    "sampler,loss,expert_load,started,seconds_total,seconds_overhead,seconds_build,seconds_warmup,seconds_measure,"
+    "sampler,loss,expert_load,expert_dropped,started,seconds_total,seconds_overhead,seconds_build,seconds_warmup,seconds_measure,"
     "emulated_ranks,seconds_modelled,log"
 )
 
