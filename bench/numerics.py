@@ -68,7 +68,7 @@ def main() -> int:
                     kept.setdefault(cell[0], {})[cell[1]] = outcome
                     options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
-    spread = [each for each in combinations if "ep" in numerics.COMBINATIONS[each]]
+    spread = [each for each in combinations if {"ep", "etp"} & numerics.COMBINATIONS[each].keys()]
     unlike = [each for each in combinations if "strategy" in numerics.COMBINATIONS[each]]
     mixtures = [each for each in families if (each, next(iter(spread), "")) not in excluded]
     text = table(found, families, [each for each in combinations if each not in (*spread, *unlike)], failed)

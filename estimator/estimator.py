@@ -426,11 +426,11 @@ def _check_experts(facts: ModelFacts, cols: KnobArrays) -> None:
     Raises:
         UsageError: names the rule.
     """
-    if (cols.ep == 1).all() and not cols.capacity_factor.any():
+    if (cols.ep == 1).all() and not cols.capacity_factor.any() and not cols.etp.any():
         return
     context = RuleContext(experts=facts.experts)
     for rule in RULES:
-        if rule.knobs not in (("ep",), ("capacity_factor",)):
+        if rule.knobs not in (("ep",), ("etp",), ("capacity_factor",)):
             continue
         if (bad := np.broadcast_to(rule.broken(cols, context), len(cols))).any():
             (knob,) = rule.knobs

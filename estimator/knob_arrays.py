@@ -17,7 +17,8 @@ from .facts.model_facts import Variant
 from .setup import PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
+    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "etp": int, "zero": int, "hsdp": int,
+    "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "capacity_factor": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
@@ -50,6 +51,8 @@ class KnobArrays:
     dp: np.ndarray
     ep: np.ndarray
     """Replicas that share the experts."""
+    etp: np.ndarray
+    """1 where experts are not cut over the `tp` ranks, which share them and divide the tokens."""
     capacity_factor: np.ndarray
     """Rows that each expert computes, relative to the mean; 0 for those that the router gives it."""
     zero: np.ndarray
@@ -92,9 +95,19 @@ class KnobArrays:
         return self.replicas // self.hsdp
 
     @property
+    def beside(self) -> np.ndarray:
+        """Ranks of a layer that share experts and tokens: those of `tp` if experts are whole."""
+        return np.where(self.etp == 1, self.tp, 1)
+
+    @property
+    def slices(self) -> np.ndarray:
+        """Ranks that each expert is cut over."""
+        return self.tp // self.beside
+
+    @property
     def copies(self) -> np.ndarray:
-        """Replicas with the same experts."""
-        return np.maximum(self.replicas // self.ep, 1)
+        """Ranks with the same experts."""
+        return np.maximum(self.replicas * self.beside // self.ep, 1)
 
     def order_that(self, fact: str) -> np.ndarray:
         """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
@@ -194,8 +207,9 @@ def knob_arrays(
     named = [rule for rule in RULES if "strategy" in rule.knobs] if (arrays.strategy != _ABSENT).any() else []
     for rule in (*GENERAL, *named):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
-    even = arrays.replicas % arrays.ep == 0
-    table.refuse(~even, "ep must divide the dp * sp * cp replicas", arrays.replicas)
+    table.refuse(
+        arrays.replicas * arrays.beside % arrays.ep != 0, "ep must divide the dp * sp * cp replicas", arrays.replicas
+    )
     return arrays
 
 
@@ -241,7 +255,7 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 _BOUNDS = {
     "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None),
     "micro_batch": (1, None), "zero": (0, 3),
-    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None), "capacity_factor": (0, None),
+    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None), "capacity_factor": (0, None), "etp": (0, None),
 }  # fmt: skip
 """Smallest and largest values of numeric knobs."""
 

@@ -49,6 +49,7 @@ class TrainingSetup:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 0
     capacity_factor: float = 0.0
     zero: int = 0
     hsdp: int = 1

@@ -159,11 +159,19 @@ def _part_work(
     half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
     kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
     (first, alike), fill = distinct, filled(cols)
+    all_of, own = (tokens[first], tp[first]), ((tokens / cols.beside)[first], cols.slices[first].astype(float))
     for item in part.matmuls:
         one, two = (
             each[alike]
             for each in matmul_seconds(
-                item, tokens[first], tp[first], width, hardware, kind_of_product, constants, cols.ep[first], fill[first]
+                item,
+                *(own if item.experts > 1 else all_of),
+                width,
+                hardware,
+                kind_of_product,
+                constants,
+                cols.ep[first],
+                fill[first],
             )
         )
         matmul, back = matmul + one, back + two
@@ -214,9 +222,10 @@ def _part_work(
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the first configuration of each set of product sizes, and for each configuration its index among these."""
     sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sharers) * 65536 + cols.ep
-    if cols.capacity_factor.any():
-        factors, which = np.unique(cols.capacity_factor, return_inverse=True)
-        sizes = sizes * len(factors) + which
+    for each in (cols.capacity_factor, cols.beside):
+        if (each != each[0]).any():
+            known, which = np.unique(each, return_inverse=True)
+            sizes = sizes * len(known) + which
     _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
     return first, alike
 
@@ -456,13 +465,13 @@ class _Rank(Rank):
     @cached_property
     def experts(self) -> Rows:
         """Ranks that share experts."""
-        ranks = group(self.cols.ep, self.cols.tp, self.devices, self.hardware, self.constants)
-        return Rows.of(ranks, self.cols.tp, self.hardware, self.constants)
+        ranks = group(self.cols.ep, self.cols.slices, self.devices, self.hardware, self.constants)
+        return Rows.of(ranks, self.cols.slices, self.hardware, self.constants)
 
     @cached_property
     def copies(self) -> Group:
-        """Replicas with the same experts."""
-        return group(self.cols.copies, self.cols.tp * self.cols.ep, self.devices, self.hardware, self.constants)
+        """Ranks with the same experts."""
+        return group(self.cols.copies, self.cols.slices * self.cols.ep, self.devices, self.hardware, self.constants)
 
     def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
         """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
@@ -501,7 +510,7 @@ class _Rank(Rank):
         width, found = bytes_of(self.facts.precision), {}
         for part in (*(part for part, _ in self.stage.blocks), *self.stage.ends):
             heads = all_to_alls(self, part, self.heads, self.collective)
-            sent = self.tokens * part.routed * width * filled(self.cols)
+            sent = self.tokens * part.routed * width * filled(self.cols) / self.cols.beside
             rows = 2 * self.experts.seconds(sent, self.collective, self.cols.capacity_factor > 0)
             found[id(part)] = heads, rows, uneven(part, self.cols, self.constants) - 1
         return found
@@ -589,6 +598,9 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         block = part.role == "block"
         ratio = rank.cols.checkpoint_ratio if block else rank.none
         pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
+        if part.experts:
+            # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
+            pairs = np.where(rank.cols.beside > 1, np.where(rank.cols.sequence_parallel, 1.0, 1.5), pairs)
         ahead, (exchange, rows, late) = pairs * pair, rank.links[id(part)]
         around, around_back = ring_waits(rank, part, rank.ring, rank.collective, item.attention, item.attention_back)
         there = exchange + around + rows + late * item.experts

@@ -17,13 +17,14 @@ CHECKED = ("megatron-core", "0.19")
 
 _BACKEND, _DISTRIBUTED, _CUT = "attention-backend", "use-distributed-optimizer", "data-parallel-sharding-strategy"
 _FULL = {"recompute-granularity": "full", "recompute-method": "uniform"}
-_CAPACITY = "moe-expert-capacity-factor"
+_SLICES, _CAPACITY = "expert-tensor-parallel-size", "moe-expert-capacity-factor"
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 WORDS = Words(
     Word(knob="tp", keys=("tensor-model-parallel-size",)),
     Word(knob="pp", keys=("pipeline-model-parallel-size",)),
     Word(knob="cp", keys=("context-parallel-size",)),
     Word(knob="ep", keys=("expert-model-parallel-size",)),
+    Word(knob="etp", keys=(_SLICES,)),
     Word(knob="capacity_factor", keys=(_CAPACITY,)),
     Word(knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)),
     Word(knob="micro_batch", keys=("micro-batch-size",)),
@@ -93,6 +94,8 @@ def flags(setup: Setup) -> list[str]:
         out += _said("cp", setup.cp)
     if (experts := setup.knob("ep")) > 1:
         out += _said("ep", experts)
+    if (slices := setup.knob("etp")) not in (0, setup.tp):
+        out += _said("etp", slices)
     if factor := setup.knob("capacity_factor"):
         # Only this dispatcher has capacities; rows are dropped by the router's probabilities by default, as in redline.
         out += [*_said("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
@@ -273,8 +276,9 @@ def read(stated: Stated) -> None:
     _read_recomputation(stated, layers, pp * knobs.get("virtual_stages", 1))
     if stated.flag("sequence-parallel") and knobs.get("tp", 1) == 1:
         stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
-    if (slices := stated.whole("expert-tensor-parallel-size")) not in (None, knobs.get("tp", 1)):
-        stated.note(f"expert-tensor-parallel-size = {slices}: the estimate cuts experts over the tp ranks as all else")
+    if (slices := knobs.get("etp", 1)) not in (1, knobs.get("tp", 1)):
+        stated.note(f"{stated.name(_SLICES)} = {slices}: the estimate cuts experts over the tp ranks as all else")
+        del knobs["etp"]
     _read_kernels(stated)
     if stated.get("rampup-batch-size") is not None:
         stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")

@@ -158,7 +158,7 @@ class Setup:
             self._used.update(("pipeline_schedule", "virtual_stages"))
         if self.exchange.hsdp == 1:
             self._used.add("hsdp")
-        self._used.update(name for name in ("ep", "capacity_factor") if not self.has(name))
+        self._used.update(name for name in ("ep", "etp", "capacity_factor") if not self.has(name))
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @staticmethod

@@ -148,6 +148,26 @@ def _dense_capacity(k: Any, context: RuleContext) -> Any:
     return context.experts == () and k.capacity_factor > 0
 
 
+def _no_experts_to_cut(k: Any, context: RuleContext) -> Any:
+    return context.experts == () and k.etp > 0
+
+
+def _partly_cut(k: Any, context: RuleContext) -> Any:
+    return (k.etp > 1) & (k.etp != k.tp)
+
+
+def _uneven_sharers(k: Any, context: RuleContext) -> Any:
+    """Ranks that cannot share experts: of the replicas, and with whole experts of the ranks of a layer too."""
+    replicas = k.dp * k.sp * k.cp
+    whole = ((replicas * k.tp) % k.ep != 0) | ((k.ep % k.tp != 0) & (k.tp % k.ep != 0))
+    return ((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & whole)
+
+
+def _uneven_tokens(k: Any, context: RuleContext) -> Any:
+    length = context.seq_len
+    return length is not None and (k.etp == 1) & ((k.micro_batch * length) % (k.tp * k.sp * k.cp) != 0)
+
+
 def _uneven_experts(k: Any, context: RuleContext) -> Any:
     return bool(context.experts) and gcd(*(context.experts or ())) % k.ep != 0
 
@@ -376,17 +396,36 @@ RULES: Sequence[Rule] = (
         _dense_capacity,
         "the model has no experts, so capacity_factor must be 0",
     ),
+    _rule(
+        "tensor parallelism of a dense model", "etp", _no_experts_to_cut, "the model has no experts, so etp must be 0"
+    ),
+    _rule(
+        "ranks of an expert",
+        "etp tp",
+        _partly_cut,
+        "etp must be 1 or tp: an expert is on one of the ranks that share a layer, or cut over all of them",
+    ),
+    _rule(
+        "tokens of whole experts",
+        "etp tp sp cp micro_batch",
+        _uneven_tokens,
+        lambda context: (
+            "with etp=1 the tp ranks divide the tokens of a micro-batch: tp * sp * cp must divide "
+            f"micro_batch * {context.seq_len}"
+        ),
+    ),
     _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
     _rule(
         "replicas that share experts",
-        "ep dp sp cp",
-        lambda k, context: (k.dp * k.sp * k.cp) % k.ep != 0,
-        "ep must divide the dp * sp * cp replicas, because this number of neighbours shares the experts",
+        "ep dp sp cp etp tp",
+        _uneven_sharers,
+        "ep must divide the dp * sp * cp replicas, because this number of neighbours shares the experts; with etp=1 the "
+        "tp ranks share them too, so ep must divide tp, or be a multiple of it that divides tp * dp * sp * cp",
     ),
     _rule(
         "experts and hsdp",
-        "ep hsdp",
-        lambda k, context: (k.ep > 1) & (k.hsdp > 1),
+        "ep hsdp etp",
+        lambda k, context: ((k.ep > 1) | (k.etp == 1)) & (k.hsdp > 1),
         "experts that are shared have replicas of their own, which hsdp does not divide; use hsdp=1",
     ),
     _rule(
@@ -422,6 +461,12 @@ RULES: Sequence[Rule] = (
         "strategy dp sp cp",
         _uneven_ep,
         "ep of each run of the strategy must divide the experts of a layer and the dp * sp * cp replicas",
+    ),
+    _rule(
+        "whole experts of a run",
+        "strategy tp ep etp",
+        lambda k, context: (k.etp == 1) & (_cut_unlike(k) | _ep_unlike(k)),
+        "with etp=1 all blocks have the same tp and ep",
     ),
     _rule(
         "sequences of a run",

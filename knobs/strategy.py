@@ -55,6 +55,7 @@ def _among(*values: Any) -> Values:
 
 
 _DEGREE = Values(lambda value: is_whole(value) and 1 <= value <= MAX_DEVICES, "a whole number of at least 1")
+_COUNT = Values(lambda value: is_whole(value) and 0 <= value <= MAX_DEVICES, "a whole number from 0 on")
 _SIZE = Values(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1")
 _FLAG = Values(lambda value: isinstance(value, bool), "true or false")
 _SHARE = Values(
@@ -87,6 +88,8 @@ class Strategy:
     dp: int = _knob(1, _DEGREE)
     ep: int = _knob(1, _DEGREE)
     """Neighbours among the replicas that share the experts of a mixture."""
+    etp: int = _knob(0, _COUNT)
+    """Ranks of those that share a layer that each expert is cut over: 1, or tp. 0: tp."""
     capacity_factor: float = _knob(0, _FACTOR)
     """Rows that an expert computes at most in training, relative to the mean; the others are dropped. 0: all."""
     zero: int = _knob(0, _STAGE, -1)
@@ -138,6 +141,7 @@ class Strategy:
             virtual_stages=found.virtual_stages if found.pp > 1 else 1,
             zero=found.zero if found.replicas > 1 else 0,
             sequence_parallel=found.sequence_parallel and found.tp > 1,
+            etp=found.etp if found.etp != found.tp else 0,
         )
 
     def replace(self, **changes: Any) -> "Strategy":
@@ -155,10 +159,11 @@ class Strategy:
         return self.dp * self.sp * self.cp
 
     @property
-    def spreads_experts(self) -> bool:
-        """True if ranks share the experts of any block."""
+    def needs_experts(self) -> bool:
+        """True if it treats experts unlike other weights, in any block."""
         runs = parse(self.strategy) if self.strategy is not None else ()
-        return self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
+        spread = self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
+        return spread or self.etp > 0 or self.capacity_factor > 0
 
     @property
     def formats(self) -> Formats:

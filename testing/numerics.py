@@ -75,6 +75,14 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·dp2+zero3": {"dp": 4, "ep": 2, "zero": 3, "micro_batch": 2},
     "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
     "ep2·tp2+sp": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 3},
+    "tp2 etp1": {"tp": 2, "etp": 1},
+    "ep2·tp2 etp1": {"tp": 2, "ep": 2, "etp": 1, "grad_accum": 2},
+    "ep2·tp2 etp1+sp": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "ep2·tp2·dp2 etp1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 2},
+    "ep2·tp2·dp2 etp1+zero3": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3, "micro_batch": 2},
+    "ep4·tp2 etp1": {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "micro_batch": 2},
+    "ep4·tp2 etp1+sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "zero": 2, "sequence_parallel": True},
+    "ep2·tp2·pp2 etp1": {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "grad_accum": 4},
     "ep2·pp2": {"dp": 2, "ep": 2, "pp": 2, "grad_accum": 2},
     "ep2·pp2+zero2": {"dp": 2, "ep": 2, "pp": 2, "zero": 2, "grad_accum": 2},
     "ep2·pp2 zbv": {
@@ -224,7 +232,7 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
     reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
-    if config.get("ep", 1) > 1 or config.get("capacity_factor"):
+    if config.get("ep", 1) > 1 or config.get("etp") or config.get("capacity_factor"):
         reasons.insert(0, broken_rule(Strategy.of(config), RuleContext(experts=experts_of(workload))))
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)

@@ -17,7 +17,7 @@ from ..models.flops import flops_of
 from ..models.skeleton import experts_of
 from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
-from .applying import share_out
+from .applying import has_replicas, share_out
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
 from .seeds import step_seed
@@ -318,13 +318,14 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
-        if self.strategy.ep > 1 and self.strategy.strategy is None and "shard_experts" not in done:
-            sch.shard_experts(self.strategy.ep)
+        whole = self.strategy.etp == 1
+        if (self.strategy.ep > 1 or whole) and self.strategy.strategy is None and "shard_experts" not in done:
+            sch.shard_experts(self.strategy.ep, whole=whole)
         if self.strategy.capacity_factor and "limit_experts" not in done:
             sch.limit_experts(self.strategy.capacity_factor)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
-        if (self.world.replicas > 1 or sch.tree.shared) and "shard_data" not in done:
+        if has_replicas(sch) and "shard_data" not in done:
             share_out(sch, self.strategy, self.outline.blocks)
 
     def _make_data(self) -> list[list[Batch]]:
@@ -373,7 +374,7 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         own_loss=workload.loss is not None,
         blocks=blocks,
         no_runs=no_runs,
-        experts=experts_of(workload) if strategy.spreads_experts or strategy.capacity_factor else None,
+        experts=experts_of(workload) if strategy.needs_experts else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
     if own_schedule and strategy.strategy is not None:

@@ -66,6 +66,7 @@ class StandardSchedule:
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis according to the family |
     | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
     | `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
+    | `etp` | 1: experts are not cut over the `tp` axis, whose ranks share them too and divide the tokens |
     | `capacity_factor` | experts drop rows beyond their capacity |
     | `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
     | `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
@@ -95,6 +96,9 @@ class StandardSchedule:
     """Obstacle to runs of blocks with unlike `tp` (`strategy`)."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
+        from ...schedule.parallel.balance import balances
+        from ...schedule.parallel.experts import spread_experts
+
         blocks = self.blocks(sch)
         layers = strategies_of(config, len(blocks))
         ranks = config.get("pp", 1)
@@ -104,9 +108,15 @@ class StandardSchedule:
             self._share_samples(sch, _between(blocks, ends), degrees, config["tp"])
             whole = [block for block, tp in zip(blocks, degrees) if tp == 1]
             cut = [block for block in blocks if all(block.path != each.path for each in whole)]
-            self._cut(sch, cut, bool(config.get("sequence_parallel", False)))
-        if layers is None:
-            if config.get("ep", 1) > 1:
+            sequence_parallel = bool(config.get("sequence_parallel", False))
+            if config.get("etp", 0) == 1:
+                # Before layers are cut, so that experts are left whole. A loss that balances them is of all tokens.
+                sch.shard_experts(
+                    config.get("ep", 1), whole=True, divided=sequence_parallel and not balances(sch.module)
+                )
+            self._cut(sch, cut, sequence_parallel)
+        if layers is None or config.get("etp", 0) == 1:
+            if config.get("ep", 1) > 1 and not spread_experts(sch.module):
                 sch.shard_experts(config["ep"])
         else:
             self._spread_experts(sch, blocks, [layer.ep for layer in layers])

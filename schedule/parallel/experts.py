@@ -29,8 +29,10 @@ import torch
 from torch import nn
 
 from ...base._torch import parameters_of
+from ...base.errors import ScheduleError
+from .. import collectives as differentiable
 from ..forward import Layer, layers_of
-from .collectives import Axis, all_to_all_rows, through
+from .collectives import Axis, all_to_all_rows, axis_of, through
 from .sharing import Sharing, copies_with_parts, shared_parameters
 
 
@@ -68,8 +70,10 @@ class ExpertParallel(Layer):
         `equal` is True if all experts have equally many rows."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen = index.reshape(-1)
-        order = chosen.argsort(stable=True)
         self.rows = rows_of_experts(chosen, self.experts)
+        if self.axis.size == 1:
+            return inner(hidden, index, weights)
+        order = chosen.argsort(stable=True)
         sending = self.rows.view(self.axis.size, -1)
         if equal:
             arriving, sent = sending, [len(chosen) // self.axis.size] * self.axis.size
@@ -149,6 +153,37 @@ class ExpertCapacity(Layer):
         self.rows += len(chosen)
         self.dropped = dropped if self.dropped is None else self.dropped + dropped
         return (parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype).view_as(hidden)
+
+
+class DividedTokens(Layer):
+    """Wraps experts that are whole on each rank of the `tp` axis: a rank takes a part of the tokens, all of which it has."""
+
+    order = 14
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden, index, weights = routed(module, args, kwargs)
+        if hidden.is_meta:
+            return hidden.clone()
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        count, ranks = len(tokens), self.axis.size
+        if count % ranks:
+            raise ScheduleError(f"{ranks} ranks divide the tokens of whole experts, so they must divide {count} tokens")
+        found = inner(
+            differentiable.scatter(tokens, 0, self.axis),
+            index.reshape(count, -1).chunk(ranks)[self.axis.rank],
+            differentiable.scatter(weights.reshape(count, -1), 0, self.axis),
+        )
+        return differentiable.all_gather(found, 0, self.axis).view_as(hidden)
+
+
+def divides_tokens(module: nn.Module) -> bool:
+    """Returns True for an experts module of which each rank takes a part of the tokens."""
+    return bool(layers_of(module, DividedTokens))
 
 
 def dropped_rows(root: nn.Module) -> tuple[int, int] | None:
@@ -234,9 +269,19 @@ def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Returns True for an experts module that is spread over ranks."""
+    return bool(layers_of(module, ExpertParallel))
+
+
 def spread_experts(module: nn.Module) -> list[nn.Module]:
     """Returns the experts modules in a module that are spread over ranks."""
-    return [each for each in mixtures_of(module).values() if layers_of(each, ExpertParallel)]
+    return [each for each in mixtures_of(module).values() if is_spread(each)]
+
+
+def copied_experts(module: nn.Module) -> bool:
+    """Returns True if several ranks have the same experts of a mixture that is spread over ranks."""
+    return any(layer.replicas.size > 1 for each in spread_experts(module) for layer in layers_of(each, ExpertParallel))
 
 
 def cut_copies(
@@ -266,8 +311,9 @@ def cut_copies(
     )
     # A gradient is a mean over all replicas; it already includes those that share the experts, through their rows.
     # (`set_gradient_divide_factor` divides twice in torch 2.13 if one rank has the experts, or gloo refuses it.)
-    parts = 1 if sharing is None else sharing.parts.size
-    made.set_all_reduce_hook(lambda gradients: gradients.mul_(parts / layer.axis.size))
+    along = axis_of(mesh, "dp")
+    factor = axis.size / (1 if along is None else along.size)
+    made.set_all_reduce_hook(lambda gradients: gradients.mul_(factor))
 
 
 def copies_of_experts(module: nn.Module, mesh: Any) -> dict[nn.Parameter, Axis]:

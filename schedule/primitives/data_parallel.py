@@ -16,7 +16,7 @@ from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
 from ..parallel.balance import BalancedTogether, balances
 from ..parallel.collectives import Axis, axis_of, divided, neighbours
-from ..parallel.experts import copies_of_experts, cut_copies, spread_experts
+from ..parallel.experts import copied_experts, copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
 from ..parallel.sharding import is_dtensor
@@ -127,8 +127,8 @@ def is_replicated(sch: ScheduledModule) -> bool:
 
 def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
     found = axis_of(sch.mesh, "dp")
-    if found is None and sch.tree.shared:
-        return Axis("dp", 1, 0, "")  # ranks that share samples are replicas of each other
+    if found is None and (sch.tree.shared or copied_experts(sch.tree.module)):
+        return Axis("dp", 1, 0, "")  # ranks that share samples or tokens are replicas of each other
     if found is None:
         raise ScheduleError(f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)")
     return found

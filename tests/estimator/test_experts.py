@@ -144,3 +144,25 @@ def test_with_a_capacity_a_rank_keeps_its_rows_and_the_returned_ones():
         assert kept[1.0] - kept[0.5] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN) / 2)
         # Instead of the rows of the fullest rank; a rank that has all experts weighs what it computes at once.
         assert kept[1.0] > kept[0] if ep == 1 else kept[1.0] < kept[0]
+
+
+def test_whole_experts_are_on_ranks_of_a_layer_and_their_tokens_are_divided():
+    rest = FACTS.parameters - STACKS
+    cut = {"tp": 4, "ep": 4}
+    sharded = memory("parameters", **cut)
+    # As many ranks have a share of all experts, by experts or by their columns.
+    assert memory("parameters", **{**cut, "ep": 16}, etp=1) == pytest.approx(sharded)
+    assert memory("parameters", tp=4, ep=1, etp=1) == pytest.approx(memory("parameters", tp=4) + 4 * STACKS * 3 / 4)
+    assert memory("optimizer", **cut, etp=1, zero=1) == pytest.approx(memory("optimizer", **cut, zero=1))
+    assert rest > 0 and time("expert exchange", **cut, etp=1) < time("expert exchange", **cut) / 3
+    # Experts have whole columns, for as many rows in total.
+    assert time("matmul", tp=4, ep=16, etp=1) < time("matmul", **cut)
+    assert time("tensor parallel", **cut, etp=1) < time("tensor parallel", **cut)
+    with_sequence = time("tensor parallel", **cut, etp=1, sequence_parallel=True)
+    assert with_sequence < time("tensor parallel", **cut, sequence_parallel=True)
+
+
+def test_etp_of_tp_is_the_same_as_none():
+    for config in ({"tp": 2, "ep": 4}, {"ep": 4}):
+        same = {**config, "etp": config.get("tp", 1)}
+        assert estimated(**same).breakdown == estimated(**config).breakdown

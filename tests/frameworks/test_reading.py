@@ -22,6 +22,7 @@ BESIDE = {
     "pipeline_schedule": {"pp": 2, "grad_accum": 4},
     "virtual_stages": {"pp": 2, "pipeline_schedule": "interleaved", "grad_accum": 4},
     "hsdp": {"zero": 3},
+    "etp": {"tp": 2},
     "offload": {"zero": 3},
     "checkpoint_ratio": {"zero": 3},
     "precision": {"zero": 3},
@@ -29,7 +30,14 @@ BESIDE = {
 }
 """Knobs without which one has no effect."""
 CHUNKS = {"interleaved": 2, "zbv": 2, "zero_bubble": 2}
-NUMBERS = {"micro_batch": (1, 6), "grad_accum": (1, 5), "hsdp": (2,), "virtual_stages": (2,), "attention": ("sdpa",)}
+NUMBERS = {
+    "micro_batch": (1, 6),
+    "grad_accum": (1, 5),
+    "hsdp": (2,),
+    "etp": (1,),
+    "virtual_stages": (2,),
+    "attention": ("sdpa",),
+}
 """Values of knobs whose setting has the knob's own value."""
 SHAPE = {
     "family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,

@@ -19,10 +19,10 @@ from redline.space import Space
 from redline.training.training import checked_strategy
 
 OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
-DENSE = ("experts of a dense model", "capacity of a dense model")
+DENSE = ("experts of a dense model", "capacity of a dense model", "tensor parallelism of a dense model")
 LATTICE = {
     "tp": (1, 2, 3), "sp": (1, 2, 5), "cp": (1, 2, 4, 8), "pp": (1, 2), "dp": (1, 2, 4), "zero": (0, 1, 2, 3),
-    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "capacity_factor": (0, 1.25),
+    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "etp": (0, 1, 2, 3), "capacity_factor": (0, 1.25),
     "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
     "pipeline_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"), "virtual_stages": (1, 2, 4),
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
@@ -92,7 +92,7 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     """The refusal comes before anything is built or a process group is needed."""
-    mixture = {"ep", "strategy"} & set(rule.knobs) and rule.name not in DENSE
+    mixture = {"ep", "etp", "strategy"} & set(rule.knobs) and rule.name not in DENSE
     family = "mixtral-tiny" if mixture else "llama-tiny"
     made = workload(family, seq_len=24, global_batch=16)
     task = {
@@ -164,6 +164,8 @@ def test_an_estimate_refuses_experts_by_the_same_rules():
         UsageError, match=r"capacity_factor=1\.5: the model has no experts, so capacity_factor must be 0"
     ):
         dense({"capacity_factor": 1.5})
+    with pytest.raises(UsageError, match="etp=1: the model has no experts, so etp must be 0"):
+        dense({"tp": 2, "etp": 1})
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
@@ -185,7 +187,8 @@ def test_a_strategy_takes_from_devices_and_global_batch_what_is_no_knob():
     assert (found.dp, found.replicas, found.devices, found.grad_accum) == (2, 4, 8, 4)
     assert Strategy.of({"grad_accum": 2}, global_batch=16).micro_batch == 8
     assert Strategy.of({"pp": 2, "virtual_stages": 2}).pipeline_schedule == "interleaved"
-    assert Strategy.of({"pipeline_schedule": "zbv", "zero": 3, "sequence_parallel": True}) == Strategy()
+    assert Strategy.of({"pipeline_schedule": "zbv", "zero": 3, "sequence_parallel": True, "etp": 1}) == Strategy()
+    assert Strategy.of({"tp": 2, "etp": 2}).etp == 0 and Strategy.of({"tp": 2, "etp": 1}).etp == 1
     with pytest.raises(UsageError, match="the global batch must be a multiple of dp, 3, but is 16"):
         Strategy.of({"dp": 3}, global_batch=16)
     with pytest.raises(UsageError, match="grad_accum must divide a replica's samples, 16, but is 3"):

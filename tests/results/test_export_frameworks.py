@@ -592,6 +592,7 @@ MEGATRON_FLAGS = {
     "--num-experts": int,
     "--moe-router-topk": int,
     "--expert-model-parallel-size": int,
+    "--expert-tensor-parallel-size": int,
     "--moe-expert-capacity-factor": float,
     "--moe-pad-expert-input-to-capacity": bool,
     "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
@@ -722,6 +723,9 @@ def test_megatron_is_told_how_experts_are_spread_and_what_they_drop():
     limited = of(capacity_factor=1.25)
     assert (limited.expert_model_parallel_size, limited.moe_expert_capacity_factor) == (2, 1.25)
     assert limited.moe_pad_expert_input_to_capacity and limited.moe_token_dispatcher_type == "alltoall"
+    assert of(tp=2, ep=4, etp=1, sequence_parallel=True).expert_tensor_parallel_size == 1
+    for cut in (of(tp=2), of(tp=2, etp=2), of(etp=1)):
+        assert cut.expert_tensor_parallel_size is None, "Megatron's default is tp"
     for dropless in (of(), of(capacity_factor=0)):
         assert dropless.moe_expert_capacity_factor is None and not dropless.moe_pad_expert_input_to_capacity
 

@@ -203,10 +203,10 @@ def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
         torch.set_default_dtype(torch.float32)
 
 
-def _mesh(ranks):
+def _mesh(ranks, axis="dp"):
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 3])
@@ -265,6 +265,54 @@ def test_in_evaluation_no_row_is_dropped(two):
         assert dropped == (0, 0)
 
 
+def departure_of_whole(route, ep, averaged=True):
+    """By how much ranks that share layers depart from one process if experts are whole and each takes some tokens."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        chosen = torch.tensor([[ROUTES[route](token, choice) for choice in range(2)] for token in range(TOKENS)])
+        whole = Model()
+        expected = whole(tokens, chosen)
+        expected.square().mean().backward()
+        sch = create_schedule(Model(), _mesh(2, "tp")).shard_experts(ep, whole=True)
+        model, _ = build(sch.shard_data() if ep == 1 and averaged else sch)
+        with counted_rows(model) as rows:
+            found = model(tokens, chosen)
+        assert all(int(each.sum()) == TOKENS for each in rows.values()), "half of the rows"
+        found.square().mean().backward()
+        worst = [(found - expected).abs().max()]
+        from redline.schedule.parallel.replicas import whole_gradient
+
+        for name, param in whole.named_parameters():
+            worst.append((whole_gradient(model, name, model.get_parameter(name)) - param.grad).abs().max())
+        return float(torch.stack(worst).max())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_ranks_that_share_layers_divide_the_tokens_of_whole_experts(two, route, ep):
+    for found in two.run(departure_of_whole, route, ep):
+        assert found < 1e-12
+
+
+def test_gradients_of_a_part_of_the_tokens_alone_are_seen(two):
+    for found in two.run(departure_of_whole, "evenly", 1, False):
+        assert found > 1e-3
+
+
+def indivisible():
+    model, _ = build(create_schedule(Model(), _mesh(2, "tp")).shard_experts(2, whole=True))
+    with pytest.raises(ScheduleError, match="2 ranks divide the tokens of whole experts, so they must divide 3 tokens"):
+        model(torch.randn(3, WIDTH), torch.zeros(3, 2, dtype=torch.long))
+    return True
+
+
+def test_tokens_that_ranks_cannot_divide_are_refused(two):
+    assert two.run(indivisible) == [True, True]
+
+
 def held():
     model = spread(Model(), 2, zero=0)
     (first, _) = mixtures_of(model).values()
@@ -285,8 +333,14 @@ def test_a_module_that_is_no_mixture_is_none():
     assert mixtures_of(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) == {}
 
 
-def planned(model=None, ranks=2):
-    return create_schedule(model or Model(), PlannedMesh(dp=ranks))
+def planned(model=None, ranks=2, **more):
+    return create_schedule(model or Model(), PlannedMesh(dp=ranks, **more))
+
+
+def planned_cut():
+    sch = planned(tp=2)
+    sch["blocks.0.experts"].shard("up_proj", axis=1)
+    return sch.shard_experts(2, whole=True)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +356,17 @@ def planned(model=None, ranks=2):
         (lambda: planned().shard_experts(2).shard_experts(2), "experts are spread once, and they already are"),
         (lambda: planned().shard_data().shard_experts(2), "call it before shard_data"),
         (lambda: planned(ranks=4).shard_experts(2).shard_data(3, hsdp=2), "so hsdp must be 1"),
+        (lambda: planned().shard_experts(2, whole=True), "whole beside the mesh's tp axis, but there is none"),
+        (lambda: planned(tp=2).shard_experts(0, whole=True), "ep must be a whole number of at least 1, but is 0"),
+        (lambda: planned(ranks=1, tp=3).shard_experts(2, whole=True), "ep must divide the 3 ranks of the tp axis, or"),
+        (lambda: planned(ranks=1, tp=2).shard_experts(4, whole=True), "divides the 2 ranks of the tp and dp axes"),
+        (planned_cut, "the experts of 'blocks.0.experts' are cut over the tp axis already"),
         (lambda: planned().limit_experts(0), "capacity_factor must be a number above 0, but is 0"),
         (lambda: planned().limit_experts(True), "capacity_factor must be a number above 0, but is True"),
         (lambda: planned().limit_experts(1).limit_experts(2), "experts have one capacity, and they have one already"),
         (lambda: planned(nn.Sequential(nn.Linear(4, 4))).limit_experts(1), "it has no experts whose rows could be"),
     ],
-    ids=range(14),
+    ids=range(19),
 )
 def test_what_cannot_be_is_refused_and_leaves_the_schedule_as_it_was(call, said):
     with pytest.raises(ScheduleError, match=re.escape(said)):
