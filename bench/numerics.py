@@ -47,7 +47,7 @@ def main() -> int:
         known: dict[bool, Workload] = {}
         for combination in combinations:
             config = numerics.COMBINATIONS[combination]
-            deep = config.get("pp", 1) * config.get("virtual_stages", 1) > 2
+            deep = numerics.is_deep(config)
             workload = known[deep] = known.get(deep) or numerics.tiny(family, combination)
             reason = numerics.refusal(workload, config)
             if reason:
@@ -222,7 +222,8 @@ With `kernels` the loss is computed [without all logits](kernels.md), on one pro
 - **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, as the rest of
   the model would compute with zeros. The degree is a constraint of the default space, with the numbers:
   "tp: 8 ranks must divide the 12 attention heads".
-- **Blocks and pipeline stages**: the first stages have one more block.
+- **Blocks and pipeline stages**: the first stages have one more block; [`stage_blocks`](parallel.md#stages-of-a-pipeline) has
+  other numbers.
 - **Parameters and ZeRO**: padded by PyTorch internally.
 
 ## Measurement

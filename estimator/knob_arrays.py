@@ -9,9 +9,9 @@ import numpy as np
 from ..base.errors import UsageError, unknown
 from ..knobs.layers import BlockStrategy, of_blocks, parse
 from ..knobs.meaning import REDUCED
-from ..knobs.pipeline import PIPELINE_SCHEDULES
+from ..knobs.pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
-from ..knobs.strategy import OFFLOADS
+from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
 from ..models.parallel import PIPELINES
 from .facts.model_facts import Variant
 from .setup import PRECISIONS, TrainingSetup
@@ -36,6 +36,8 @@ class Split(NamedTuple):
     """True if the second chunks are in the opposite order of ranks."""
     layers: tuple[BlockStrategy, ...] | None
     """Strategy of each block, if the knob `strategy` is set."""
+    sizes: tuple[int, ...] | None = None
+    """Number of blocks of each stage, if the knob `stage_blocks` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,8 @@ class KnobArrays:
     """Model chunks of a pipeline rank; 1 if the pipeline schedule has no more."""
     strategy: np.ndarray
     """Text, or None if all blocks have the same strategy."""
+    stage_blocks: np.ndarray
+    """Text, or None if stages have even shares of the blocks."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -123,7 +127,7 @@ class KnobArrays:
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each distinct division of the model, with the mask of its configurations."""
-        plain = np.equal(self.strategy, _ABSENT)
+        plain = np.equal(self.strategy, _ABSENT) & np.equal(self.stage_blocks, _ABSENT)
         v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
         for way in np.unique(ways[plain], axis=0):
@@ -134,9 +138,10 @@ class KnobArrays:
         for index in np.flatnonzero(~plain).tolist():
             pp, chunks, turned = ways[index].tolist()
             own = {name: int(getattr(self, name)[index]) for name in ("tp", "ep", "zero")}
-            text = self.strategy[index]
-            key = Split(pp, chunks, bool(turned), tuple(of_blocks(text, parse(text)[-1].last + 1, **own)))
-            named.setdefault(key, []).append(index)
+            text, stages = self.strategy[index], self.stage_blocks[index]
+            layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
+            sizes = None if stages is None else blocks_of_stages(stages)
+            named.setdefault(Split(pp, chunks, bool(turned), layers, sizes), []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
 
@@ -202,9 +207,11 @@ def knob_arrays(
         table.refuse(array < 1, f"{name} must be at least 1")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
-    arrays = KnobArrays(dp=dp, grad_accum=accum, strategy=table.texts("strategy"), **values)
+    texts = {name: table.texts(name) for name in BLOCK_KNOBS}
+    arrays = KnobArrays(dp=dp, grad_accum=accum, **texts, **values)
     context = RuleContext(seq_len=setup.seq_len or 1)
-    named = [rule for rule in RULES if "strategy" in rule.knobs] if (arrays.strategy != _ABSENT).any() else []
+    given = {name for name, each in texts.items() if (each != _ABSENT).any()}
+    named = [rule for rule in RULES if given & set(rule.knobs)]
     for rule in (*GENERAL, *named):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
     table.refuse(

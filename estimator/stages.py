@@ -73,10 +73,17 @@ def stages(
     chunks: int = 1,
     v_shaped: bool = False,
     distinct: bool = True,
+    sizes: Sequence[int] | None = None,
 ) -> list[Stage]:
     """The parts on the ranks of a pipeline of `pp`, each with `chunks` stages: the distinct ones, or all.
 
     Returns an empty list if there are fewer blocks than stages.
+
+    Args:
+        sizes: number of blocks of each stage, in place of `balance`.
+
+    Raises:
+        UsageError: the sizes are for another number of blocks.
     """
     kinds = [part for part in facts.parts if part.role == "block"]
     blocks = sum(part.count for part in kinds)
@@ -86,7 +93,9 @@ def stages(
     back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
     block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
-    counts = stage_blocks(blocks, pp * chunks, balance, head)
+    if sizes is not None and sum(sizes) != blocks:
+        raise UsageError(f"stage_blocks: its numbers are for {sum(sizes)} blocks, but the model has {blocks}")
+    counts = stage_blocks(blocks, pp * chunks, balance, head) if sizes is None else sizes
     placed = Placement(pp * chunks, pp, v_shaped)
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
@@ -123,7 +132,8 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
         UsageError: the strategies are for another number of blocks.
     """
     layers = split.layers
-    found = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=layers is None)
+    placed = {"chunks": split.chunks, "v_shaped": split.v_shaped, "sizes": split.sizes}
+    found = stages(facts, split.pp, balance, **placed, distinct=layers is None)
     if layers is None:
         ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
         shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]

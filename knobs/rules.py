@@ -19,7 +19,7 @@ from typing import Any
 
 from .layers import Run, parse
 from .meaning import EXCHANGES
-from .pipeline import PIPELINE_SCHEDULES
+from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from .strategy import DEGREES, STANDARD, Strategy
 
 
@@ -41,6 +41,8 @@ class RuleContext:
     """Repeated blocks of the model."""
     no_runs: str = ""
     """Why blocks of the model cannot be cut unlike each other."""
+    no_stage_blocks: str = ""
+    """Why stages of the model cannot have numbers of blocks that are given."""
     experts: tuple[int, ...] | None = None
     """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
 
@@ -227,6 +229,15 @@ def _stages_of(name: str) -> Rule:
     )
 
 
+def _other_blocks(k: Any, context: RuleContext) -> Any:
+    total = context.blocks
+    return total is not None and _meets(k.stage_blocks, lambda text: sum(blocks_of_stages(text)) != total)
+
+
+def _other_stages(k: Any, context: RuleContext) -> Any:
+    return _meets(k.stage_blocks, lambda text: k.pp * k.virtual_stages != len(blocks_of_stages(text)))
+
+
 def _splitting(k: Any) -> Any:
     return one_of(k.pipeline_schedule, SPLITTING)
 
@@ -236,16 +247,21 @@ def _splitting(k: Any) -> Any:
 
 def _where(k: Any, condition: Callable[[tuple[Run, ...]], Any]) -> Any:
     """The condition that the strategy is one whose runs meet a condition, which may read other knobs."""
+    return _meets(k.strategy, lambda text: condition(parse(text)))
+
+
+def _meets(knob: Any, condition: Callable[[str], Any]) -> Any:
+    """The condition that a knob has one of those of its texts that meet a condition, which may read other knobs."""
     found: Any = False
-    for text in _texts(k.strategy):
-        met = condition(parse(text))
+    for text in _texts(knob):
+        met = condition(text)
         if met is not False:
-            found = found | (one_of(k.strategy, [text]) & met)
+            found = found | (one_of(knob, [text]) & met)
     return found
 
 
 def _texts(strategy: Any) -> list[str]:
-    """The texts that a knob can have: of a configuration one, of a space or of columns several."""
+    """The texts that a knob can have: in a configuration one, in a space or in columns several."""
     if strategy is None:
         return []
     if isinstance(strategy, str):
@@ -521,6 +537,24 @@ RULES: Sequence[Rule] = (
         "pp pipeline_schedule grad_accum",
         _uneven_rounds,
         f"{' and '.join(_ROUNDS)} run the micro-batches in rounds of one for every rank of the pipeline",
+    ),
+    _rule(
+        "stages of a model",
+        "stage_blocks",
+        lambda k, context: bool(context.no_stage_blocks) and _meets(k.stage_blocks, lambda text: True),
+        lambda context: f"its stages cannot have other numbers of blocks: {context.no_stage_blocks}",
+    ),
+    _rule(
+        "blocks of the stages",
+        "stage_blocks",
+        _other_blocks,
+        lambda context: f"the numbers in stage_blocks must add up to the model's {context.blocks} blocks",
+    ),
+    _rule(
+        "numbers of the stages",
+        "stage_blocks pp virtual_stages",
+        _other_stages,
+        "stage_blocks has a number for each of the pp * virtual_stages stages",
     ),
     *(_stages_of(name) for name, each in PIPELINE_SCHEDULES.items() if each.least > 1 or each.most is not None),
     _rule(

@@ -6,13 +6,14 @@ from it. `redline.knobs.meaning` defines the meaning of the values, `redline.kno
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from ..base.errors import UsageError
 from .layers import canonical, parse
-from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
-from .pipeline import PIPELINE_SCHEDULES
+from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of, stage_sizes
+from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 
 MAX_DEVICES = 1 << 20
 """Largest number of devices of one training."""
@@ -20,9 +21,9 @@ OFFLOADS = ("none", "optimizer")
 """Values of the knob `offload`."""
 DEGREES = ("tp", "sp", "cp", "pp", "dp")
 """Knobs whose product is the number of devices."""
-BLOCK_KNOBS = ("strategy",)
-"""Knobs that name blocks by their indices. No default space varies them: they come from a refinement block by block, or
-are given."""
+BLOCK_KNOBS = ("strategy", "stage_blocks")
+"""Knobs that name blocks, as texts with commas. No default space varies them: they come from a refinement block by block,
+or are given."""
 ON_REQUEST = (*BLOCK_KNOBS, "capacity_factor")
 """Knobs that no default space has: one that is given joins it."""
 
@@ -32,11 +33,19 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_layers(value: Any) -> bool:
+def _spelled(text: str) -> str:
+    return ",".join(map(str, blocks_of_stages(text)))
+
+
+TEXTS: Mapping[str, Callable[[str], str]] = {"strategy": canonical, "stage_blocks": _spelled}
+"""For each knob of `BLOCK_KNOBS` the canonical spelling of a value, which raises UsageError where it is not one."""
+
+
+def _is_text(name: str, value: Any) -> bool:
     if not isinstance(value, str):
-        return False
+        return value is None
     try:
-        parse(value)
+        TEXTS[name](value)
     except UsageError:
         return False
     return True
@@ -68,7 +77,8 @@ _FACTOR = Values(
 )
 _STAGE = Values(lambda value: is_whole(value) and 0 <= value <= 3, "a stage from 0 to 3")
 _NAME = Values(lambda value: value is None or isinstance(value, str), "a name")
-_LAYERS = Values(lambda value: value is None or _is_layers(value), "runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3")
+_LAYERS = Values(partial(_is_text, "strategy"), "runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3")
+_STAGES = Values(partial(_is_text, "stage_blocks"), "the number of blocks of each stage, such as 7,8,8,9")
 _FLAG_OR_NONE = Values(lambda value: value is None or isinstance(value, bool), "true or false")
 
 
@@ -98,6 +108,8 @@ class Strategy:
     pipeline_schedule: str | None = _knob(None, Values(_NAME.contain, f"one of {', '.join(PIPELINE_SCHEDULES)}"))
     """A name in `PIPELINE_SCHEDULES`; `of` resolves it for a pipeline. None without one."""
     virtual_stages: int = _knob(1, _DEGREE)
+    stage_blocks: str | None = _knob(None, _STAGES)
+    """Blocks of each of the pp * virtual_stages stages (`redline.knobs.pipeline`); None for even shares."""
     micro_batch: int = _knob(1, _SIZE, 1)
     grad_accum: int = _knob(1, _SIZE)
     checkpoint_ratio: float = _knob(0, _SHARE, -1)
@@ -139,6 +151,7 @@ class Strategy:
         return found.replace(
             pipeline_schedule=order,
             virtual_stages=found.virtual_stages if found.pp > 1 else 1,
+            stage_blocks=found.stage_blocks if found.pp > 1 and not is_even(found.stage_blocks) else None,
             zero=found.zero if found.replicas > 1 else 0,
             sequence_parallel=found.sequence_parallel and found.tp > 1,
             etp=found.etp if found.etp != found.tp else 0,
@@ -174,6 +187,14 @@ class Strategy:
     def exchange(self) -> Exchange:
         """Communication of replicas in one step."""
         return exchange_of({"zero": self.zero, "hsdp": self.hsdp, "pp": self.pp}, self.replicas)
+
+
+def is_even(text: str | None) -> bool:
+    """True for the `stage_blocks` that stages have anyway."""
+    if text is None:
+        return True
+    blocks = blocks_of_stages(text)
+    return list(blocks) == stage_sizes(sum(blocks), len(blocks))
 
 
 def _batch(given: Mapping[str, Any], total: int) -> dict[str, int]:
@@ -213,12 +234,12 @@ def checked(name: str, value: Any) -> Any:
     Raises:
         UsageError: the knob cannot have it.
     """
+    if name in TEXTS and isinstance(value, str):
+        return TEXTS[name](value)  # says where it is wrong
     values = _NAMES[name]
     if not values.contain(value):
-        if name == "strategy" and isinstance(value, str):
-            parse(value)  # says where it is wrong
         raise UsageError(f"{name} must be {values.text}, but is {value!r}")
-    return canonical(value) if name == "strategy" and value is not None else value
+    return value
 
 
 _NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in fields(Strategy)}

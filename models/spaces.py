@@ -132,6 +132,7 @@ def default_space(
             own_loss=own_loss,
             blocks=facts.blocks,
             no_runs=facts.no_runs,
+            no_stage_blocks=facts.no_stage_blocks,
             experts=facts.experts,
         ),
     )
@@ -283,12 +284,14 @@ def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = Fal
             space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
         for text in given if context.blocks is not None else ():
             of_blocks(text, context.blocks)
-    space.choice(name, given, help=_HELP[name])
+    staged = name == "stage_blocks" and "pp" in space.by_name
+    space.choice(name, given, when=space["pp"] > 1 if staged else None, help=_HELP[name])
     require_rules(space, context, [rule for rule in RULES if name in rule.knobs])
 
 
 _HELP = {
     "strategy": "what is done with each run of blocks",
+    "stage_blocks": "number of blocks of each pipeline stage",
     "capacity_factor": "rows that an expert computes at most, relative to the mean; the others are dropped, which is lossy",
 }
 
@@ -444,6 +447,8 @@ class _Facts:
     """Numbers of experts of the model's mixtures, unique."""
     no_runs: str
     """Obstacle to cutting blocks unlike each other."""
+    no_stage_blocks: str
+    """Obstacle to stages with given numbers of blocks."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:
@@ -460,6 +465,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
             parallel=schedule.support(sch),
             experts=experts,
             no_runs=schedule.runs_obstacle(schedule.blocks(sch)),
+            no_stage_blocks=schedule.no_stage_blocks,
         )
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
@@ -484,4 +490,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
         ),
         experts=experts,
         no_runs=ignored("strategy"),
+        no_stage_blocks=ignored("stage_blocks"),
     )

@@ -44,6 +44,7 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "interleaved"},
     "pp2 zero bubble": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zero_bubble"},
     "pp2 zbv": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zbv"},
+    "pp2 uneven": {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3", "checkpoint_ratio": 0.5},
     "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
@@ -198,7 +199,7 @@ def tiny(family: str, combination: str = "") -> "Workload":
 
     task, arguments = FAMILIES[family]
     config = COMBINATIONS.get(combination, {})
-    if config.get("pp", 1) * config.get("virtual_stages", 1) > 2:
+    if is_deep(config):
         arguments = {**arguments, **_DEEPER.get(family, {"num_hidden_layers": 4})}
     if family == "wide_resnet":
         return wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
@@ -206,6 +207,11 @@ def tiny(family: str, combination: str = "") -> "Workload":
     return hugging_face_workload(
         architecture, name=family, spec=family, seq_len=None if task == "image" else 16, global_batch=SAMPLES
     )
+
+
+def is_deep(config: Mapping[str, Any]) -> bool:
+    """Returns True for a configuration whose workload has four blocks or more."""
+    return config.get("pp", 1) * config.get("virtual_stages", 1) > 2 or "stage_blocks" in config
 
 
 def ranks(combination: str) -> int:
@@ -238,10 +244,10 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
         reasons.append(support.sequence_parallel)
     if config.get("zero"):
         reasons.append(support.zero)
-    if config.get("strategy") is not None:
+    if config.get("strategy") is not None or config.get("stage_blocks") is not None:
         blocks, no_runs = runs_of(workload)
-        said = broken_rule(Strategy.of(config), RuleContext(blocks=blocks, no_runs=no_runs))
-        reasons.append(said.partition(": ")[2])
+        known = RuleContext(blocks=blocks, no_runs=no_runs, no_stage_blocks=workload.schedule.no_stage_blocks)
+        reasons.append(broken_rule(Strategy.of(config), known).partition(": ")[2])
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):

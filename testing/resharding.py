@@ -25,6 +25,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "zero3": {"dp": 2, "zero": 3},
     "zero3+bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
     "pp2": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
+    "pp2 uneven": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b", "stage_blocks": "3,1"},
     "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "interleaved"},
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
     "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2, "pipeline_schedule": "1f1b"},

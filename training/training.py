@@ -366,7 +366,8 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
     except UsageError as error:
         raise WorkloadError(str(error)) from None
-    blocks, no_runs = runs_of(workload) if strategy.strategy is not None else (None, "")
+    named = strategy.strategy is not None or strategy.stage_blocks is not None
+    blocks, no_runs = runs_of(workload) if named else (None, "")
     context = RuleContext(
         devices=ranks,
         seq_len=workload.seq_len,
@@ -374,13 +375,13 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         own_loss=workload.loss is not None,
         blocks=blocks,
         no_runs=no_runs,
+        no_stage_blocks=getattr(workload.schedule, "no_stage_blocks", ""),
         experts=experts_of(workload) if strategy.needs_experts else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
-    if own_schedule and strategy.strategy is not None:
-        raise WorkloadError(
-            "strategy: the workload has a schedule of its own, which does not follow a strategy for each run"
-        )
+    if own_schedule and named:
+        knob = "stage_blocks" if strategy.strategy is None else "strategy"
+        raise WorkloadError(f"{knob}: the workload has a schedule of its own, which does not follow it")
     if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
         raise WorkloadError(why)
     return strategy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ScheduleError, UsageError
 from ...knobs.layers import BlockStrategy, of_blocks
 from ...knobs.meaning import recomputed, stage_sizes
-from ...knobs.pipeline import Placement
+from ...knobs.pipeline import Placement, blocks_of_stages
 from ..skeleton import shorten
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class StandardSchedule:
     | `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
     | `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
     | `virtual_stages` | number of stages on each of its ranks |
+    | `stage_blocks` | number of blocks of each stage, in place of even shares |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
     | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; its blocks with `ckpt` are recomputed |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
@@ -94,6 +95,8 @@ class StandardSchedule:
     """Paths of modules after the blocks that the model registers before them."""
     no_runs: str = ""
     """Obstacle to runs of blocks with unlike `tp` (`strategy`)."""
+    no_stage_blocks: str = ""
+    """Obstacle to stages with given numbers of blocks (`stage_blocks`)."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         from ...schedule.parallel.balance import balances
@@ -102,7 +105,8 @@ class StandardSchedule:
         blocks = self.blocks(sch)
         layers = strategies_of(config, len(blocks))
         ranks = config.get("pp", 1)
-        ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
+        stages = ranks * config.get("virtual_stages", 1) if ranks > 1 else 1
+        ends = self._stage_ends(sch, blocks, stages, config.get("stage_blocks"))
         if config.get("tp", 1) > 1:
             degrees = [layer.tp for layer in layers or ()]
             self._share_samples(sch, _between(blocks, ends), degrees, config["tp"])
@@ -208,16 +212,27 @@ class StandardSchedule:
                 if degree < tp:
                     block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
-    def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
+    def _stage_ends(
+        self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, given: str | None
+    ) -> "list[Schedule]":
         from ...schedule.parallel.balance import pipeline_obstacle
 
         if stages == 1:
             return []
         if why := pipeline_obstacle(sch.module):
             raise ScheduleError(f"pp: {why}")
-        if self.stage_ends is not None:
-            return self.stage_ends(sch, stages)
-        return even_ends(blocks, stages)
+        ends = even_ends(blocks, stages) if self.stage_ends is None else self.stage_ends(sch, stages)
+        if given is None:
+            return ends
+        if self.no_stage_blocks:
+            raise ScheduleError(f"stage_blocks: {self.no_stage_blocks}")
+        sizes = blocks_of_stages(given)
+        if (len(sizes), sum(sizes)) != (stages, len(blocks)):
+            raise ScheduleError(
+                f"stage_blocks: {given} is for {len(sizes)} stages of {sum(sizes)} blocks, but there are {stages} stages "
+                f"and the model has {len(blocks)} blocks"
+            )
+        return _ends(blocks, sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,7 +393,12 @@ def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
         raise ScheduleError(
             f"pp: each of {stages} stages needs a repeated block, but the model has {len(blocks) or 'none'}"
         )
-    return [blocks[end - 1] for end in accumulate(stage_sizes(len(blocks), stages)[:-1])]
+    return _ends(blocks, stage_sizes(len(blocks), stages))
+
+
+def _ends(blocks: "Sequence[Schedule]", sizes: Sequence[int]) -> "list[Schedule]":
+    """The last block of each stage but the last."""
+    return [blocks[end - 1] for end in accumulate(sizes[:-1])]
 
 
 def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[list[Schedule]]":
