@@ -132,8 +132,10 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
         UsageError: the strategies are for another number of blocks.
     """
     layers = split.layers
-    placed = {"chunks": split.chunks, "v_shaped": split.v_shaped, "sizes": split.sizes}
-    found = stages(facts, split.pp, balance, **placed, distinct=layers is None)
+    plain = layers is None
+    found = stages(
+        facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=plain, sizes=split.sizes
+    )
     if layers is None:
         ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
         shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]

@@ -597,7 +597,7 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         item = work[id(part)]
         block = part.role == "block"
         ratio = rank.cols.checkpoint_ratio if block else rank.none
-        pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
+        pairs = rank.none + (2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0)
         if part.experts:
             # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
             pairs = np.where(rank.cols.beside > 1, np.where(rank.cols.sequence_parallel, 1.0, 1.5), pairs)

@@ -540,8 +540,8 @@ RULES: Sequence[Rule] = (
     ),
     _rule(
         "stages of a model",
-        "stage_blocks",
-        lambda k, context: bool(context.no_stage_blocks) and _meets(k.stage_blocks, lambda text: True),
+        "stage_blocks pp",
+        lambda k, context: bool(context.no_stage_blocks) and _meets(k.stage_blocks, lambda text: k.pp > 1),
         lambda context: f"its stages cannot have other numbers of blocks: {context.no_stage_blocks}",
     ),
     _rule(

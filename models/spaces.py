@@ -282,8 +282,9 @@ def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = Fal
     if name == "strategy":
         if "checkpoint_ratio" in space.by_name:
             space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
-        for text in given if context.blocks is not None else ():
-            of_blocks(text, context.blocks)
+        if (blocks := context.blocks) is not None:
+            for text in given:
+                of_blocks(text, blocks)
     staged = name == "stage_blocks" and "pp" in space.by_name
     space.choice(name, given, when=space["pp"] > 1 if staged else None, help=_HELP[name])
     require_rules(space, context, [rule for rule in RULES if name in rule.knobs])

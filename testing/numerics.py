@@ -281,14 +281,13 @@ def departure(
         workload: the workload to train.
         config: its configuration, of precision fp32 or bf16; on several ranks, called alike on every rank.
         seed: seed of weights and data.
-        expected: the result of `reference` for the workload and the seed, if known.
+        expected: the result of `reference` for the workload, the seed and `for_one_process(config)`, if known.
     """
     import torch
 
     from ..base._torch import dynamo
 
-    by_pass = ("capacity_factor", "micro_batch") if config.get("capacity_factor") else ()
-    expected = expected or reference(workload, seed, {name: config[name] for name in by_pass})
+    expected = expected or reference(workload, seed, for_one_process(config))
     workload = replace(workload, optimizer=adamw)
     if config.get("fusion"):
         # The limit on compilations counts per function, and models share functions; beyond it nothing is compiled.
@@ -298,6 +297,12 @@ def departure(
     exact = config.get("precision", "fp32") == "fp32"
     allowed = expected.allowed if exact else expected.allowed_half
     return compare(expected.trained, found, allowed, workload.global_batch * (workload.seq_len or 1))
+
+
+def for_one_process(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration in which one process trains the same as ranks in another one."""
+    same = ("capacity_factor", "micro_batch") if config.get("capacity_factor") else ()
+    return {name: config[name] for name in same}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

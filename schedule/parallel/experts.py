@@ -311,8 +311,8 @@ def cut_copies(
     )
     # A gradient is a mean over all replicas; it already includes those that share the experts, through their rows.
     # (`set_gradient_divide_factor` divides twice in torch 2.13 if one rank has the experts, or gloo refuses it.)
-    along = axis_of(mesh, "dp")
-    factor = axis.size / (1 if along is None else along.size)
+    replicas = axis_of(mesh, "dp")
+    factor = axis.size / (1 if replicas is None else replicas.size)
     made.set_all_reduce_hook(lambda gradients: gradients.mul_(factor))
 
 

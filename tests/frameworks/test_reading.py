@@ -428,7 +428,7 @@ def test_a_changed_argument_that_takes_json_is_read_back():
 
 def megatron(*flags, layers=8):
     command = ["python", "pretrain_gpt.py", "--num-layers", str(layers), "--micro-batch-size", "1", *flags]
-    return read([*command, "--hidden-size", "64", "--num-attention-heads", "4", "--global-batch-size", "8"])
+    return read([*command, "--hidden-size", "64", "--num-attention-heads", "4", "--global-batch-size", "24"])
 
 
 @pytest.mark.parametrize(

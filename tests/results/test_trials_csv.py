@@ -65,7 +65,7 @@ def test_a_row_says_everything_plainly():
     )
     assert text == (
         '3,ok,"slow, but sure",123456.8,tokens/s,64,,0.0001234568,,81234.5,,,,100000,,8,gp,10.8254328,'
-        ',1763692062.123,,,,,,,,logs/3.log,4,0.25,true,false,"a ""b""",\n'
+        ',,1763692062.123,,,,,,,,logs/3.log,4,0.25,true,false,"a ""b""",\n'
     )
 
 

@@ -133,6 +133,18 @@ def test_latent_attention_is_cut_by_heads_where_its_plan_leaves_it_whole():
     assert attention.kv_a_proj_with_mqa.weight.shape[0] == 16 + 4
 
 
+def against_all_rows(seed):
+    """A capacity against one process that drops nothing."""
+    made = numerics.tiny("mixtral")
+    return numerics.departure(made, numerics.COMBINATIONS["ep2+capacity"], seed, numerics.reference(made, seed))
+
+
+def test_rows_that_are_dropped_are_seen(two, seed):
+    for found in two.run(against_all_rows, seed):
+        worst = found.gravest("gradients")
+        numeric.caught(worst.by, worst.allowed, worst.description)
+
+
 def balanced(**config):
     """A mixture whose experts are balanced by a loss, in a configuration with one micro-batch."""
     task, arguments = numerics.FAMILIES["mixtral"]
