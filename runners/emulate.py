@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import usable_cores
 from ..base.errors import UsageError, WorkloadError, unknown
 from ..estimator.estimate import Z80
-from ..estimator.wire import Wire
+from ..estimator.wire import Price, Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from ..training.world import World
@@ -252,21 +252,22 @@ class EmulateRunner(Runner):
         return best
 
     def _play(self, steps: "Sequence[StepTrace]", scale: float) -> Played:
-        wire = self.wire
+        wire, threads = self.wire, max(1, self.terms.threads or 1)
+        cores, table = self.emulation.hardware.cores, wire.table
 
-        def price(message: "Message") -> float:
+        def price(message: "Message", computed_s: float) -> Price:
             # A send needs both of its ends; a group needs all of its ranks.
             ranks = message.ranks if message.peer is None else (message.ranks[0], message.peer)
             if message.peer is not None and message.peer == ranks[0]:
                 ranks = (message.ranks[-1], message.peer)
-            return scale * wire.price(message.kind.value, message.num_bytes, ranks)
+            found = wire.price(message.kind.value, message.num_bytes, ranks, computed_s)
+            return Price(scale * found.seconds, scale * found.core_s / threads)
 
-        cores, table = self.emulation.hardware.cores, wire.table
         busy = cores is not None and self.terms.devices > 1 and table is not None
         return play(
             steps,
             price,
-            cores=None if cores is None else cores / max(1, self.terms.threads or 1),
+            cores=None if cores is None else cores / threads,
             world_size=self.terms.devices,
             slower=table.company if busy and table is not None else 1.0,
         )
