@@ -125,12 +125,28 @@ def test_ranks_to_emulate_are_deciding_or_all():
         EmulationTerms(hardware=H100, ranks="some")
 
 
-def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_middle():
+def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_fullest():
     config = {"pp": 8, "tp": 2}
     world = World.of(config, 0, 32)
     assert emulated_ranks(world, config, EmulationTerms(hardware=H100)) == list(range(0, 32, 4))
     only = EmulationTerms(hardware=H100, memory_only=True)
-    assert emulated_ranks(world, config, only) == [0, 16, 28]
+    assert emulated_ranks(world, config, only, fullest=3) == [0, 12, 28]
+    assert emulated_ranks(world, config, only, fullest=7) == [0, 28]
+
+
+def test_the_fullest_stage_is_that_of_the_estimate():
+    estimator = rl.Estimator(rl.workload("llama-tiny"), H100, {"devices": 4})
+    few = {"pp": 4, "micro_batch": 1, "pipeline_schedule": "1f1b"}
+    peaks = {
+        rank: rl.Estimator(rl.workload("llama-tiny"), H100, {"devices": 4, "reported_rank": rank})(few).peak_memory_mib
+        for rank in ("first", "last", "fullest")
+    }
+    place = estimator.fullest_stage(few)
+    assert place in range(4)
+    for rank, stage in (("first", 0), ("last", 3)):
+        assert (peaks[rank] == peaks["fullest"]) == (place == stage)
+    # With one micro-batch no stage holds more of them than another, so that head and loss make the last one the fullest.
+    assert estimator.fullest_stage({"pp": 4, "micro_batch": 16}) == 3
 
 
 def test_ranks_that_share_experts_are_all_emulated_up_to_four():
