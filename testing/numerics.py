@@ -93,7 +93,7 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·sp2": {"dp": 2, "sp": 2, "ep": 2, "zero": 3},
     "ep2+fusion": {"dp": 2, "ep": 2, "fusion": True},
     "ep2+capacity": {"dp": 2, "ep": 2, "capacity_factor": 0.75, "micro_batch": 2},
-    "ep2·dp2+capacity": {"dp": 4, "ep": 2, "zero": 3, "capacity_factor": 1.0, "micro_batch": 1},
+    "ep2·dp2+capacity": {"dp": 4, "ep": 2, "zero": 3, "capacity_factor": 1.0, "micro_batch": 2},
     "runs tp1/tp2": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,ckpt 1:-"},
     "runs zero2/zero3": {"dp": 2, "zero": 2, "micro_batch": 2, "strategy": "0:- 1:zero3,ckpt"},
     "runs zero1/zero3": {"dp": 2, "zero": 1, "micro_batch": 2, "strategy": "0:zero3 1:-"},

@@ -96,8 +96,7 @@ class ExpertParallel(Layer):
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         parts = returned[place].view(*index.shape, -1)
-        sums = (parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
-        return sums if sums.shape == hidden.shape else sums.reshape(hidden.shape)
+        return _shaped((parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
 
 
 class ExpertCapacity(Layer):
@@ -152,7 +151,7 @@ class ExpertCapacity(Layer):
         dropped = (routed_to - count).clamp_(min=0).sum()
         self.rows += len(chosen)
         self.dropped = dropped if self.dropped is None else self.dropped + dropped
-        return (parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype).view_as(hidden)
+        return _shaped((parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
 
 
 class DividedTokens(Layer):
@@ -178,7 +177,7 @@ class DividedTokens(Layer):
             index.reshape(count, -1).chunk(ranks)[self.axis.rank],
             differentiable.scatter(weights.reshape(count, -1), 0, self.axis),
         )
-        return differentiable.all_gather(found, 0, self.axis).view_as(hidden)
+        return _shaped(differentiable.all_gather(found, 0, self.axis), hidden)
 
 
 def divides_tokens(module: nn.Module) -> bool:
@@ -193,6 +192,11 @@ def dropped_rows(root: nn.Module) -> tuple[int, int] | None:
     if not found:
         return None
     return sum(int(each.dropped) for each in found if each.dropped is not None), sum(each.rows for each in found)
+
+
+def _shaped(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the shape of another one; not a view where it has that, which FSDP's hooks would lose."""
+    return tensor if tensor.shape == like.shape else tensor.reshape(like.shape)
 
 
 def routed(

@@ -193,7 +193,7 @@ def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
 )
 def test_experts_are_spread_beside_all_else(two, four, seed, family, combination):
     if family == "deepseek_v3" and combination.endswith("+sp"):
-        assert numerics.obstacle(family, combination).endswith("contains more than a router and experts")
+        assert numerics.obstacle(family, combination).startswith("sequence_parallel: no module around")
         return
     hold({2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)
 
