@@ -189,6 +189,7 @@ EXPERTS = """## Experts over ranks
 
 Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
 replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
+`etp1` is `etp=1`: experts are whole on the ranks of a layer, which share them and divide the tokens.
 With a [capacity](parallel.md#capacity-of-experts) one process has the same and trains the same micro-batches one after the
 other, those of the first rank first.
 """
@@ -210,6 +211,7 @@ and the tolerance is five standard deviations of that through all layers, 2e-05 
 A number is the largest difference of a gradient, relative to the largest in its tensor; float32 itself rounds at
 6e-08. A note has the reason why a combination is not supported; the default space excludes it with the same reason.
 With `kernels` the loss is computed [without all logits](kernels.md), on one process with two micro-batches.
+`pp2 uneven` has one block in the first stage and three in the last.
 `tp2+sp` is `sequence_parallel`, which shards the sequence between sharded layers; `sp2` and `sp4` are
 [sequences over ranks](parallel.md#sequences-over-ranks), the latter with two heads of keys; `cp2` and `cp4` are rings.
 
