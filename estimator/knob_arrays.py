@@ -157,6 +157,7 @@ class KnobArrays:
             ep=np.full(len(self), layer.ep),
             zero=np.full(len(self), layer.zero),
             checkpoint_ratio=np.full(len(self), float(recomputed)),
+            offload=np.full(len(self), "optimizer", dtype=object) if layer.offload else self.offload,
         )
 
     def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":

@@ -149,11 +149,11 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
 
 def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
     """A stage in groups of blocks with the same strategy; parts outside blocks are in the group with the knobs' values."""
-    held: dict[tuple[int, int, int], list[int]] = {}
+    held: dict[tuple[int, int, int, bool], list[int]] = {}
     for index in stage.indices:
         layer = layers[index]
-        held.setdefault((layer.tp, layer.ep, layer.zero), []).append(index)
-    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]))
+        held.setdefault((layer.tp, layer.ep, layer.zero, layer.offload), []).append(index)
+    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]), False)
     made: list[Group] = []
     for key, indices in {plain: held.pop(plain, []), **held}.items():
         own = key == plain
@@ -170,7 +170,8 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
             indices=tuple(indices),
             sizes=(len(indices),),
         )
-        made.append((group, cols.of_group(BlockStrategy(*key, ckpt=False), again)))
+        tp, ep, zero, offload = key
+        made.append((group, cols.of_group(BlockStrategy(tp, ep, zero, False, offload), again)))
     return made
 
 

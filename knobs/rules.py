@@ -314,6 +314,11 @@ def _zero_of_some(k: Any) -> Any:
     return (k.zero >= 2) | _where(k, lambda runs: any((run.zero or 0) >= 2 for run in runs))
 
 
+def _offloads_some(k: Any) -> Any:
+    """Some run keeps its optimizer state in host memory."""
+    return _where(k, lambda runs: any(run.offload for run in runs))
+
+
 def _any(conditions: Iterable[Any]) -> Any:
     found: Any = False
     for each in conditions:
@@ -521,9 +526,23 @@ RULES: Sequence[Rule] = (
         "fp16 unscales the gradients of all blocks together; use bf16",
     ),
     _rule(
+        "offloaded runs",
+        "strategy offload",
+        lambda k, context: (k.offload != "none") & _offloads_some(k),
+        "the state of all blocks is in host memory already: leave the item offload out, or the knob",
+    ),
+    _rule(
+        "offloaded runs and scaled gradients",
+        "strategy precision",
+        lambda k, context: (k.precision == "fp16") & _offloads_some(k),
+        "fp16 unscales gradients on the device; use bf16",
+    ),
+    _rule(
         "runs and an offloaded optimizer",
         "strategy tp zero offload",
-        lambda k, context: (k.offload != "none") & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k),
+        lambda k, context: (
+            ((k.offload != "none") | _offloads_some(k)) & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k)
+        ),
         "an offloaded optimizer moves weights that are all cut alike over replicas",
     ),
     _rule(

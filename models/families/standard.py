@@ -73,7 +73,7 @@ class StandardSchedule:
     | `virtual_stages` | number of stages on each of its ranks |
     | `stage_blocks` | number of blocks of each stage, in place of even shares |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; its blocks with `ckpt` are recomputed |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; `ckpt` recomputes, `offload` offloads |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
@@ -133,6 +133,8 @@ class StandardSchedule:
         for block, layer in zip(blocks, layers or ()):
             if layer.ckpt:
                 block.checkpoint()
+        if away := [block.path for block, layer in zip(blocks, layers or ()) if layer.offload]:
+            sch.offload("optimizer", blocks=away)
         for stage in _between(blocks, ends) if layers is None else ():
             for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()

@@ -28,7 +28,7 @@ LATTICE = {
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
     "stage_blocks": ("1,3", "2,2", "1,1,1,1", "1,1,1", "2,3"),
-    "strategy": ("0-3:-", "0-3:tp1", "0-2:tp2 3:ckpt", "0-3:zero3", "0-3:ep2", "0-4:-"),
+    "strategy": ("0-3:-", "0-3:tp1", "0-2:tp2 3:ckpt", "0-3:zero3", "0-3:ep2", "0-1:offload 2-3:-", "0-4:-"),
 }  # fmt: skip
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 

@@ -23,6 +23,9 @@ TWO = [
     ("gpt2", {"tp": 2, "micro_batch": 8, "kernels": True}, "0:- 1-3:tp1,zero2"),
     ("mixtral", {"tp": 2, "micro_batch": 2}, "0-1:tp1 2-3:-"),
     ("llama", {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3"}, "0:- 1:ckpt 2:- 3:ckpt"),
+    ("gpt2", {"dp": 2, "zero": 1, "micro_batch": 2}, "0-1:offload,ckpt 2-3:-"),
+    ("llama", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:- 1-2:offload 3:-"),
+    ("llama", {"tp": 2, "pp": 1, "micro_batch": 4}, "0-1:offload 2:- 3:tp1"),
     ("mixtral", {"dp": 2, "micro_batch": 2}, "0:ep2 1:ep2,zero3 2:zero2 3:ckpt"),
     ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:ep1 1:zero3,ckpt 2-3:-"),
 ]
@@ -32,6 +35,7 @@ FOUR = [
     ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-2:tp1 3:ckpt"),
     ("llama", {"tp": 2, "pp": 2, "grad_accum": 2, "stage_blocks": "3,1"}, "0-1:tp1 2:ckpt 3:-"),
     ("gpt2", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 1, "stage_blocks": "1,3"}, "0-1:ckpt 2-3:-"),
+    ("llama", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 2}, "0-1:offload 2:ckpt 3:-"),
     ("llama", {"tp": 2, "sp": 2, "micro_batch": 4}, "0-1:tp1,ckpt 2-3:-"),
     ("llama", {"tp": 2, "cp": 2, "zero": 1, "micro_batch": 4}, "0-1:tp1,zero3 2-3:-"),
     ("llama", {"tp": 2, "dp": 2, "micro_batch": 2, "fusion": True}, "0-1:tp1 2-3:-"),
@@ -103,6 +107,32 @@ def held(config):
     training = Training(deep("llama"), config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     names = (name.split(".") for name, _ in training.model.named_parameters())
     return sorted({int(each[2]) for each in names if each[:2] == ["model", "layers"]})
+
+
+def away(config):
+    """Parameters whose optimizer state is in host memory, and the weights after a step, by name."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    training = Training(deep("llama"), config, CPU, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
+    names = {param: name for name, param in training.model.named_parameters()}
+    training.step()
+    host = {id(there): names[param] for param, there in getattr(training.optimizer, "pairs", ())}
+    stepped = {id(param) for param, state in training.optimizer.state.items() if state}
+    assert stepped >= host.keys(), "the copies are what is stepped"
+    return sorted(host.values()), {name: param.detach().clone() for param, name in names.items()}
+
+
+def test_a_run_keeps_its_optimizer_state_in_host_memory_and_the_others_do_not():
+    none, expected = away({"micro_batch": 8})
+    assert none == []
+    found, weights = away({"micro_batch": 8, "strategy": "0:- 1-2:offload 3:-"})
+    assert found == sorted(name for name in expected if name.startswith(("model.layers.1.", "model.layers.2.")))
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_with_zero_3_a_run_keeps_the_state_of_its_pieces(two):
+    config = {"dp": 2, "zero": 3, "micro_batch": 4, "strategy": "0:offload 1-3:-"}
+    for found, _ in two.run(away, config):
+        assert found and all(name.startswith("model.layers.0.") for name in found)
 
 
 def test_a_stage_has_the_blocks_that_are_given(two):
