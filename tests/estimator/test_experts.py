@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from redline.estimator import Estimator, TrainingSetup
+from redline.base.errors import UsageError
+from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.estimator.constants import Constants
 from redline.estimator.experts import imbalance
 from redline.estimator.facts.model_facts import Matmul, ModelFacts
@@ -117,6 +118,52 @@ def test_products_of_experts_with_more_rows_each_are_faster():
     assert seconds(64) < seconds(8) < seconds(1)
     rate = 2 * 8192 * CHOSEN * HIDDEN * 2 * INNER / seconds(64)
     assert 0.5 < rate / (H100.rate("bf16") * H100.achievable * Constants().matmul_efficiency) < 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sizes"),
+    [
+        # Mixtral-8x7B and Qwen3-30B-A3B, whose norms of queries and keys shape numbers do not know.
+        (46_702_792_704, {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,
+                          "vocabulary": 32000, "experts": 8, "experts_per_token": 2}),
+        (30_532_122_624 - 48 * 256, {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128,
+                                     "vocabulary": 151936, "experts": 128, "experts_per_token": 8,
+                                     "expert_intermediate": 768}),
+    ],
+)  # fmt: skip
+def test_shape_numbers_of_published_mixtures_give_their_parameters(parameters, sizes):
+    facts = Shape(**sizes).facts(precision="bf16", attention="sdpa", fusion=False)
+    assert facts.parameters == parameters and facts.experts == (sizes["experts"],)
+    stacks = sizes["layers"] * sizes["experts"] * 3 * sizes["hidden"] * sizes.get("expert_intermediate", 14336)
+    assert sum(part.count * part.experts for part in facts.parts) == stacks
+
+
+def test_first_blocks_may_be_dense_and_experts_shared():
+    sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 16, "vocabulary": 32000, "experts": EXPERTS,
+             "experts_per_token": CHOSEN, "expert_intermediate": INNER, "intermediate": 4 * INNER}  # fmt: skip
+    more, some = (
+        Shape(**sizes, **each).facts(precision="bf16", attention="sdpa", fusion=False)
+        for each in ({}, {"dense_layers": 3, "shared_intermediate": INNER})
+    )
+    assert [part.count for part in some.parts if part.role == "block"] == [3, LAYERS - 3] and some.blocks == LAYERS
+    mixed = LAYERS - 3
+    dense = 3 * (EXPERTS * 3 * INNER + EXPERTS - 3 * 4 * INNER) * HIDDEN
+    assert more.parameters - some.parameters == dense - mixed * 3 * INNER * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"experts": 1}, "experts must be 2 or more"),
+        ({"experts": 4, "experts_per_token": 5}, "a token has at most all"),
+        ({"dense_layers": 1}, "dense_layers must leave a block with experts"),
+        ({"experts": 4, "dense_layers": 2}, "dense_layers must leave a block with experts"),
+        ({"experts": -1}, "experts must be an integer of at least 0"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(wrong, words):
+    with pytest.raises(UsageError, match=words):
+        Shape(layers=2, hidden=8, heads=2, vocabulary=8, **wrong)
 
 
 def test_with_a_capacity_rows_follow_it_and_no_rank_waits_for_another():
