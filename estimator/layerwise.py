@@ -266,8 +266,8 @@ def _plans(
         facts, split.pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False, sizes=split.sizes
     )
     columns = cols.of_layers(options)
-    seconds = {stage.count: _seconds(estimator, stage, split.pp, facts, columns) for stage in cut}
-    priced = [_priced(estimator, stage, split.pp, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
+    seconds = {stage.count: _seconds(estimator, stage, facts, columns) for stage in cut}
+    priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
     found: dict[tuple[BlockStrategy, ...], None] = {}
     same = [each for each in options if each.tp == tp]
     for kept in (options, same) if len(same) < len(options) else (options,):
@@ -331,10 +331,10 @@ def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
         return str(error)
 
 
-def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
+def _seconds(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
     """Seconds of a stage's blocks in a step, for each column."""
     (found,) = stage_times(
-        [_blocks_of(stage)], pp, facts, columns, estimator.training, estimator.hardware, estimator.constants
+        [_blocks_of(stage)], facts, columns, estimator.training, estimator.hardware, estimator.constants
     )
     timed = {name: value for name, value in found.items() if name not in NOT_OF_BLOCKS}
     return sum(_corrected(timed, TIME_GROUPS, estimator, "time.").values(), np.zeros(len(columns)))
@@ -343,7 +343,6 @@ def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, col
 def _priced(
     estimator: Estimator,
     stage: Stage,
-    pp: int,
     facts: ModelFacts,
     base: KnobArrays,
     columns: KnobArrays,
@@ -354,7 +353,7 @@ def _priced(
     setup, constants = estimator.training, estimator.constants
 
     def memory(of: Stage, cols: KnobArrays) -> dict[str, np.ndarray]:
-        terms = stage_peak(of, pp, facts, cols, setup, constants)
+        terms = stage_peak(of, facts, cols, setup, constants)
         return _corrected(terms, MEMORY_GROUPS, estimator, "memory.")
 
     terms = memory(_blocks_of(stage), columns)
