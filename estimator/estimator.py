@@ -309,7 +309,9 @@ class Estimator:
             for name, value in full.items():
                 fullest[name][at] = value
             if (reported := self.training.reported_rank) != "fullest":
-                full = peak_memory(facts, part, self.training, self.constants, reported, division)
+                # Its experts need not be those with the most rows.
+                even = self.constants.replace(expert_spread=0.0)
+                full = peak_memory(facts, part, self.training, even, reported, division)
             if not self.training.reserved_memory:
                 none = np.zeros(len(part))
                 full = {**full, "slack": none, "context": np.minimum(full["context"], ALLOCATED_MIB)}

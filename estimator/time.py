@@ -16,7 +16,7 @@ from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
-from .experts import Rows, filled, uneven
+from .experts import Rows, chosen, filled, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .kernels import attention_share, product_seconds, products_of
@@ -617,8 +617,18 @@ class _Rank(Rank):
             heads = np.stack([all_to_alls(self, part, links.heads, links.collective) for part in self.parts])
         if links.some["ep"]:
             known, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.beside
-            sent = [self.tokens * part.routed * share for part in self.parts]
-            rows = np.stack([2 * links.experts.seconds(each, links.collective, known) for each in sent])
+            rows = np.stack(
+                [
+                    2
+                    * links.experts.seconds(
+                        self.tokens * part.routed * share,
+                        links.collective,
+                        known,
+                        chosen(part) if self.setup.rows_once_a_node else 0.0,
+                    )
+                    for part in self.parts
+                ]
+            )
             more = np.stack([uneven(part, self.cols, links.constants) - 1 for part in self.parts])
         return heads, rows, more
 

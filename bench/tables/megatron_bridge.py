@@ -36,7 +36,7 @@ INFERRED = (
     "GB200 and GB300 have 72 devices in one NVLink domain, the others 8",
     "where pp * VP is more than the layers, embedding and head are layers of their own: VP is what the blocks allow",
     "mixtures of experts: experts are whole (etp=1), their products grouped; their gradients are exchanged among replicas with "
-    "the same experts, and tokens are spread as evenly as anywhere",
+    "the same experts, tokens are spread as evenly as anywhere, and sent once to each node (DeepEP, HybridEP)",
     "left out: multi-head latent attention, Mamba layers, LoRA, and pages that repeat an earlier page's row",
 )
 _SYSTEMS = {"h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200", "b300": "b300", "gb200": "gb200", "gb300": "gb300",
@@ -137,6 +137,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
             "overlap_gathers": True,
             "overlap_transfers": pp > 1,
             "overlap_tensor": tp > 1,
+            "rows_once_a_node": True,
             **({} if precision == "bf16" else {"products": precision}),
         },
         config=config,

@@ -80,6 +80,17 @@ def test_the_fullest_rank_waits_for_and_keeps_what_the_routing_gives_it():
     assert memory("activations", ep=8) > memory("activations", ep=8, constants=even) > memory("activations")
 
 
+def test_a_reported_rank_need_not_be_the_one_with_the_most_rows():
+    setup = TrainingSetup(devices=64, seq_len=4096, global_batch=512)
+    config = {"micro_batch": 1, "ep": 8}
+    fullest, last, even = (
+        Estimator(FACTS, H100, setup.replace(reported_rank=rank), constants=Constants(expert_spread=spread))
+        for rank, spread in (("fullest", 0.25), ("last", 0.25), ("fullest", 0.0))
+    )
+    assert fullest(config).peak_memory_mib > last(config).peak_memory_mib == even(config).peak_memory_mib
+    assert last.table([config]).fullest_memory_mib == fullest.table([config]).fullest_memory_mib
+
+
 def test_imbalance_grows_with_ranks_and_is_that_of_one_expert_at_most():
     ranks = np.array([1, 2, 8, 64])
     found = imbalance(64, ranks, Constants())
@@ -105,6 +116,18 @@ def test_rows_between_nodes_go_by_each_ranks_own_share_of_the_network():
     network = H100.inter_node.gb_per_s * 1e9 * Constants().network_efficiency
     moved = 512 / 64 * LAYERS * 4 * 4096 * CHOSEN * HIDDEN * 2 * 56 / 64 / network * 1e3
     assert moved < far < 1.2 * moved and far > 4 * near
+
+
+def test_rows_that_are_sent_once_to_each_node_take_less_of_the_network():
+    """Four choices among eight nodes meet 8 (1 - (7 / 8)^4) of them, 3.31 instead of 4 rows."""
+    setup = TrainingSetup(devices=64, seq_len=4096, global_batch=512)
+    config = {"micro_batch": 1, "ep": 64}
+    each, once = (
+        Estimator(FACTS, H100, setup.replace(rows_once_a_node=known))(config).breakdown["time.expert exchange"]
+        for known in (False, True)
+    )
+    fixed = 512 / 64 * LAYERS * 4 * (2 * Constants().collective_us + H100.inter_node.latency_us) * 1e-3
+    assert (once - fixed) / (each - fixed) == pytest.approx(8 * (1 - (7 / 8) ** 4) / 4)
 
 
 def test_products_of_experts_with_more_rows_each_are_faster():
