@@ -78,6 +78,10 @@ def scale(
         target, options, global_batch = run.target, run.options(options), global_batch or run.global_batch
     if baseline != TRAINER:
         options["baseline"] = baseline
+    elif not isinstance(target, (str, Path, Workload)):
+        raise UsageError(
+            f"baseline={TRAINER} trains a model by transformers.Trainer, and cannot be compared with a command"
+        )
     if isinstance(target, (str, Path)) or not callable(target) or isinstance(target, Workload):
         batch_of = _batches(target, counts if run is None else (run.devices,), global_batch, weak, options)
     else:
@@ -114,9 +118,7 @@ def scale(
     if not scaling.interrupted:
         known = {count: result.all_trials for count, result in results.items()}
         known |= {} if run is None else {run.devices: run.trials}
-        scaling = _predicted(scaling, target, batch_of, predict_to, options, known)
-    if baseline == TRAINER and not scaling.interrupted:
-        scaling = _with_trainer(scaling, target, options)
+        scaling = _predicted(scaling, target, batch_of, predict_to, options, known, trainer=baseline == TRAINER)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "scale.csv", scaling.csv().encode())
@@ -315,8 +317,9 @@ def _predicted(
     predict_to: int | None,
     options: dict[str, Any],
     known_trials: dict[int, tuple[Trial, ...]],
+    trainer: bool,
 ) -> Scaling:
-    """Adds predictions to the points, and points of more devices."""
+    """Adds predictions to the points, points of more devices, and the throughput of `transformers.Trainer` if requested."""
     if not isinstance(target, (str, Path, Workload)):
         return scaling
     tried = [each.devices for each in scaling.points]
@@ -327,35 +330,39 @@ def _predicted(
         last = predict_to or (tried[-1] if request.hardware.kind == "cpu" else max(tried[-1], FARTHEST))
         farther = [1 << i for i in range(last.bit_length()) if tried[-1] < 1 << i <= last]
         points = [*scaling.points, *(ScalePoint(devices=each, global_batch=batch_of(each)) for each in farther)]
-        return replace(scaling, points=tuple(_with_prediction(each, target, options, known) for each in points))
+        scaling = replace(scaling, points=tuple(_with_prediction(each, target, options, known) for each in points))
+        return _with_trainer(scaling, target, options, known) if trainer else scaling
     except WorkloadError as error:
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
 
 
-def _with_trainer(scaling: Scaling, target: Any, options: dict[str, Any]) -> Scaling:
-    """Adds the throughput of `transformers.Trainer`: measured for numbers of devices with a measured winner, otherwise
-    predicted."""
+def _with_trainer(
+    scaling: Scaling, target: "str | Path | Workload", options: dict[str, Any], known: "Estimator"
+) -> Scaling:
+    """Adds the throughput of `transformers.Trainer`: measured for numbers of devices with a measured winner, otherwise predicted
+    with the corrections of the measurements."""
     notes: dict[str, None] = {}
     points = []
     for point in scaling.points:
-        found, why = None, "Trainer is the baseline of transformers' models"
-        if isinstance(target, (str, Path, Workload)):
-            try:
-                found, why = _trainer(point, target, options)
-            except (SpaceError, UsageError) as error:
-                why = f"Trainer on {point.devices} devices: {error}"
+        try:
+            found, why = _trainer(point, target, options, known)
+        except (SpaceError, UsageError) as error:
+            found, why = None, f"Trainer on {point.devices} devices: {error}"
         if found is None:
             notes[why] = None
         points.append(replace(point, trainer_throughput=found))
     return replace(scaling, points=tuple(points), notes=(*scaling.notes, *notes))
 
 
-def _trainer(point: ScalePoint, target: Any, options: dict[str, Any]) -> tuple[float | None, str]:
+def _trainer(
+    point: ScalePoint, target: "str | Path | Workload", options: dict[str, Any], known: "Estimator"
+) -> tuple[float | None, str]:
     from ..models.resolve import workload
     from .budget import parse_memory
 
     if point.throughput is None or options.get("runner") in ("simulate", "emulate"):
-        return trainer_predicted(_estimates(target, point.devices, point.global_batch, options, framework=TRAINER))
+        request = _estimates(target, point.devices, point.global_batch, options, framework=TRAINER)
+        return trainer_predicted(replace(request, estimator=request.estimator.with_corrections_of(known)))
     sizes = {"seq_len": options.get("seq_len"), "global_batch": point.global_batch}
     trained = workload(target, **sizes, data=options.get("data"), lora=options.get("lora"))
     return trainer_measured(trained, point.devices, parse_memory(options.get("memory_limit")))

@@ -52,6 +52,8 @@ def trace_concurrently(
             source.prepare(any(variant[2] for some in groups.values() for variant in some))
     except WorkloadError:
         return  # raised again when a variant is requested
+    if threading.active_count() > 1:
+        return
     context = multiprocessing.get_context("fork")
     # A process that is terminated before it has its own handlers would run this one's, and stay.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

@@ -72,11 +72,13 @@ def test_the_predicted_interval_widens_with_the_distance(scaled):
     assert last[-1].devices == 1024 and wide == sorted(wide) and wide[-1] > 1.2 * wide[0]
 
 
-def test_a_trainer_is_the_baseline_where_it_is_asked_for(capsys, tmp_path):
+def test_a_trainer_is_the_baseline_where_it_is_asked_for(tmp_path):
     small = {**SIMULATED, **NARROW, "trials": 1, "predict_to": 4, "global_batch": 8}
     found = rl.scale("gpt2-tiny", "1,2", baseline="trainer", out=tmp_path / "s", **small)
     assert all(each.trainer_throughput > 0 for each in found.points)
-    assert found.points[1].trainer_throughput <= 1.05 * found.points[1].throughput
+    # The simulated cluster is slower than the estimate without corrections.
+    one = found.points[0]
+    assert one.trainer_throughput == pytest.approx(one.default_throughput, rel=0.2)
     assert all(
         each.trainer_throughput is None for each in rl.scale("gpt2-tiny", "1", **{**small, "predict_to": 1}).points
     )
