@@ -100,30 +100,28 @@ class StandardSchedule:
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         from ...schedule.parallel.balance import balances
-        from ...schedule.parallel.experts import spread_experts
 
         blocks = self.blocks(sch)
         layers = strategies_of(config, len(blocks))
         ranks = config.get("pp", 1)
         stages = ranks * config.get("virtual_stages", 1) if ranks > 1 else 1
         ends = self._stage_ends(sch, blocks, stages, config.get("stage_blocks"))
-        if config.get("tp", 1) > 1:
+        tp, ep = config.get("tp", 1), config.get("ep", 1)
+        whole_experts = tp > 1 and config.get("etp", 0) == 1
+        if tp > 1:
             degrees = [layer.tp for layer in layers or ()]
-            self._share_samples(sch, _between(blocks, ends), degrees, config["tp"])
-            whole = [block for block, tp in zip(blocks, degrees) if tp == 1]
+            self._share_samples(sch, _between(blocks, ends), degrees, tp)
+            whole = [block for block, degree in zip(blocks, degrees) if degree == 1]
             cut = [block for block in blocks if all(block.path != each.path for each in whole)]
             sequence_parallel = bool(config.get("sequence_parallel", False))
-            if config.get("etp", 0) == 1:
+            if whole_experts:
                 # Before layers are cut, so that experts are left whole. A loss that balances them is of all tokens.
-                sch.shard_experts(
-                    config.get("ep", 1), whole=True, divided=sequence_parallel and not balances(sch.module)
-                )
+                sch.shard_experts(ep, whole=True, divided=sequence_parallel and not balances(sch.module))
             self._cut(sch, cut, sequence_parallel)
-        if layers is None or config.get("etp", 0) == 1:
-            if config.get("ep", 1) > 1 and not spread_experts(sch.module):
-                sch.shard_experts(config["ep"])
-        else:
+        if layers is not None and not whole_experts:
             self._spread_experts(sch, blocks, [layer.ep for layer in layers])
+        elif ep > 1 and not whole_experts:
+            sch.shard_experts(ep)
         if config.get("capacity_factor", 0):
             sch.limit_experts(config["capacity_factor"])
         if config.get("sp", 1) * config.get("cp", 1) > 1:

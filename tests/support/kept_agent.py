@@ -14,7 +14,9 @@ def kept_agent():
 
     made = []
 
-    def lend(imports=PLAIN_IMPORTS):
+    def lend(imports=PLAIN_IMPORTS, environment=None):
+        if environment:  # another process
+            return HostAgent(imports, environment)
         if not made:
             made.append(KeptAgent(PLAIN_IMPORTS))
         made[0].also_import(imports)
