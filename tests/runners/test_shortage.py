@@ -16,6 +16,7 @@ from redline.base.host_memory import MIB, memory_groups
 from redline.results import Status
 from redline.runners.job import Begun, Job
 from redline.runners.memory import KernelLog, Shortage
+from redline.runners.protocol import DONE, NOTE, Channel, Received
 from redline.runners.supervisor import Supervisor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -32,16 +33,20 @@ def supervised(program, make=lambda: None, enter=lambda: None, **job):
     def serve(theirs):
         enter()
         made = Job(program=cloudpickle.dumps(program), threads=1, timeout_s=60, **job)
-        theirs.send(Supervisor(made, theirs, shortage=make()).run())
+        call = Received(Channel(theirs), 1, "job", (made,))
+        call.done(Supervisor(made, call, shortage=make()).run())
 
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,))
     process.start()
     theirs.close()
     try:
-        assert ours.poll(60), "no outcome"
-        assert isinstance(ours.recv(), Begun)
-        return ours.recv()
+        messages = Channel(ours)
+        assert messages.poll(60), "no outcome"
+        assert messages.receive() == (NOTE, 1, Begun(process.pid))
+        kind, number, outcome = messages.receive()
+        assert (kind, number) == (DONE, 1)
+        return outcome
     finally:
         process.join(10)
 
