@@ -25,7 +25,7 @@ REPEATS = (30, 30, 20, 12, 6)
 WORK_S = 0.4
 """How long each rank computes, alone and in company, s."""
 VERSION = 1
-"""Of what is measured; a table that was cached under another is not used."""
+"""Version of the measurement; a table that was cached under another one is not used."""
 
 
 def group_sizes(world_size: int) -> list[int]:
