@@ -1,7 +1,7 @@
 """Dry runs that each search method needs: `python bench/search.py --surfaces DIR --samplers bayes,tpe,...`.
 
 Replays recorded tables (see `bench/tables/recorded.py`): a dry run looks up a row. For each sampler and table it
-reports the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of failures among the first 10 and
+reports the fraction of the table's best after 3, 5, 10, 20 and 30 dry runs, the share of failures among the first 10 and
 all dry runs, dry runs to 99 %, and seconds of a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior (`estimate`,
 or `reversed`, `random`; `default`, which knows the names of knobs but no model, or `default-reversed`,
@@ -11,6 +11,9 @@ their own libraries:
     optuna-tpe, optuna-gp   Optuna's samplers with defaults, failures violate a constraint
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
     batch-search            the largest micro-batch that fits, by doubling, for one layout after the other
+
+`--emulate-first` looks at a proposal's memory before its dry run, as `redline tune --emulate-first` does on one device; a
+proposal that does not fit is no dry run. Memory is known up to `EMULATED_STD`, the error of emulated ranks.
 
 A peer's suggestion that is not a row, or was tried before, is replaced by the nearest remaining row, which favours
 peers. A table whose rows all failed is reported separately: the number of dry runs until the search ended with
@@ -36,14 +39,19 @@ import numpy as np
 import redline as rl
 from peers import PEERS, Ask
 from redline.estimator import find_hardware
-from redline.results import Status, Trial
+from redline.results import Measurement, Status, Trial
+from redline.runners import Runner
+from redline.runners.runner import TrialRequest
 from redline.tuner.default_prior import CPU, DefaultPrior, default_prior
+from redline.tuner.emulating import EmulateFirst
 from redline.tuner.samplers import make_sampler, sampler_names
 from redline.tuner.samplers.prior import ShapePrior
 from surrogates import SURROGATES
 from tables import Surface, read_folder
 
-CHECKPOINTS = (5, 10, 20, 30)
+CHECKPOINTS = (3, 5, 10, 20, 30)
+EMULATED_STD = 0.01
+"""Standard deviation of the logarithm of an emulated rank's memory, by docs/emulation.md."""
 COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")
 COLOURS = ("#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#17becf")
 Tables = Mapping[str, Mapping[str, float]]
@@ -147,21 +155,63 @@ def beginning(surface: Surface, how: str, seed: int) -> list[Trial]:
     return [Trial(number=0, config=config, measurement=surface.rows[config])]
 
 
-def replay(surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
-    """Returns throughput (0 for a failure) and failure of each dry run of one search, and seconds of a proposal."""
+class Rows(Runner):
+    """Runs trials by looking up the rows of a table."""
+
+    name = "rows"
+
+    def __init__(self, surface: Surface) -> None:
+        self._rows = surface.rows
+
+    def run(self, request: TrialRequest) -> Measurement:
+        return self._rows[request.config]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class EmulatedRows(Rows):
+    """Returns what an emulated rank knows of a row: whether it fits, up to the error of its memory."""
+
+    def __init__(self, surface: Surface, seed: int) -> None:
+        super().__init__(surface)
+        self._rng = np.random.default_rng(seed)
+
+    def run(self, request: TrialRequest) -> Measurement:
+        row = super().run(request)
+        error = float(np.exp(EMULATED_STD * self._rng.normal()))
+        peak, limit = row.peak_memory_mib, row.memory_limit_mib
+        fits = row.status is not Status.OOM if peak is None or limit is None else peak * error <= limit
+        return Measurement(
+            status=Status.OK if fits else Status.OOM,
+            reason="" if fits else "an emulated rank does not fit",
+            peak_memory_mib=peak,
+            emulated_ranks="0",
+        )
+
+
+def replay(surface: Surface, name: str, seed: int, trials: int, begin: str, emulates: bool = False) -> dict[str, Any]:
+    """Returns throughput (0 for a failure) of each dry run of one search, and seconds of a proposal."""
     ask = PEERS[name](surface, seed) if name in PEERS else ours(surface, seed, name)
+    rows: Runner = Rows(surface)
+    runner = EmulateFirst(EmulatedRows(surface, seed), rows) if emulates else rows
     done = beginning(surface, begin, seed)
-    seconds = 0.0
-    while len(done) < trials:
+    seconds, proposals, run = 0.0, 0, len(done)
+    while run < trials:
         started = time.perf_counter()
         config = ask(done)
         seconds += time.perf_counter() - started
         if config is None:
             break
-        done.append(Trial(number=len(done), config=config, measurement=surface.rows[config]))
+        proposals += 1
+        measured = runner.run(TrialRequest(config=config, number=len(done)))
+        run += measured.status is not Status.SKIPPED
+        done.append(Trial(number=len(done), config=config, measurement=measured))
     return {
-        "values": [t.measurement.throughput if t.ok else 0.0 for t in done],
-        "seconds": seconds / max(len(done), 1),
+        "values": [
+            t.measurement.throughput if t.ok else 0.0 for t in done if t.measurement.status is not Status.SKIPPED
+        ],
+        "seconds": seconds / max(proposals, 1),
     }
 
 
@@ -186,17 +236,19 @@ def interval(rows: np.ndarray) -> tuple[float, float]:
     return float(rows.mean()), float(high - low) / 2
 
 
-def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
+def cached(
+    folder: Path | None, surface: Surface, name: str, seed: int, trials: int, begin: str, emulates: bool
+) -> dict[str, Any]:
     """Returns a search, read from `folder` if the same code ran it before on the same table."""
     if folder is None:
-        return replay(surface, name, seed, trials, begin)
+        return replay(surface, name, seed, trials, begin, emulates)
     rows = sorted((c.id, m.throughput or 0.0) for c, m in surface.rows.items())
     code = [] if name in PEERS else [sources()]
-    key = hashlib.sha256(json.dumps([rows, name, seed, trials, begin, *code]).encode()).hexdigest()[:20]
+    key = hashlib.sha256(json.dumps([rows, name, seed, trials, begin, emulates, *code]).encode()).hexdigest()[:20]
     path = folder / f"{name}-{surface.name}-{seed}-{key}.json"
     if path.is_file():
         return json.loads(path.read_text())
-    run = replay(surface, name, seed, trials, begin)
+    run = replay(surface, name, seed, trials, begin, emulates)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run))
     return run
@@ -349,6 +401,7 @@ def main() -> None:
         choices=("sampler", "default", "random"),
         help="the first dry run: the sampler's proposal, the default configuration as in `redline tune`, or a random one",
     )
+    parser.add_argument("--emulate-first", action="store_true", help="proposals that do not fit are no dry runs")
     parser.add_argument("--cache", type=Path, help="folder that caches searches for the next run of the same code")
     parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
     arguments = parser.parse_args()
@@ -374,7 +427,15 @@ def main() -> None:
             runs = []
             for seed in range(seeds[name]):
                 try:
-                    run = cached(arguments.cache, surface, name, seed, arguments.trials, arguments.begin)
+                    run = cached(
+                        arguments.cache,
+                        surface,
+                        name,
+                        seed,
+                        arguments.trials,
+                        arguments.begin,
+                        arguments.emulate_first,
+                    )
                 except LookupError as error:
                     print(f"{name} on {surface.name}: {error}", file=sys.stderr)
                     break

@@ -45,9 +45,7 @@ def peak_memory(
         worst: Mapping[str, np.ndarray] | None = None
         found = staged(facts, split, setup.balance, part)
         for groups, _ in {"first": found[:1], "last": found[-1:]}.get(rank, found):
-            terms = together(
-                [stage_peak(stage, split.pp, facts, own, setup, constants) for stage, own in groups], groups, constants
-            )
+            terms = _peak_of(groups, split.pp, facts, setup, constants)
             if worst is None:
                 worst = terms
                 continue
@@ -57,6 +55,23 @@ def peak_memory(
             for name in MEMORY_TERMS:
                 best[name][at] = worst[name]
     return best
+
+
+def fullest_stage(facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants) -> int:
+    """The position in the pipeline of the fullest rank of one configuration, from 0; the first of equal ones."""
+    ((split, _),) = cols.splits()
+    found = staged(facts, split, setup.balance, cols)
+    peaks = [
+        float(sum(each[0] for each in _peak_of(groups, split.pp, facts, setup, constants).values()))
+        for groups, _ in found
+    ]
+    return found[peaks.index(max(peaks))][1].ranks[0]
+
+
+def _peak_of(
+    groups: Sequence[Group], pp: int, facts: ModelFacts, setup: TrainingSetup, constants: Constants
+) -> Mapping[str, np.ndarray]:
+    return together([stage_peak(stage, pp, facts, own, setup, constants) for stage, own in groups], groups, constants)
 
 
 def stage_peak(

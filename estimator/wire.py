@@ -7,7 +7,7 @@ rank sends.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,28 +19,39 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"
 """Kinds of communication with a price. Receiving costs as much as sending."""
 
 
+class Price(NamedTuple):
+    """Cost of a communication once all its ranks have reached it."""
+
+    seconds: float
+    core_s: float = 0.0
+    """CPU time of each of its ranks meanwhile, s: on a CPU, copying and adding take cores from computing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WireTable:
     """Times of communications measured among real ranks on this machine."""
 
     ranks: int
     """Number of ranks that communicated at once, in groups of each size."""
-    seconds: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]
-    """By kind and group size: (bytes, s) in the order of bytes."""
+    seconds: Mapping[str, Mapping[int, Sequence[tuple[int, float, float]]]]
+    """By kind and group size: (bytes, s, CPU s of a rank) in the order of bytes."""
+    late: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]] = field(default_factory=dict)
+    """By kind and group size: (s that ranks computed before a communication, s by which it then takes longer)."""
     company: float = 1.0
     """Slowdown factor of a rank's computing when all cores compute, relative to a single busy core."""
 
-    def price(self, kind: str, num_bytes: int, ranks: int) -> float:
-        """Seconds of one communication: interpolated linearly in bytes between measured sizes, beyond the largest by its rate."""
-        sizes = self.seconds[kind]
-        near = min(sizes, key=lambda size: abs(math.log(size / ranks)))
-        points = sizes[near]
-        if kind == "barrier":
-            return points[0][1]
-        index = next((at for at, (size, _) in enumerate(points) if size >= num_bytes), len(points) - 1)
-        (small, low), (large, high) = points[max(0, index - 1)], points[max(1, index)]
-        slope = max(0.0, (high - low) / (large - small))
-        return max(points[0][1], low + slope * (num_bytes - small))
+    def price(self, kind: str, num_bytes: int, ranks: int, computed_s: float = 0.0) -> Price:
+        """Price of one communication: interpolated linearly in bytes between measured sizes, beyond the largest by its rate; and
+        what it takes longer after so much computing."""
+        points = _nearest(self.seconds[kind], ranks)
+        seconds, core_s = (_at([(each[0], each[1 + column]) for each in points], num_bytes) for column in (0, 1))
+        return Price(seconds + self._later(kind, ranks, computed_s), core_s)
+
+    def _later(self, kind: str, ranks: int, computed_s: float) -> float:
+        if kind not in self.late or computed_s <= 0:
+            return 0.0
+        before, extra = zip((0.0, 0.0), *_nearest(self.late[kind], ranks), strict=True)
+        return float(np.interp(computed_s, before, extra))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
@@ -50,10 +61,34 @@ class WireTable:
     def from_dict(cls, data: Mapping[str, Any]) -> "WireTable":
         """The inverse of `to_dict`."""
         seconds = {
-            kind: {int(size): tuple((int(at), float(taken)) for at, taken in points) for size, points in sizes.items()}
+            kind: {
+                int(size): tuple((int(at), float(taken), float(used)) for at, taken, used in points)
+                for size, points in sizes.items()
+            }
             for kind, sizes in data["seconds"].items()
         }
-        return cls(ranks=int(data["ranks"]), seconds=seconds, company=float(data["company"]))
+        late = {
+            kind: {
+                int(size): tuple((float(computed), float(extra)) for computed, extra in points)
+                for size, points in sizes.items()
+            }
+            for kind, sizes in data["late"].items()
+        }
+        return cls(ranks=int(data["ranks"]), seconds=seconds, late=late, company=float(data["company"]))
+
+
+def _nearest(by_size: Mapping[int, Any], ranks: int) -> Any:
+    return by_size[min(by_size, key=lambda size: abs(math.log(size / ranks)))]
+
+
+def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
+    """Value at a number of bytes, at least that of the smallest."""
+    if len(points) == 1:
+        return points[0][1]
+    index = next((at for at, (size, _) in enumerate(points) if size >= num_bytes), len(points) - 1)
+    (small, low), (large, high) = points[max(0, index - 1)], points[max(1, index)]
+    slope = max(0.0, (high - low) / (large - small))
+    return max(points[0][1], low + slope * (num_bytes - small))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +108,23 @@ class Wire:
         constants = CPU if hardware.kind == "cpu" else Constants()
         return Wire(hardware=hardware, devices=devices, constants=constants, table=table)
 
-    def price(self, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Seconds of a communication once its ranks have reached it.
+    def price(self, kind: str, num_bytes: int, ranks: Sequence[int], computed_s: float = 0.0) -> Price:
+        """Price of a communication.
 
         Args:
             kind: one of `KINDS`, or `receive`.
             num_bytes: b.
             ranks: global ranks of the group, or the two ends of a send or receive.
+            computed_s: what the ranks computed since their last communication; counts only on a CPU, where it delays the next.
         """
         if len(ranks) < 2:
-            return 0.0
+            return Price(0.0)
         kind = "send" if kind == "receive" else kind
         if self.table is not None:
-            return self.table.price(kind, num_bytes, len(ranks))
+            return self.table.price(kind, num_bytes, len(ranks), computed_s)
+        return Price(self._over_links(kind, num_bytes, ranks))
+
+    def _over_links(self, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
         over = self._group(ranks)
         total, fixed = np.array([float(num_bytes)]), self.constants.collective_us * 1e-6
         n = len(ranks)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import usable_cores
 from ..base.errors import UsageError, WorkloadError, unknown
 from ..estimator.estimate import Z80
-from ..estimator.wire import Wire
+from ..estimator.wire import Price, Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from ..training.world import World
@@ -29,7 +29,7 @@ from .timing import median_interval
 from .work import TrialTerms
 
 if TYPE_CHECKING:
-    from ..estimator.estimate import Estimate
+    from ..estimator import Estimator
     from ..estimator.hardware import Hardware
     from ..training.emulation import Message, StepTrace
 
@@ -76,7 +76,7 @@ class EmulateRunner(Runner):
         terms: devices of a trial, limits and deadlines; its device is the one here.
         emulation: hardware and ranks to emulate.
         wire: prices communications; called once, before the first trial.
-        estimator: predicts the step time of trials that measure memory only.
+        estimator: of trials that measure memory only, predicts the step time and the fullest stage.
         compiles: True if any configuration may compile.
         agent: an agent that is already running; this runner closes it.
     """
@@ -91,7 +91,7 @@ class EmulateRunner(Runner):
         emulation: EmulationTerms,
         *,
         wire: "Callable[[HostAgent], Wire] | None" = None,
-        estimator: "Callable[[Mapping[str, Any]], Estimate] | None" = None,
+        estimator: "Estimator | None" = None,
         compiles: bool = True,
         agent: HostAgent | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class EmulateRunner(Runner):
             failed = Outcome(status=Status.CRASH, reason=str(error))
         else:
             deadline = self._deadline(request)
-            for number, rank in enumerate(emulated_ranks(world, request.config, self.emulation)):
+            for number, rank in enumerate(self._ranks(world, request.config)):
                 left = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
                 outcome = self._agent.run(self._job(request, rank, left, first=number == 0), key=str(request.log or ""))
                 found += outcome.ranks
@@ -156,6 +156,12 @@ class EmulateRunner(Runner):
                 **common,
             )
         return self._measured(request, world, found, common)
+
+    def _ranks(self, world: World, config: Mapping[str, Any]) -> list[int]:
+        fullest = 0
+        if self._estimator is not None and self.emulation.memory_only and world.pp > 1:
+            fullest = self._estimator.fullest_stage(config)
+        return emulated_ranks(world, config, self.emulation, fullest)
 
     def _deadline(self, request: TrialRequest) -> float | None:
         return request.timeout_s or self.terms.timeout_s
@@ -252,21 +258,22 @@ class EmulateRunner(Runner):
         return best
 
     def _play(self, steps: "Sequence[StepTrace]", scale: float) -> Played:
-        wire = self.wire
+        wire, threads = self.wire, max(1, self.terms.threads or 1)
+        cores, table = self.emulation.hardware.cores, wire.table
 
-        def price(message: "Message") -> float:
+        def price(message: "Message", computed_s: float) -> Price:
             # A send needs both of its ends; a group needs all of its ranks.
             ranks = message.ranks if message.peer is None else (message.ranks[0], message.peer)
             if message.peer is not None and message.peer == ranks[0]:
                 ranks = (message.ranks[-1], message.peer)
-            return scale * wire.price(message.kind.value, message.num_bytes, ranks)
+            found = wire.price(message.kind.value, message.num_bytes, ranks, computed_s)
+            return Price(scale * found.seconds, scale * found.core_s / threads)
 
-        cores, table = self.emulation.hardware.cores, wire.table
         busy = cores is not None and self.terms.devices > 1 and table is not None
         return play(
             steps,
             price,
-            cores=None if cores is None else cores / max(1, self.terms.threads or 1),
+            cores=None if cores is None else cores / threads,
             world_size=self.terms.devices,
             slower=table.company if busy and table is not None else 1.0,
         )
@@ -302,17 +309,20 @@ class EmulateRunner(Runner):
         self._agent.close()
 
 
-def emulated_ranks(world: World, config: Mapping[str, Any], emulation: EmulationTerms) -> list[int]:
+def emulated_ranks(world: World, config: Mapping[str, Any], emulation: EmulationTerms, fullest: int = 0) -> list[int]:
     """Returns the ranks of a training to emulate.
 
     Ranks of one stage differ if something is distributed unevenly: owners of parameters (ZeRO 1), rows of experts (`ep`), or the
     last pieces of a division with a remainder. The first rank is emulated, or the first `ep` ranks (at most `MOST_SHARERS`) if
-    experts are shared. Step time needs all stages of a pipeline; memory needs the first, the middle and the last.
+    experts are shared. Step time needs all stages of a pipeline; memory needs the first, the last, and the fullest.
+
+    Args:
+        fullest: the stage that is predicted to need the most memory.
     """
     stages = list(range(world.pp))
     within = world.replicas * world.tp
     if emulation.memory_only and emulation.ranks != "all":
-        stages = sorted({0, world.pp // 2, world.pp - 1})
+        stages = sorted({0, fullest, world.pp - 1})
     replicas = list(range(min(world.ep, MOST_SHARERS)))
     places = [replica * world.tp for replica in replicas]
     if emulation.ranks == "all":

@@ -2,13 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import RunnerError
-from ..estimator.wire import WireTable
+from ..estimator.wire import Price, WireTable
 from ..results import Status
 from .dry_run import join
 from .host import HostAgent
@@ -24,7 +24,13 @@ REPEATS = (30, 30, 20, 12, 6)
 """How often each."""
 WORK_S = 0.4
 """How long each rank computes, alone and in company, s."""
-VERSION = 1
+COMPUTED_S = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+"""Computing before a communication, as it is varied to time how late communications start, s."""
+LATE_S = 0.3
+"""How long each of these is repeated for each kind of communication, s."""
+LATE_BYTES = 1 << 14
+"""Bytes of the communications that start late."""
+VERSION = 6
 """Version of the measurement; a table that was cached under another one is not used."""
 
 
@@ -37,36 +43,79 @@ def group_sizes(world_size: int) -> list[int]:
 class WireMeasurement:
     """A program for real ranks: times communications in groups of each size, all groups at once, as in a training."""
 
+    share: float = 1.0
+    """Number of ranks that share a core."""
+
     def __call__(self, context: RankContext) -> WireTable:
         import torch.distributed as dist
 
         join(context)
         world, rank = context.world_size, context.rank
-        seconds: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        seconds: dict[str, dict[int, list[tuple[int, float, float]]]] = {}
+        late: dict[str, dict[int, list[tuple[float, float]]]] = {}
         for size in group_sizes(world):
             lines = [list(range(first, first + size)) for first in range(0, world, size)]
             mine, _ = dist.new_subgroups_by_enumeration(lines)
             for number, num_bytes in enumerate(SIZES):
                 for kind, call in _calls(num_bytes, mine, rank % size, size):
-                    taken = self._undisturbed(call, REPEATS[number])
-                    seconds.setdefault(kind, {}).setdefault(size, []).append((num_bytes, taken))
-        return WireTable(ranks=world, seconds=seconds, company=self._company(rank, world))
+                    price = self._undisturbed(call, REPEATS[number])
+                    seconds.setdefault(kind, {}).setdefault(size, []).append((num_bytes, *price))
+            for kind, call in _calls(LATE_BYTES, mine, rank % size, size):
+                extra = [self._late(call, computed) for computed in COMPUTED_S]
+                late.setdefault(kind, {})[size] = smoothed(COMPUTED_S, extra)
+        return WireTable(ranks=world, seconds=seconds, late=late, company=self._company(rank, world))
 
-    def _undisturbed(self, call: Callable[[], None], times: int) -> float:
-        """Lower quartile of repetitions, mean over ranks: what disturbs makes a call longer, never shorter."""
+    def _undisturbed(self, call: Callable[[], None], times: int) -> Price:
+        """Lower quartile of repetitions, mean over ranks: what disturbs makes a call longer, never shorter. The CPU time is that
+        of all threads of a rank."""
         import torch
         import torch.distributed as dist
 
         call()
-        taken = []
+        taken, used = [], []
         for _ in range(times):
             dist.barrier()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), time.process_time()
             call()
             taken.append(time.perf_counter() - begin)
-        total = torch.tensor(statistics.quantiles(taken, n=4)[0], dtype=torch.float64)
+            used.append(time.process_time() - before)
+        total = torch.tensor([statistics.quantiles(each, n=4)[0] for each in (taken, used)], dtype=torch.float64)
         dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        return Price(*(total / dist.get_world_size()).tolist())
+
+    def _late(self, call: Callable[[], None], computed_s: float) -> float:
+        """How much longer a piece of computing and a communication take after each other than each by itself: ranks arrive at
+        unlike times, threads that wait are woken on cores that compute, and caches are cold afterwards. Mean over repetitions and
+        ranks, because a step contains the rare long ones too."""
+        import torch
+        import torch.distributed as dist
+
+        weights, data = torch.randn(256, 512), torch.randn(64, 256)
+        pieces = 1
+
+        def compute() -> None:
+            for _ in range(pieces):
+                torch.nn.functional.gelu(data @ weights)
+
+        def thread_s(times: int) -> float:
+            start = time.thread_time()
+            for _ in range(times):
+                compute()
+            return (time.thread_time() - start) / times
+
+        thread_s(20)
+        pieces = max(1, round(computed_s / thread_s(50)))
+        alone = self._undisturbed(call, 10).seconds
+        times = max(4, int(LATE_S / (computed_s * self.share + 2e-3)))
+        worked = thread_s(times)
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(times):
+            compute()
+            call()
+        extra = torch.tensor((time.perf_counter() - begin) / times - worked * self.share - alone, dtype=torch.float64)
+        dist.all_reduce(extra)
+        return float(extra) / dist.get_world_size()
 
     def _company(self, rank: int, world: int) -> float:
         """Thread time of a piece of work while others do the same, over that of the first rank alone."""
@@ -81,6 +130,21 @@ class WireMeasurement:
         alone[1] = _work_seconds() / world
         dist.all_reduce(alone)
         return max(1.0, float(alone[1] / alone[0]))
+
+
+def smoothed(computed_s: Sequence[float], extra_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Points of the curve a + b sqrt(computed), a, b >= 0, that is closest to the measured ones: scheduling scatters them by half
+    of their size. Arrivals spread like a sum of independent delays, by the root of the time."""
+    import numpy as np
+
+    roots, extra = np.sqrt(np.array(computed_s)), np.array(extra_s)
+    weights = 1 / (1e-3 + np.array(computed_s))
+    slope, fixed = np.polyfit(roots, extra, 1, w=np.sqrt(weights))
+    if slope < 0:
+        slope, fixed = 0.0, max(0.0, float(np.average(extra, weights=weights)))
+    elif fixed < 0:
+        slope, fixed = max(0.0, float((weights * roots * extra).sum() / (weights * roots**2).sum())), 0.0
+    return [(each, float(fixed + slope * root)) for each, root in zip(computed_s, roots, strict=True)]
 
 
 def _work_seconds() -> float:
@@ -129,7 +193,7 @@ def _calls(
     yield "barrier", lambda: dist.barrier(group=group)
 
 
-def measured_wire(agent: HostAgent, world_size: int, threads: int) -> WireTable:
+def measured_wire(agent: HostAgent, world_size: int, threads: int, cores: int) -> WireTable:
     """Times of communications among so many ranks on this CPU.
 
     Raises:
@@ -138,7 +202,7 @@ def measured_wire(agent: HostAgent, world_size: int, threads: int) -> WireTable:
     import cloudpickle
 
     job = Job(
-        program=cloudpickle.dumps(WireMeasurement()),
+        program=cloudpickle.dumps(WireMeasurement(share=max(1.0, world_size * threads / cores))),
         ranks=world_size,
         rendezvous=Rendezvous(world_size=world_size),
         threads=threads,
@@ -176,6 +240,6 @@ def cached_wire(agent: HostAgent, world_size: int, threads: int, cores: int) -> 
     kept = disk_cache.load_json(name)
     if isinstance(kept, dict) and time.time() - kept.get("measured", 0.0) < MAX_AGE_S:
         return WireTable.from_dict(kept["table"])
-    table = measured_wire(agent, world_size, threads)
+    table = measured_wire(agent, world_size, threads, cores)
     disk_cache.store_json(name, {"measured": time.time(), "table": table.to_dict()})
     return table

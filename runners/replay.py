@@ -6,23 +6,24 @@ group are done, and the rank waits where it waited. Communication that a rank ov
 
 Recorded ranks synchronise: a transfer between two stages of a pipeline starts when both have reached it, so the bubble follows
 from the actual order of the stages. Ranks that were not recorded behave like a recorded one and arrive with it. If ranks share
-the cores of a CPU, those that compute at the same time share them evenly.
+the cores of a CPU, those that compute and the threads that communicate share them evenly.
 
 Source: trace-driven simulation, as in ASTRA-sim (Rashidi et al., ISPASS 2020).
 """
 
-import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..estimator.wire import Price
     from ..training.emulation import Message, StepTrace
 
 _Action = tuple[str, float, "Message | None"]
 """`compute` for a number of seconds; `begin` a communication; `wait` for one, `record` an event, or wait for an `event`."""
-Price = Callable[["Message"], float]
-"""Seconds that a communication takes once all its ranks have reached it."""
+PriceOf = Callable[["Message", float], "Price"]
+"""Returns the price of a communication, given the most that one of its ranks computed since its previous communication, s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,49 +52,63 @@ class _Thread:
     """Seconds of computing left in the current interval."""
 
 
+@dataclass(slots=True)
+class _Transfer:
+    """A communication in progress."""
+
+    left: float
+    """Seconds left."""
+    cores: float
+    """Cores that it uses meanwhile."""
+    keys: tuple[object, ...]
+    """What is done when it ends."""
+    channel: object
+
+
 @dataclass
 class _Player:
-    price: Price
+    price: PriceOf
     cores: float | None
     """Cores that all ranks share; None if each has its own device."""
     copies: float
     """Number of ranks that each recorded one represents."""
     now: float = 0.0
     running: list[_Thread] = field(default_factory=list)
-    ending: list[tuple[float, int, tuple[object, ...]]] = field(default_factory=list)
-    """Communications in progress: the end of each, and the keys that are done then."""
+    transfers: list[_Transfer] = field(default_factory=list)
+    """Communications in progress, one for each channel."""
+    queues: dict[object, deque[_Transfer]] = field(default_factory=dict)
+    """By group or pair of ranks: its communications, which run one after another; the first is in progress."""
     over: set[object] = field(default_factory=set)
     """Communications and events that are done."""
     waiting: dict[object, list[_Thread]] = field(default_factory=dict)
+    computed: dict[int, float] = field(default_factory=dict)
+    """Seconds that each rank has computed since it last began a communication."""
+    most: dict[object, float] = field(default_factory=dict)
+    """The most of these at each communication that waits for ranks."""
     meeting: dict[object, list[tuple[int, int]]] = field(default_factory=dict)
     """Ranks that have reached a communication of several recorded ranks: rank and number."""
     count: dict[object, int] = field(default_factory=dict)
-    free: dict[object, float] = field(default_factory=dict)
-    """Time at which the channel of a group or of a pair of ranks is free."""
     done: dict[int, float] = field(default_factory=dict)
     """Time at which each rank is done."""
-    order: int = 0
 
     def play(self, threads: Iterable[_Thread], ranks: frozenset[int]) -> None:
         self.ranks = ranks
         for each in threads:
             self._go_on(each)
-        while self.running or self.ending:
-            active = len(self.running) * self.copies
-            rate = min(1.0, self.cores / active) if self.cores is not None and active else 1.0
-            first = min(self.running, key=lambda each: each.left, default=None)
-            computed = self.now + first.left / rate if first is not None else float("inf")
-            over = self.ending[0][0] if self.ending else float("inf")
-            until = min(computed, over)
-            for each in self.running:
-                each.left -= (until - self.now) * rate
-            self.now = until
-            if first is not None and computed <= over:
+        while self.running or self.transfers:
+            busy = (len(self.running) + sum(each.cores for each in self.transfers)) * self.copies
+            rate = min(1.0, self.cores / busy) if self.cores is not None and busy else 1.0
+            active: list[_Thread | _Transfer] = [*self.running, *self.transfers]
+            first = min(active, key=lambda each: each.left)
+            passed = first.left
+            for one in active:
+                one.left -= passed
+            self.now += passed / rate
+            if isinstance(first, _Thread):
                 self.running.remove(first)
                 self._go_on(first)
             else:
-                _, _, keys = heapq.heappop(self.ending)
-                self._finish(keys)
+                self._end(first)
         if self.waiting:
             stuck = ", ".join(str(key) for key in list(self.waiting)[:3])
             raise AssertionError(f"recorded ranks wait for what none of them begins: {stuck}")
@@ -104,6 +119,7 @@ class _Player:
             what, value, message = thread.todo.pop()
             if what == "compute":
                 thread.left = value
+                self.computed[thread.rank] = self.computed.get(thread.rank, 0.0) + value
                 self.running.append(thread)
                 return
             if what == "begin":
@@ -117,6 +133,15 @@ class _Player:
                     self.waiting.setdefault(key, []).append(thread)
                     return
         self.done[thread.rank] = max(self.done.get(thread.rank, 0.0), self.now)
+
+    def _end(self, transfer: _Transfer) -> None:
+        """Ends a communication; the next one of its channel begins."""
+        self.transfers.remove(transfer)
+        queue = self.queues[transfer.channel]
+        queue.popleft()
+        if queue:
+            self.transfers.append(queue[0])
+        self._finish(transfer.keys)
 
     def _finish(self, keys: tuple[object, ...]) -> None:
         self.over.update(keys)
@@ -137,20 +162,24 @@ class _Player:
         turn = self.count[rank, meeting] = self.count.get((rank, meeting), 0) + 1
         there = self.meeting.setdefault((meeting, turn), [])
         there.append((rank, number))
+        self.most[meeting, turn] = max(self.most.get((meeting, turn), 0.0), self.computed.pop(rank, 0.0))
         if len(there) < len(members):
             return
         del self.meeting[meeting, turn]
+        computed = self.most.pop((meeting, turn))
         # If only one rank of a group is recorded, the group has a separate channel for each recorded rank.
         channel = channel if len(members) > 1 else (channel, rank)
-        ends_at = max(self.now, self.free.get(channel, 0.0)) + self.price(message)
-        self.free[channel] = ends_at
-        self.order += 1
-        heapq.heappush(self.ending, (ends_at, self.order, tuple(("wait", *each) for each in there)))
+        price = self.price(message, computed)
+        cores = len(there) * price.core_s / price.seconds if price.seconds > 0 else 0.0
+        queue = self.queues.setdefault(channel, deque())
+        queue.append(_Transfer(price.seconds, cores, tuple(("wait", *each) for each in there), channel))
+        if len(queue) == 1:
+            self.transfers.append(queue[0])
 
 
 def play(
     steps: Sequence["StepTrace"],
-    price: Price,
+    price: PriceOf,
     *,
     cores: float | None = None,
     world_size: int | None = None,

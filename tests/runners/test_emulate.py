@@ -9,6 +9,7 @@ from redline.estimator.wire import Wire, WireTable
 from redline.results import Status
 from redline.runners import TimingPlan, TrialTerms
 from redline.runners.emulate import EmulateRunner, EmulationTerms, emulated_ranks, pipelines
+from redline.runners.measured_wire import smoothed
 from redline.runners.runner import TrialRequest
 from redline.space import Config
 from redline.training.world import World
@@ -124,12 +125,28 @@ def test_ranks_to_emulate_are_deciding_or_all():
         EmulationTerms(hardware=H100, ranks="some")
 
 
-def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_middle():
+def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_fullest():
     config = {"pp": 8, "tp": 2}
     world = World.of(config, 0, 32)
     assert emulated_ranks(world, config, EmulationTerms(hardware=H100)) == list(range(0, 32, 4))
     only = EmulationTerms(hardware=H100, memory_only=True)
-    assert emulated_ranks(world, config, only) == [0, 16, 28]
+    assert emulated_ranks(world, config, only, fullest=3) == [0, 12, 28]
+    assert emulated_ranks(world, config, only, fullest=7) == [0, 28]
+
+
+def test_the_fullest_stage_is_that_of_the_estimate():
+    estimator = rl.Estimator(rl.workload("llama-tiny"), H100, {"devices": 4})
+    few = {"pp": 4, "micro_batch": 1, "pipeline_schedule": "1f1b"}
+    peaks = {
+        rank: rl.Estimator(rl.workload("llama-tiny"), H100, {"devices": 4, "reported_rank": rank})(few).peak_memory_mib
+        for rank in ("first", "last", "fullest")
+    }
+    place = estimator.fullest_stage(few)
+    assert place in range(4)
+    for rank, stage in (("first", 0), ("last", 3)):
+        assert (peaks[rank] == peaks["fullest"]) == (place == stage)
+    # With one micro-batch no stage holds more of them than another, so that head and loss make the last one the fullest.
+    assert estimator.fullest_stage({"pp": 4, "micro_batch": 16}) == 3
 
 
 def test_ranks_that_share_experts_are_all_emulated_up_to_four():
@@ -161,18 +178,49 @@ def test_prices_of_links_grow_with_bytes_and_ranks_and_between_nodes():
     wire = Wire.on(H100, 64)
     near, far = range(8), range(0, 64, 8)
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send"):
-        assert wire.price(kind, 1 << 20, near) < wire.price(kind, 1 << 26, near) < wire.price(kind, 1 << 26, far), kind
+        assert (
+            wire.price(kind, 1 << 20, near).seconds
+            < wire.price(kind, 1 << 26, near).seconds
+            < wire.price(kind, 1 << 26, far).seconds
+        ), kind
     # A ring sends each byte 2 (n - 1) / n times: 64 MiB over 450 GB/s at 80 %.
-    large = wire.price("all-reduce", 1 << 30, near) - wire.price("all-reduce", 1 << 29, near)
+    large = wire.price("all-reduce", 1 << 30, near).seconds - wire.price("all-reduce", 1 << 29, near).seconds
     assert large == pytest.approx(2 * 7 / 8 * (1 << 29) / (450e9 * 0.8), rel=1e-6)
-    assert wire.price("all-reduce", 1 << 20, [3]) == 0.0
+    assert wire.price("all-reduce", 1 << 20, [3]).seconds == 0.0
 
 
 def test_a_measured_table_is_read_between_its_sizes_and_beyond():
-    table = WireTable(ranks=4, seconds={"send": {2: ((1000, 1e-3), (2000, 2e-3))}, "barrier": {2: ((0, 5e-4),)}})
+    table = WireTable(
+        ranks=4, seconds={"send": {2: ((1000, 1e-3, 5e-4), (2000, 2e-3, 7e-4))}, "barrier": {2: ((0, 5e-4, 0.0),)}}
+    )
     wire = Wire.on(H100, 4, table)
-    assert wire.price("send", 1500, (0, 1)) == pytest.approx(1.5e-3)
-    assert wire.price("receive", 4000, (0, 1)) == pytest.approx(4e-3)
-    assert wire.price("send", 10, (0, 1)) == pytest.approx(1e-3)
-    assert wire.price("barrier", 0, (0, 1)) == pytest.approx(5e-4)
+    assert wire.price("send", 1500, (0, 1)).seconds == pytest.approx(1.5e-3)
+    assert wire.price("send", 1500, (0, 1)).core_s == pytest.approx(6e-4)
+    assert wire.price("receive", 4000, (0, 1)).seconds == pytest.approx(4e-3)
+    assert wire.price("send", 10, (0, 1)).seconds == pytest.approx(1e-3)
+    assert wire.price("barrier", 0, (0, 1)).seconds == pytest.approx(5e-4)
     assert WireTable.from_dict(table.to_dict()) == table
+
+
+def test_a_communication_after_computing_takes_longer_as_measured():
+    late = {"send": {2: ((1e-3, 1e-4), (3e-3, 5e-4)), 4: ((1e-3, 2e-4), (3e-3, 8e-4))}}
+    table = WireTable(ranks=4, seconds={"send": {2: ((1000, 1e-3, 0.0), (2000, 1e-3, 0.0))}}, late=late)
+    wire = Wire.on(H100, 4, table)
+    assert wire.price("send", 1000, (0, 1)).seconds == pytest.approx(1e-3)
+    assert wire.price("send", 1000, (0, 1), 2e-3).seconds == pytest.approx(1.3e-3)
+    assert wire.price("send", 1000, (0, 1), 1.0).seconds == pytest.approx(1.5e-3)
+    assert wire.price("send", 1000, (0, 1, 2, 3), 5e-4).seconds == pytest.approx(1.1e-3)
+    assert WireTable.from_dict(table.to_dict()) == table
+
+
+def test_measured_delays_are_smoothed_without_becoming_negative():
+    computed = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    exact = [2e-4 + 1e-2 * each**0.5 for each in computed]
+    assert [extra for _, extra in smoothed(computed, exact)] == pytest.approx(exact)
+    falling = [extra for _, extra in smoothed(computed, [2e-3, 1e-3, 1e-3, 5e-4, 1e-4])]
+    assert len(set(falling)) == 1
+    assert 1e-3 < falling[0] < 2e-3, "the first three count most"
+    below = [extra for _, extra in smoothed(computed, [-1e-3, 0.0, 1e-3, 3e-3, 6e-3])]
+    assert 0 < below[0] < 6e-3
+    assert below[-1] == pytest.approx(10 * below[0]), "by the root of the time alone"
+    assert {extra for _, extra in smoothed(computed, [-1e-3] * 5)} == {0.0}
