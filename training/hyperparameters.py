@@ -25,7 +25,6 @@ class Hyperparameters:
     """
 
     steps: Annotated[int, Option("Optimizer steps in all.", type=int, least=1, metavar="N")] = 1000
-    """Number of optimizer steps."""
     lr: Annotated[
         float | None, Option("Highest learning rate.  [default: 1e-4]", type=float, above=0, below=math.inf)
     ] = None
@@ -49,7 +48,6 @@ class Hyperparameters:
     min_lr: Annotated[
         float, Option("Minimum learning rate, as a share of the highest.", type=float, least=0, most=1)
     ] = 0.1
-    """Minimum learning rate, as a share of the highest."""
     decay: Annotated[float, Option("Share of the steps over which wsd falls.", type=float, above=0, most=1)] = 0.2
     """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
     weight_decay: Annotated[float, Option("AdamW's weight decay, for weight matrices.", type=float, least=0)] = 0.01

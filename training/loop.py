@@ -40,25 +40,19 @@ class LoopPlan:
     """
 
     log_every: Annotated[int, Option("Steps between two lines of the log.", type=int, least=1, metavar="N")] = 10
-    """Steps between two lines of the log."""
     eval_every: Annotated[
         int, Option("Steps between two evaluations on held-out samples; 0 for none.", type=int, least=0, metavar="N")
     ] = 0
-    """Steps between two evaluations; 0 for none."""
     eval_steps: Annotated[
         int, Option("Largest number of global batches in an evaluation.", type=int, least=1, metavar="N")
     ] = 16
-    """Largest number of global batches in an evaluation."""
     save_every: Annotated[
         int, Option("Steps between two checkpoints; 0 for none by steps.", type=int, least=0, metavar="N")
     ] = 0
-    """Steps between two checkpoints; 0 for none by steps."""
     save_minutes: Annotated[
         float, Option("Minutes between two checkpoints; 0 for none by time.", type=float, least=0, metavar="N")
     ] = 10.0
-    """Minutes between two checkpoints; 0 for none by time."""
     keep: Annotated[int, Option("Number of checkpoints to keep.", type=int, least=1, metavar="N")] = 3
-    """Number of checkpoints to keep."""
 
     soak: Annotated[
         bool,

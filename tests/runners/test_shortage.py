@@ -254,14 +254,6 @@ def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
     assert "can't start new thread" in outcome.reason and "stack" in outcome.reason
 
 
-def test_a_thread_that_does_not_start_for_another_reason_is_a_crash(bench):
-    def program(context):
-        raise RuntimeError("can't start new thread")
-
-    assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
-    assert bench.run(program).status is Status.CRASH
-
-
 def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
     def program(context):
         _held = mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -273,9 +265,10 @@ def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
     assert "could not create a primitive" in outcome.reason and "fits under the limit" in outcome.reason
 
 
-def test_a_primitive_that_cannot_be_created_for_another_reason_is_a_crash(bench):
+@pytest.mark.parametrize("words", ["can't start new thread", "could not create a primitive"])
+def test_what_fails_alike_where_there_is_room_is_a_crash(bench, words):
     def program(context):
-        raise RuntimeError("could not create a primitive")
+        raise RuntimeError(words)
 
     assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
     assert bench.run(program).status is Status.CRASH
