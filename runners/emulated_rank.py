@@ -1,6 +1,7 @@
 """Program of an emulated rank: it builds, warms up and steps like a real rank, without peers, and returns its record."""
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -76,7 +77,7 @@ class EmulatedDryRun(DryRun):
         if not self.memory_only:
             self._probe(training, context, compilation)
         context.phase("first steps")
-        steps = _Recorded(training, recorder, FEW if self.memory_only else None)
+        steps = _Recorded(training, recorder, FEW if self.memory_only else ())
         # Compiled code is not replaced.
         skips = self.memory_only and on_cpu and not training.compiled
         with recorder.watching_streams(), WithoutProducts() if skips else nullcontext():
@@ -131,18 +132,19 @@ SHORTEST = TimingPlan(warmup_min_steps=1, warmup_max_steps=1, min_steps=1, max_s
 """Two steps: the first creates the optimizer's states, so the second has the peak."""
 
 
-FEW = 2
-"""Micro-batches of a step that measures memory only: the gradients of the first exist while the second is computed."""
+FEW = (1, 2)
+"""Micro-batches of the two steps that measure memory only: in the second, the gradients of the first micro-batch exist while the
+second is computed."""
 
 
 class _Recorded:
-    def __init__(self, training: Training, recorder: "Recorder", micro_batches: int | None = None) -> None:
-        self._training, self._recorder, self._few = training, recorder, micro_batches
+    def __init__(self, training: Training, recorder: "Recorder", micro_batches: Sequence[int] = ()) -> None:
+        self._training, self._recorder, self._few = training, recorder, list(micro_batches)
         self._loss: torch.Tensor | None = None
 
     def __call__(self) -> None:
         self._recorder.begin_step()
-        self._loss = self._training.step() if self._few is None else self._training.short_step(self._few)
+        self._loss = self._training.short_step(self._few.pop(0)) if self._few else self._training.step()
         self._recorder.end_step()
 
     @property

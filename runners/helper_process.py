@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -29,17 +30,20 @@ class HelperProcess:
         module: module to run.
         kind: names its folder (see `Scratch`).
         user: Unix user of the process and its folder; None for this process's user.
+        environment: default values of its environment variables, besides `MEASURED_WITH`.
     """
 
-    def __init__(self, module: str, kind: str, *, user: UnixUser | None = None) -> None:
+    def __init__(
+        self, module: str, kind: str, *, user: UnixUser | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._scratch = Scratch(kind)
         self.folder = self._scratch.path
         """Its folder, which `close` removes."""
         self.connection: Connection
         """This end of the connection."""
         self.connection, child_end = Pipe()
-        quiet = MEASURED_WITH
-        options = {"env": {**quiet, **os.environ}} if user is None else user.popen(self.folder, **quiet)
+        defaults = {**MEASURED_WITH, **(environment or {})}
+        options = {"env": {**defaults, **os.environ}} if user is None else user.popen(self.folder, **defaults)
         with child_end, open(self.folder / "log", "wb") as log:
             if user is not None:
                 user.give(self.folder)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Client
@@ -54,11 +54,13 @@ class HostAgent:
 
     Args:
         imports: modules the agent imports once, for all trials; `also_import` adds to them.
+        environment: default values of the environment variables of all trials.
 
     The agent process starts at once and imports in the background; the first `run` waits for it.
     """
 
-    def __init__(self, imports: Sequence[str] = COMMON_IMPORTS) -> None:
+    def __init__(self, imports: Sequence[str] = COMMON_IMPORTS, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = environment
         self._imports = tuple(dict.fromkeys(imports))
         self._lock = threading.Lock()
         self._closed = False
@@ -69,7 +71,7 @@ class HostAgent:
         self._start()
 
     def _start(self) -> None:
-        self._process = HelperProcess("redline.runners.agent", "agent")
+        self._process = HelperProcess("redline.runners.agent", "agent", environment=self._environment)
         self._address = str(self._process.folder / SOCKET)
         self._caller = Caller(self._process.connection, lambda error: "the host agent was lost")
         sys_path = tuple(os.path.abspath(each) for each in sys.path)

@@ -20,6 +20,7 @@ from ..models.server_model import ServerModel
 from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
+from ..runners.emulate import HUGE_PAGES
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.local import SharedDevices
@@ -110,9 +111,14 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
     Raises:
         UsageError: parts of the request contradict each other, or one of them has no effect.
     """
+
+    def started() -> HostAgent:
+        environment = HUGE_PAGES if request.runs_on == EMULATE and request.memory_only else {}
+        return held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
+
     agent = None
     if request.runs_on in ("local", EMULATE) and imports_early(request.target):
-        agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
+        agent = started()
     task = resolve_task(
         request,
         cluster=request.runs_on == "slurm"
@@ -125,7 +131,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         device=request.runner.device if isinstance(request.runner, Runner) else None,
     )
     if request.runs_on in ("local", EMULATE) and task.own is not None and agent is None:
-        agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
+        agent = started()
 
     asked = asked_of(request, task)
     transferred = _transferred(request, task, asked)
