@@ -133,7 +133,7 @@ def test_an_error_has_its_class_and_its_traceback(peer):
         caller.call("unpicklable")
     with pytest.raises(TypeError, match="cannot pickle"):
         caller.call("echo", threading.Lock())
-    assert caller.call("echo", 1) == 1
+    assert caller.call("echo", 1) == 1 and not caller._open
 
 
 def test_notes_come_in_order_before_the_reply(peer):
