@@ -120,6 +120,16 @@ def test_degrees_that_do_not_make_the_world_are_refused_with_the_numbers(emulate
     assert "8" in measured.reason and "3" in measured.reason
 
 
+def test_memory_with_fusion_is_measured_without_compiling_for_this_cpu(emulate):
+    measured = emulate("gpt2-tiny", 4, {"fusion": True}, memory_only=True)
+    plain = emulate("gpt2-tiny", 4, {}, memory_only=True)
+    assert measured.ok, measured.reason
+    assert measured.seconds_compile == 0
+    assert "without fusion" in measured.reason and "without fusion" not in plain.reason
+    assert measured.peak_memory_mib == pytest.approx(plain.peak_memory_mib, rel=0.1)
+    assert measured.step_ms < plain.step_ms, "the estimate knows that it is fused"
+
+
 def test_ranks_to_emulate_are_deciding_or_all():
     with pytest.raises(UsageError, match="deciding"):
         EmulationTerms(hardware=H100, ranks="some")
