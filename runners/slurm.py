@@ -64,8 +64,8 @@ class SlurmRunner(DryRunner):
         concurrency: trials at once; by default as many as the devices allow, and one on CPUs.
 
     Raises:
-        MissingDependency: there is no `srun`.
-        UsageError: there is no allocation, or it has fewer devices than a trial needs.
+        MissingDependency: `srun` is not on the PATH.
+        UsageError: this is not an allocation, or it has fewer devices than a trial needs.
         RunnerError: Slurm did not start the tasks.
     """
 

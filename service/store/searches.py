@@ -131,7 +131,7 @@ class Searches(Part):
             limit: maximum number.
 
         Raises:
-            NotFound: there is no search `after`.
+            NotFound: the search `after` does not exist.
         """
         query = _search_rows().order_by(searches.c.created.desc(), searches.c.id.desc()).limit(limit)
         if user is not None:

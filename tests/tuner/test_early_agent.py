@@ -23,7 +23,7 @@ def started(monkeypatch):
     made = []
 
     class Quick(HostAgent):
-        def __init__(self, imports):
+        def __init__(self, imports, environment=None):
             super().__init__([])
             made.append(self)
 
