@@ -443,7 +443,7 @@ def make_runner(
 
     Args:
         request: the request.
-        task: what is tuned.
+        task: the target of the search.
         work: of `make_work`.
         limit_mib: memory of a rank, MiB; None for all of the device's memory.
         estimator: predicts simulated trials.
