@@ -61,7 +61,7 @@ class _Transfer:
     cores: float
     """Cores that it uses meanwhile."""
     keys: tuple[object, ...]
-    """Action at its end."""
+    """Items that are done when it ends."""
     channel: object
 
 
