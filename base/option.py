@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, fields
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, get_type_hints
 
 from .errors import UsageError
@@ -62,13 +63,14 @@ class Option:
 
     def allows(self, value: Any) -> bool:
         """True if a number is within the bounds."""
-        if isinstance(value, bool) or not isinstance(value, int if self.type is int else (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Integral if self.type is int else Real):
             return False
+        number = float(value)
         return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
+            (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+            and (self.below is None or number < self.below)
         )
 
 
