@@ -6,8 +6,8 @@ from inspect import signature
 from typing import Annotated
 
 import click
-import pydantic
 import numpy as np
+import pydantic
 import pytest
 import redline
 from click.testing import CliRunner
