@@ -306,7 +306,7 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
     inner = {
         "tp": strategy.tp,
         "cp": strategy.tp * strategy.cp * strategy.sp,
-        "ep": strategy.tp * strategy.ep,
+        "ep": strategy.ep * (1 if strategy.etp == 1 else strategy.tp),
         "dp": strategy.devices,
         "pp": strategy.devices,
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import UsageError
-from ..knobs.rules import GENERAL, RuleContext
+from ..knobs.rules import RULES, RuleContext
 from .calibration import (
     MEMORY_GROUPS,
     Correction,
@@ -427,14 +427,17 @@ def _source(
 
 
 def _check_experts(facts: ModelFacts, cols: KnobArrays) -> None:
-    """Rejects configurations whose `ep` the model's experts do not allow.
+    """Rejects configurations whose knobs of experts the model does not allow.
 
     Raises:
         UsageError: names the rule.
     """
-    if (cols.ep == 1).all():
+    if (cols.ep == 1).all() and not cols.capacity_factor.any() and not cols.etp.any():
         return
     context = RuleContext(experts=facts.experts)
-    for rule in GENERAL:
-        if rule.knobs == ("ep",) and (bad := np.broadcast_to(rule.broken(cols, context), len(cols))).any():
-            raise UsageError(f"ep={int(cols.ep[bad][0])}: {rule.reason(context)}")
+    for rule in RULES:
+        if rule.knobs not in (("ep",), ("etp",), ("capacity_factor",)):
+            continue
+        if (bad := np.broadcast_to(rule.broken(cols, context), len(cols))).any():
+            (knob,) = rule.knobs
+            raise UsageError(f"{knob}={getattr(cols, knob)[bad][0]:g}: {rule.reason(context)}")

@@ -9,16 +9,17 @@ import numpy as np
 from ..base.errors import UsageError, unknown
 from ..knobs.layers import BlockStrategy, of_blocks, parse
 from ..knobs.meaning import REDUCED
-from ..knobs.pipeline import PIPELINE_SCHEDULES
+from ..knobs.pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
-from ..knobs.strategy import OFFLOADS
+from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
 from ..models.parallel import PIPELINES
 from .facts.model_facts import Variant
 from .setup import PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
-    "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
+    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "etp": int, "zero": int, "hsdp": int,
+    "micro_batch": int, "virtual_stages": int,
+    "checkpoint_ratio": float, "capacity_factor": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
 _ABSENT = np.array(None, dtype=object)
@@ -35,6 +36,8 @@ class Split(NamedTuple):
     """True if the second chunks are in the opposite order of ranks."""
     layers: tuple[BlockStrategy, ...] | None
     """Strategy of each block, if the knob `strategy` is set."""
+    sizes: tuple[int, ...] | None = None
+    """Number of blocks of each stage, if the knob `stage_blocks` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,10 @@ class KnobArrays:
     dp: np.ndarray
     ep: np.ndarray
     """Replicas that share the experts."""
+    etp: np.ndarray
+    """1 where experts are not cut over the `tp` ranks, which share them and divide the tokens."""
+    capacity_factor: np.ndarray
+    """Rows that each expert computes, relative to the mean; 0 for those that the router gives it."""
     zero: np.ndarray
     hsdp: np.ndarray
     """Groups of replicas, each with all pieces of sharded tensors."""
@@ -70,6 +77,8 @@ class KnobArrays:
     """Model chunks of a pipeline rank; 1 if the pipeline schedule has no more."""
     strategy: np.ndarray
     """Text, or None if all blocks have the same strategy."""
+    stage_blocks: np.ndarray
+    """Text, or None if stages have even shares of the blocks."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -90,9 +99,19 @@ class KnobArrays:
         return self.replicas // self.hsdp
 
     @property
+    def beside(self) -> np.ndarray:
+        """Ranks of a layer that share experts and tokens: those of `tp` if experts are whole."""
+        return np.where(self.etp == 1, self.tp, 1)
+
+    @property
+    def slices(self) -> np.ndarray:
+        """Ranks that each expert is cut over."""
+        return self.tp // self.beside
+
+    @property
     def copies(self) -> np.ndarray:
-        """Replicas with the same experts."""
-        return np.maximum(self.replicas // self.ep, 1)
+        """Ranks with the same experts."""
+        return np.maximum(self.replicas * self.beside // self.ep, 1)
 
     def order_that(self, fact: str) -> np.ndarray:
         """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
@@ -108,7 +127,7 @@ class KnobArrays:
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each distinct division of the model, with the mask of its configurations."""
-        plain = np.equal(self.strategy, _ABSENT)
+        plain = np.equal(self.strategy, _ABSENT) & np.equal(self.stage_blocks, _ABSENT)
         v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
         for way in np.unique(ways[plain], axis=0):
@@ -119,9 +138,10 @@ class KnobArrays:
         for index in np.flatnonzero(~plain).tolist():
             pp, chunks, turned = ways[index].tolist()
             own = {name: int(getattr(self, name)[index]) for name in ("tp", "ep", "zero")}
-            text = self.strategy[index]
-            key = Split(pp, chunks, bool(turned), tuple(of_blocks(text, parse(text)[-1].last + 1, **own)))
-            named.setdefault(key, []).append(index)
+            text, stages = self.strategy[index], self.stage_blocks[index]
+            layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
+            sizes = None if stages is None else blocks_of_stages(stages)
+            named.setdefault(Split(pp, chunks, bool(turned), layers, sizes), []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
 
@@ -137,6 +157,7 @@ class KnobArrays:
             ep=np.full(len(self), layer.ep),
             zero=np.full(len(self), layer.zero),
             checkpoint_ratio=np.full(len(self), float(recomputed)),
+            offload=np.full(len(self), "optimizer", dtype=object) if layer.offload else self.offload,
         )
 
     def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":
@@ -187,13 +208,16 @@ def knob_arrays(
         table.refuse(array < 1, f"{name} must be at least 1")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
-    arrays = KnobArrays(dp=dp, grad_accum=accum, strategy=table.texts("strategy"), **values)
+    texts = {name: table.texts(name) for name in BLOCK_KNOBS}
+    arrays = KnobArrays(dp=dp, grad_accum=accum, **texts, **values)
     context = RuleContext(seq_len=setup.seq_len or 1)
-    named = [rule for rule in RULES if "strategy" in rule.knobs] if (arrays.strategy != _ABSENT).any() else []
+    given = {name for name, each in texts.items() if (each != _ABSENT).any()}
+    named = [rule for rule in RULES if given & set(rule.knobs)]
     for rule in (*GENERAL, *named):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
-    even = arrays.replicas % arrays.ep == 0
-    table.refuse(~even, "ep must divide the dp * sp * cp replicas", arrays.replicas)
+    table.refuse(
+        arrays.replicas * arrays.beside % arrays.ep != 0, "ep must divide the dp * sp * cp replicas", arrays.replicas
+    )
     return arrays
 
 
@@ -239,7 +263,7 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 _BOUNDS = {
     "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None),
     "micro_batch": (1, None), "zero": (0, 3),
-    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
+    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None), "capacity_factor": (0, None), "etp": (0, None),
 }  # fmt: skip
 """Smallest and largest values of numeric knobs."""
 

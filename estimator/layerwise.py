@@ -262,7 +262,9 @@ def _plans(
     whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
     cols = knob_arrays([{name: value for name, value in whole.items() if name != "strategy"}], setup)
     split, _ = next(cols.splits())
-    cut = stages(facts, split.pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False)
+    cut = stages(
+        facts, split.pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False, sizes=split.sizes
+    )
     columns = cols.of_layers(options)
     seconds = {stage.count: _seconds(estimator, stage, split.pp, facts, columns) for stage in cut}
     priced = [_priced(estimator, stage, split.pp, facts, cols, columns, options, seconds[stage.count]) for stage in cut]

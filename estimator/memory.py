@@ -161,7 +161,7 @@ def _whole_gradients(rank: Rank) -> np.ndarray:
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
     """Copies of weights in the dtype of products, unless they are gathered in it, and of gradients in the weights' dtype."""
     form = rank.form
-    weights = _matrices(rank.stage, rank.tp, rank.ep) * form.compute if form.compute < form.parameter else rank.none
+    weights = _matrices(rank) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
@@ -253,7 +253,7 @@ def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) ->
     with_scores, without = (
         per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
     )
-    own = kept(part, rank.ep, rank.tp, rank.facts.precision, constants)
+    own = kept(part, rank.cols, rank.facts.precision, constants)
     return np.where(rank.cols.cp > 1, without, with_scores) + own
 
 
@@ -363,13 +363,13 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
     return constants.slack * passing + constants.slack_lasting * lasting
 
 
-def _matrices(stage: Stage, tp: np.ndarray, ep: np.ndarray) -> np.ndarray:
+def _matrices(rank: Rank) -> np.ndarray:
     """Elements of the weights of products, which autocast casts."""
-    total = np.zeros(len(tp))
+    total, stage = np.zeros(len(rank.tp)), rank.stage
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         for item in part.matmuls:
-            of_rank = (tp if item.split != "none" else 1) * (ep if item.experts > 1 else 1)
-            total += count * item.k * item.n * item.count / of_rank
+            pieces, sharers = (rank.slices, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
+            total += count * item.k * item.n * item.count / ((pieces if item.split != "none" else 1) * sharers)
     return total
 
 

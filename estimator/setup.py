@@ -49,6 +49,8 @@ class TrainingSetup:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 0
+    capacity_factor: float = 0.0
     zero: int = 0
     hsdp: int = 1
     micro_batch: int = 1
@@ -152,6 +154,8 @@ class TrainingSetup:
                 _at_least_one(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"TrainingSetup: zero must be 0, 1, 2 or 3, but got {self.zero!r}")
+        if not self.capacity_factor >= 0:
+            raise UsageError(f"TrainingSetup: capacity_factor must be from 0 on, but got {self.capacity_factor!r}")
         if not 0 <= self.checkpoint_ratio <= 1:
             raise UsageError(f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}")
         for name, known in (

@@ -73,10 +73,17 @@ def stages(
     chunks: int = 1,
     v_shaped: bool = False,
     distinct: bool = True,
+    sizes: Sequence[int] | None = None,
 ) -> list[Stage]:
     """The parts on the ranks of a pipeline of `pp`, each with `chunks` stages: the distinct ones, or all.
 
     Returns an empty list if there are fewer blocks than stages.
+
+    Args:
+        sizes: number of blocks of each stage, in place of `balance`.
+
+    Raises:
+        UsageError: the sizes are for another number of blocks.
     """
     kinds = [part for part in facts.parts if part.role == "block"]
     blocks = sum(part.count for part in kinds)
@@ -86,7 +93,9 @@ def stages(
     back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
     block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
-    counts = stage_blocks(blocks, pp * chunks, balance, head)
+    if sizes is not None and sum(sizes) != blocks:
+        raise UsageError(f"stage_blocks: its numbers are for {sum(sizes)} blocks, but the model has {blocks}")
+    counts = stage_blocks(blocks, pp * chunks, balance, head) if sizes is None else sizes
     placed = Placement(pp * chunks, pp, v_shaped)
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
@@ -123,7 +132,10 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
         UsageError: the strategies are for another number of blocks.
     """
     layers = split.layers
-    found = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=layers is None)
+    plain = layers is None
+    found = stages(
+        facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=plain, sizes=split.sizes
+    )
     if layers is None:
         ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
         shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
@@ -137,11 +149,11 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
 
 def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
     """A stage in groups of blocks with the same strategy; parts outside blocks are in the group with the knobs' values."""
-    held: dict[tuple[int, int, int], list[int]] = {}
+    held: dict[tuple[int, int, int, bool], list[int]] = {}
     for index in stage.indices:
         layer = layers[index]
-        held.setdefault((layer.tp, layer.ep, layer.zero), []).append(index)
-    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]))
+        held.setdefault((layer.tp, layer.ep, layer.zero, layer.offload), []).append(index)
+    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]), False)
     made: list[Group] = []
     for key, indices in {plain: held.pop(plain, []), **held}.items():
         own = key == plain
@@ -158,7 +170,8 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
             indices=tuple(indices),
             sizes=(len(indices),),
         )
-        made.append((group, cols.of_group(BlockStrategy(*key, ckpt=False), again)))
+        tp, ep, zero, offload = key
+        made.append((group, cols.of_group(BlockStrategy(tp, ep, zero, False, offload), again)))
     return made
 
 

@@ -15,7 +15,7 @@ from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
-from .experts import Rows, uneven
+from .experts import Rows, filled, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .kernels import attention_share, product_seconds, products_of
@@ -45,15 +45,18 @@ BINDS = {
 
 def matmul_seconds(
     item: Matmul, tokens: np.ndarray, tp: np.ndarray, width: float, hardware: Hardware, precision: str,
-    constants: Constants, ep: "np.ndarray | float" = 1.0,
+    constants: Constants, ep: "np.ndarray | float" = 1.0, fill: "np.ndarray | float" = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """One product on one rank: the forward, and the one or two of its backward.
 
-    A rank has its share of the experts, with proportionally more rows. Their products run as one, in tiles of rows that belong to
-    one expert each.
+    A rank has its share of the experts, with proportionally more rows, `fill` times those routed to them. Their products run as
+    one, in tiles of rows that belong to one expert each.
     """
     shared = ep if item.experts > 1 else 1.0
-    rows, count = np.maximum(tokens * item.rows * shared, 1.0), item.count / shared
+    rows, count = (
+        np.maximum(tokens * item.rows * shared * (fill if item.experts > 1 else 1.0), 1.0),
+        item.count / shared,
+    )
     k = item.k / (tp if item.split == "row" else 1.0)
     n = item.n / (tp if item.split == "column" else 1.0)
     peak = hardware.rate(precision)
@@ -155,12 +158,20 @@ def _part_work(
     matmul, back, experts, experts_back, inputs, outputs = zero, zero, zero, zero, zero, zero
     half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
     kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
-    first, alike = distinct
+    (first, alike), fill = distinct, filled(cols)
+    all_of, own = (tokens[first], tp[first]), ((tokens / cols.beside)[first], cols.slices[first].astype(float))
     for item in part.matmuls:
         one, two = (
             each[alike]
             for each in matmul_seconds(
-                item, tokens[first], tp[first], width, hardware, kind_of_product, constants, cols.ep[first]
+                item,
+                *(own if item.experts > 1 else all_of),
+                width,
+                hardware,
+                kind_of_product,
+                constants,
+                cols.ep[first],
+                fill[first],
             )
         )
         matmul, back = matmul + one, back + two
@@ -211,6 +222,10 @@ def _part_work(
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the first configuration of each set of product sizes, and for each configuration its index among these."""
     sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sharers) * 65536 + cols.ep
+    for each in (cols.capacity_factor, cols.beside):
+        if (each != each[0]).any():
+            known, which = np.unique(each, return_inverse=True)
+            sizes = sizes * len(known) + which
     _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
     return first, alike
 
@@ -450,13 +465,13 @@ class _Rank(Rank):
     @cached_property
     def experts(self) -> Rows:
         """Ranks that share experts."""
-        ranks = group(self.cols.ep, self.cols.tp, self.devices, self.hardware, self.constants)
-        return Rows.of(ranks, self.cols.tp, self.hardware, self.constants)
+        ranks = group(self.cols.ep, self.cols.slices, self.devices, self.hardware, self.constants)
+        return Rows.of(ranks, self.cols.slices, self.hardware, self.constants)
 
     @cached_property
     def copies(self) -> Group:
-        """Replicas with the same experts."""
-        return group(self.cols.copies, self.cols.tp * self.cols.ep, self.devices, self.hardware, self.constants)
+        """Ranks with the same experts."""
+        return group(self.cols.copies, self.cols.slices * self.cols.ep, self.devices, self.hardware, self.constants)
 
     def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
         """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
@@ -495,8 +510,9 @@ class _Rank(Rank):
         width, found = bytes_of(self.facts.precision), {}
         for part in (*(part for part, _ in self.stage.blocks), *self.stage.ends):
             heads = all_to_alls(self, part, self.heads, self.collective)
-            rows = 2 * self.experts.seconds(self.tokens * part.routed * width, self.collective)
-            found[id(part)] = heads, rows, uneven(part, self.cols.ep, self.constants) - 1
+            sent = self.tokens * part.routed * width * filled(self.cols) / self.cols.beside
+            rows = 2 * self.experts.seconds(sent, self.collective, self.cols.capacity_factor > 0)
+            found[id(part)] = heads, rows, uneven(part, self.cols, self.constants) - 1
         return found
 
     @cached_property
@@ -581,7 +597,10 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         item = work[id(part)]
         block = part.role == "block"
         ratio = rank.cols.checkpoint_ratio if block else rank.none
-        pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
+        pairs = rank.none + (2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0)
+        if part.experts:
+            # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
+            pairs = np.where(rank.cols.beside > 1, np.where(rank.cols.sequence_parallel, 1.0, 1.5), pairs)
         ahead, (exchange, rows, late) = pairs * pair, rank.links[id(part)]
         around, around_back = ring_waits(rank, part, rank.ring, rank.collective, item.attention, item.attention_back)
         there = exchange + around + rows + late * item.experts

@@ -13,7 +13,7 @@ WORDS = Words(
     Word(knob="micro_batch", keys=("train.micro_batch_size",)),
     *(
         Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",))
-        for knob in ("tp", "pp", "cp", "ep")
+        for knob in ("tp", "pp", "cp", "ep", "etp", "capacity_factor")
     ),
     Word(knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)),
     Word(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),

@@ -14,7 +14,7 @@ def _degree(knob: str) -> Word:
 
 WORDS = Words(
     Word(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
-    *map(_degree, ("tp", "pp", "cp", "ep")),
+    *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
     Word(
         knob="sequence_parallel",
         ways=tuple(

@@ -11,7 +11,7 @@ from ..base.errors import SpaceError, UsageError, unknown
 from ..base.option import Option, check_options, either
 from ..frameworks.autotuners import FORMATS, Source, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
-from ..knobs.strategy import BLOCK_KNOBS, STANDARD
+from ..knobs.strategy import STANDARD
 from ..space import Space
 from .architecture import Architecture
 from .global_batch import free_accumulation, shared
@@ -217,10 +217,9 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         )
         if not named or self.space is not None or self.taken_from is not None:
             return
-        known = (*STANDARD, *BLOCK_KNOBS)
         for name in (*(self.override or ()), *(self.fix or ())):
-            if name not in known:
-                raise SpaceError(unknown("knob", name, known))
+            if name not in STANDARD:
+                raise SpaceError(unknown("knob", name, STANDARD))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,6 +212,9 @@ class DryRuns(Work):
         load = numerics_check.expert_load([each.probe for each in reports])
         if load is not None and int(config.get("ep") or 1) > 1 and not wrong:
             notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
+        dropped = numerics_check.dropped_share([each.dropped for each in reports])
+        if dropped is not None and not wrong:
+            notes.append(f"experts dropped {100 * dropped:.1f} % of the rows")
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
         seconds_build = slowest.seconds_build + slowest.seconds_compile
@@ -231,6 +234,7 @@ class DryRuns(Work):
             loss=slowest.loss,
             probe=probe,
             expert_load=load,
+            expert_dropped=dropped,
             samples_per_step=slowest.samples_per_step,
             foreign_cores=foreign_cores([each.load for each in reports]),
             seconds_overhead=max(0.0, common["seconds_total"] - seconds_known),

@@ -337,8 +337,9 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
     within = world.replicas * world.tp
     if emulation.memory_only and emulation.ranks != "all":
         stages = sorted({0, fullest, world.pp - 1})
-    replicas = list(range(min(world.ep, MOST_SHARERS)))
-    places = [replica * world.tp for replica in replicas]
+    # Whole experts (`etp`) are on ranks that share a layer, too.
+    stride = 1 if config.get("etp") == 1 else world.tp
+    places = [sharer * stride for sharer in range(min(world.ep, MOST_SHARERS))]
     if emulation.ranks == "all":
         alike = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
         replicas = [0] if alike else list(range(world.replicas))

@@ -117,3 +117,53 @@ def test_products_of_experts_with_more_rows_each_are_faster():
     assert seconds(64) < seconds(8) < seconds(1)
     rate = 2 * 8192 * CHOSEN * HIDDEN * 2 * INNER / seconds(64)
     assert 0.5 < rate / (H100.rate("bf16") * H100.achievable * Constants().matmul_efficiency) < 1
+
+
+def test_with_a_capacity_rows_follow_it_and_no_rank_waits_for_another():
+    """Exchanges carry f times the rows, by one collective instead of two, as their sizes are known."""
+    link = H100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
+    moved = 4096 * CHOSEN * HIDDEN * 2 * 7 / 8 / link
+    fixed = Constants().collective_us * 1e-6 + H100.intra_node.latency_us / 4 * 1e-6
+    for factor in (0.5, 1.0, 2.0):
+        found = time("expert exchange", ep=8, capacity_factor=factor)
+        assert found == pytest.approx(512 / 64 * LAYERS * 4 * (factor * moved + fixed) * 1e3, rel=1e-6)
+        assert time("expert imbalance", ep=8, capacity_factor=factor) == 0
+    for ep in (1, 8):
+        half, one, two = (time("matmul", ep=ep, capacity_factor=factor) for factor in (0.5, 1.0, 2.0))
+        assert half < one < two
+        # As many rows; clocks are a little higher while ranks wait.
+        assert one == pytest.approx(time("matmul", ep=ep), rel=0.02)
+
+
+def test_with_a_capacity_a_rank_keeps_its_rows_and_the_returned_ones():
+    tokens, width = 4096, 2
+    products = HIDDEN + 2 * INNER + INNER + HIDDEN
+    for ep in (1, 8):
+        kept = {factor: memory("activations", ep=ep, capacity_factor=factor) for factor in (0, 0.5, 1.0, 2.0)}
+        # Inputs and outputs of experts' products, and rows that come back to be weighed.
+        assert kept[2.0] - kept[1.0] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN))
+        assert kept[1.0] - kept[0.5] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN) / 2)
+        # Instead of the rows of the fullest rank; a rank that has all experts weighs what it computes at once.
+        assert kept[1.0] > kept[0] if ep == 1 else kept[1.0] < kept[0]
+
+
+def test_whole_experts_are_on_ranks_of_a_layer_and_their_tokens_are_divided():
+    rest = FACTS.parameters - STACKS
+    cut = {"tp": 4, "ep": 4}
+    sharded = memory("parameters", **cut)
+    # As many ranks have a share of all experts, by experts or by their columns.
+    assert memory("parameters", **{**cut, "ep": 16}, etp=1) == pytest.approx(sharded)
+    assert memory("parameters", tp=4, ep=1, etp=1) == pytest.approx(memory("parameters", tp=4) + 4 * STACKS * 3 / 4)
+    assert memory("optimizer", **cut, etp=1, zero=1) == pytest.approx(memory("optimizer", **cut, zero=1))
+    assert rest > 0 and time("expert exchange", **cut, etp=1) < time("expert exchange", **cut) / 3
+    # Experts have whole columns, for as many rows in total.
+    assert time("matmul", tp=4, ep=16, etp=1) < time("matmul", **cut)
+    assert time("tensor parallel", **cut, etp=1) < time("tensor parallel", **cut)
+    with_sequence = time("tensor parallel", **cut, etp=1, sequence_parallel=True)
+    assert with_sequence < time("tensor parallel", **cut, sequence_parallel=True)
+
+
+def test_etp_of_tp_is_the_same_as_none():
+    for config in ({"tp": 2, "ep": 4}, {"ep": 4}):
+        same = {**config, "etp": config.get("tp", 1)}
+        assert estimated(**same).breakdown == estimated(**config).breakdown

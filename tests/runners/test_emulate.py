@@ -162,6 +162,11 @@ def test_the_fullest_stage_is_that_of_the_estimate():
 def test_ranks_that_share_experts_are_all_emulated_up_to_four():
     config = {"ep": 8}
     assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1, 2, 3]
+    config = {"tp": 2, "ep": 2}
+    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 2]
+    # Whole experts are on neighbours that share layers.
+    config = {"tp": 2, "ep": 2, "etp": 1}
+    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1]
 
 
 def test_all_ranks_are_those_that_differ():
