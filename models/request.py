@@ -235,14 +235,22 @@ class Resolved:
     """Notes for the user."""
 
 
-def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
+def resolve(request: TrainingRequest, device: Device, devices: int, known: Workload | None = None) -> Resolved:
     """Returns the workload and the space of a request, for a number of devices of a kind.
+
+    Args:
+        request: the request.
+        device, devices: the devices.
+        known: the workload of an earlier request of the same model, which is not built again.
 
     Raises:
         UsageError: a value is unknown or impossible, or contradicts the rest.
     """
-    sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
-    workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
+    if known is not None:
+        workload = known if request.global_batch is None else known.with_global_batch(request.global_batch)
+    else:
+        sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
+        workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
     accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
     notes: tuple[str, ...] = ()
     if accumulation is None:

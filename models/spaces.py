@@ -84,7 +84,7 @@ def default_space(
     """
     allow = checked_allowance(allow)
     space = Space()
-    facts = _schedule_facts(workload)
+    facts = workload.once_here(_schedule_facts)
     total = workload.global_batch
     own_loss = workload.loss is not None
     spread = parallel.declare(
@@ -356,7 +356,7 @@ def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> 
 
 def without_float8(workload: Workload, device: Device) -> str:
     """Reason why a workload's default space lacks fp8; empty if it has it."""
-    return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
+    return float8_obstacle(device) or workload.once_here(_schedule_facts).parallel.float8(1)
 
 
 def without_strategy(workload: Workload, space: Space) -> str:
