@@ -29,7 +29,7 @@ from typing import Any
 
 import parallel_sides as sides
 from redline.base.device import Device, detect, usable_cores
-from redline.estimator.hardware import recognise
+from redline.estimator.measuring import table_entry
 from redline.models import flops_of
 from redline.results.environment import host, versions
 from redline.tuner.trainer_baseline import TrainerSteps
@@ -228,7 +228,7 @@ def surface(load: Any, devices: int, options: argparse.Namespace, stem: str) -> 
 
 
 def _mfu(load: Any, device: Device, devices: int, program: sides.Side | TrainerSteps, step_ms: float) -> float | None:
-    hardware = recognise(device.name, device.memory_mib) if device.type == "cuda" else None
+    hardware = table_entry(device)
     if hardware is None or flops_of(load).per_sample is None:
         return None
     precision = program.config["precision"] if isinstance(program, sides.Redline) else program.precision

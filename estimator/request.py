@@ -74,8 +74,7 @@ def estimate_request(
     """
     trainer = find_trainer(framework)
     request = TrainingRequest(target, **asked)
-    request.check_numbers()
-    request.check_knobs()
+    request.check_values()
     machine, count = machine_of(hardware, request.devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     length: int | None

@@ -47,7 +47,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """What is trained. Only `model`, `batch` and `loss` are needed; the rest has defaults for any model.
+    """The model and its training. Only `model`, `batch` and `loss` are needed; the rest has defaults for any model.
 
         Workload(
             model=lambda: Net(),
@@ -76,7 +76,7 @@ class Workload:
     repeated blocks, regardless of the model.
     """
     space: Space | Callable[..., Space] | None = None
-    """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the
+    """The search space: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the
     knobs that exist on the devices at hand.
     """
     seq_len: int | None = None
