@@ -215,7 +215,7 @@ def examine() -> dict[str, Any]:
 
 
 def _emulation(device: Device) -> list[str]:
-    """What `--runner emulate` can do on this machine, a line each."""
+    """Returns the abilities of `--runner emulate` on this machine, a line each."""
     from ..estimator.measuring import table_entry
     from ..frameworks.registry import LAUNCHERS, find_launcher
 

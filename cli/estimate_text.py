@@ -65,6 +65,8 @@ def body(
     if explain:
         for each in ranked:
             lines += ["", *_explained(each)]
+            if each is ranked[0]:
+                lines += _wrapped(f"fullest rank: {document.fullest}", "  ", width)
     if document.survey is not None:
         lines += ["", *_survey_lines(document.survey, explain, width)]
     if document.layerwise is not None:

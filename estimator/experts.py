@@ -38,6 +38,11 @@ def uneven(part: Part, cols: KnobArrays, constants: Constants) -> np.ndarray:
     return np.where(cols.capacity_factor > 0, 1.0, imbalance(experts, cols.ep, constants))
 
 
+def chosen(part: Part) -> float:
+    """Experts of a token."""
+    return max((item.rows * item.experts for item in part.matmuls if item.experts > 1), default=0.0)
+
+
 def filled(cols: KnobArrays) -> np.ndarray:
     """Rows that experts compute, relative to those routed to them: f with a capacity, some of whose places may be empty."""
     return np.where(cols.capacity_factor > 0, cols.capacity_factor, 1.0)
@@ -78,15 +83,22 @@ class Rows:
         local = np.clip(hardware.devices_per_node // np.maximum(stride, 1), 1, group.size)
         return cls(near=np.full(size, inside), far=np.full(size, min(outside, inside)), local=local, group=group)
 
-    def seconds(self, total: np.ndarray, fixed: float, equal: "np.ndarray | bool" = False) -> np.ndarray:
+    def seconds(
+        self, total: np.ndarray, fixed: float, equal: "np.ndarray | bool" = False, copies: float = 0.0
+    ) -> np.ndarray:
         """Seconds of one exchange in which a rank sends `total` bytes, evenly to all ranks including itself; both directions run
         at once.
 
         Args:
             equal: True where the sizes are known beforehand.
+            copies: K, the rows of a token, if one is sent to each node and distributed there; 0 if each is sent by itself.
+                K even choices among N nodes meet N (1 - (1 - 1 / N)^K) of them.
         """
         ranks = self.group.size
         near, far = total * (self.local - 1) / ranks / self.near, total * (ranks - self.local) / ranks / self.far
+        if copies:
+            nodes = ranks / self.local
+            far = far * nodes * (1 - (1 - 1 / nodes) ** copies) / copies
         # Unless they are known, the row counts are sent first, and the host waits for them.
         ahead = np.where(equal, 1, 2) * fixed + self.group.latency / np.maximum(ranks - 1, 1)
         return np.where((ranks > 1) & (total > 0), ahead + np.maximum(near, far), 0.0)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +74,8 @@ class KnobArrays:
     kernels: np.ndarray
     offload: np.ndarray
     pipeline_schedule: np.ndarray
+    order: np.ndarray
+    """Index of the pipeline schedule in `PIPELINE_SCHEDULES`."""
     reduce_dtype: np.ndarray
     virtual_stages: np.ndarray
     """Model chunks of a pipeline rank; 1 if the pipeline schedule has no more."""
@@ -115,11 +119,7 @@ class KnobArrays:
 
     def order_that(self, fact: str) -> np.ndarray:
         """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
-        found = np.zeros(len(self), bool)
-        for name, order in PIPELINE_SCHEDULES.items():
-            if getattr(order, fact):
-                found |= self.pipeline_schedule == name
-        return found
+        return _orders_that(fact)[self.order]
 
     def take(self, index: np.ndarray) -> "KnobArrays":
         """The configurations at `index`."""
@@ -129,19 +129,19 @@ class KnobArrays:
         """Each distinct division of the model, with the mask of its configurations."""
         plain = np.equal(self.strategy, _ABSENT) & np.equal(self.stage_blocks, _ABSENT)
         v_shaped = self.order_that("v_shaped")
-        ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
-        for way in np.unique(ways[plain], axis=0):
-            pp, chunks, turned = way.tolist()
-            at = np.flatnonzero(plain & (ways == way).all(axis=1))
-            yield Split(pp, chunks, bool(turned), None), at
+        chunks = int(self.virtual_stages.max(initial=0)) + 1
+        codes = (self.pp * chunks + self.virtual_stages) * 2 + v_shaped
+        for code in np.unique(codes[plain]).tolist():
+            at = np.flatnonzero(plain & (codes == code))
+            yield Split(code // 2 // chunks, code // 2 % chunks, bool(code % 2), None), at
         named: dict[Split, list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
-            pp, chunks, turned = ways[index].tolist()
+            pp, many, turned = int(self.pp[index]), int(self.virtual_stages[index]), v_shaped[index]
             own = {name: int(getattr(self, name)[index]) for name in ("tp", "ep", "zero")}
             text, stages = self.strategy[index], self.stage_blocks[index]
             layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
             sizes = None if stages is None else blocks_of_stages(stages)
-            named.setdefault(Split(pp, chunks, bool(turned), layers, sizes), []).append(index)
+            named.setdefault(Split(pp, many, bool(turned), layers, sizes), []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
 
@@ -185,6 +185,12 @@ class KnobArrays:
             yield key, np.flatnonzero(codes == code)
 
 
+@cache
+def _orders_that(fact: str) -> np.ndarray:
+    """True for each pipeline schedule that has a fact of `PipelineSchedule`."""
+    return np.array([bool(getattr(each, fact)) for each in PIPELINE_SCHEDULES.values()])
+
+
 def knob_arrays(
     configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray], setup: TrainingSetup
 ) -> KnobArrays:
@@ -208,8 +214,10 @@ def knob_arrays(
         table.refuse(array < 1, f"{name} must be at least 1")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
+    codes = {name: code for code, name in enumerate(PIPELINE_SCHEDULES)}
+    order = np.fromiter(map(codes.__getitem__, values["pipeline_schedule"].tolist()), int, table.size)
     texts = {name: table.texts(name) for name in BLOCK_KNOBS}
-    arrays = KnobArrays(dp=dp, grad_accum=accum, **texts, **values)
+    arrays = KnobArrays(dp=dp, grad_accum=accum, order=order, **texts, **values)
     context = RuleContext(seq_len=setup.seq_len or 1)
     given = {name for name, each in texts.items() if (each != _ABSENT).any()}
     named = [rule for rule in RULES if given & set(rule.knobs)]
@@ -288,6 +296,10 @@ class _Table:
         ]
         self.size = len(self._rows)
         self._names = set().union(*self._rows[:1]) if self._rows else set()
+        kinds = {tuple(each) for each in self._rows}
+        self._every = set(next(iter(kinds), ())).intersection(*kinds)
+        """Knobs of all rows."""
+        self._some = set().union(*kinds)
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -297,7 +309,12 @@ class _Table:
         if name in self._fixed:
             return np.full(self.size, default)
         if not self._columns:
-            return [default if row.get(name) is None else row[name] for row in self._rows]
+            if name not in self._some:
+                return np.full(self.size, default)
+            if name not in self._every:
+                return [default if row.get(name) is None else row[name] for row in self._rows]
+            found = list(map(itemgetter(name), self._rows))
+            return [default if each is None else each for each in found] if None in found else found
         if name not in self._columns:
             return np.full(self.size, default)
         column = self._columns[name]

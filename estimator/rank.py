@@ -113,7 +113,6 @@ class Rank:
     """A rank of one stage. Arrays of len(cols)."""
 
     stage: Stage
-    pp: int
     facts: ModelFacts
     cols: KnobArrays
     setup: TrainingSetup
@@ -206,7 +205,7 @@ class Rank:
     @cached_property
     def flying(self) -> np.ndarray:
         """Micro-batches whose activations the rank stores at once."""
-        return in_flight(self.stage.ranks[0], self.pp, self.cols)
+        return in_flight(self.stage.ranks[0], self.cols.pp, self.cols)
 
     @cached_property
     def two_blocks(self) -> np.ndarray:

@@ -125,6 +125,9 @@ class TrainingSetup:
     unsharded_gradients: bool = False
     """True if replicas that shard gradients keep them whole while they accumulate, and reduce them once a step (`no_sync`,
     `set_requires_gradient_sync(False)`)."""
+    rows_once_a_node: bool = False
+    """True if a token is sent once to each node with some of its experts and distributed there, as by DeepEP's kernels, rather
+    than once to each of its experts."""
     overlap_tensor: bool = False
     """True if tensor parallelism's collectives overlap with products (asynchronous TP)."""
     overlap_transfers: bool = False

@@ -277,7 +277,7 @@ LAUNCHER = Launcher(
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
     instead={"--train-iters": "--train-samples"},
     total="--global-batch-size",
-    # Its arguments: "all distributed communication operations will be skipped"; WORLD_SIZE and RANK say what is emulated.
+    # Its arguments: "all distributed communication operations will be skipped"; WORLD_SIZE and RANK name the emulated rank.
     emulated="--fake-process-group",
     emulated_env=("WORLD_SIZE={devices}", "RANK=0", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500"),
     several=("tp", "pp"),

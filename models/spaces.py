@@ -41,7 +41,7 @@ def make_space(
     """Returns a new space for `devices` devices like `device`: the workload's own space, or `default_space`.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         device, devices, grad_accum, allow: of `default_space`; the last two have no meaning for the workload's own
             space.
 
@@ -71,7 +71,7 @@ def default_space(
     `grad_accum` is free; and every one is the same training, unless lossy values are allowed.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         device: kind of device, and number of devices of a host.
         devices: devices of one trial.
         grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None derives it from
@@ -84,7 +84,7 @@ def default_space(
     """
     allow = checked_allowance(allow)
     space = Space()
-    facts = _schedule_facts(workload)
+    facts = workload.once_here(_schedule_facts)
     total = workload.global_batch
     own_loss = workload.loss is not None
     spread = parallel.declare(
@@ -323,7 +323,7 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
     """Names of the allowed extensions of the default space.
 
     Raises:
-        SpaceError: there is no such extension, or the space is the user's own.
+        SpaceError: the extension does not exist, or the space is the user's own.
     """
     names = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in names:
@@ -356,7 +356,7 @@ def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> 
 
 def without_float8(workload: Workload, device: Device) -> str:
     """Reason why a workload's default space lacks fp8; empty if it has it."""
-    return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
+    return float8_obstacle(device) or workload.once_here(_schedule_facts).parallel.float8(1)
 
 
 def without_strategy(workload: Workload, space: Space) -> str:

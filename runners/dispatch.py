@@ -2,13 +2,14 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import psutil
 
 from ..base.device import Device
-from ..estimator.hardware import recognise
+from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from .dry_run import DryRun, DryRunReport
@@ -195,6 +196,7 @@ class DryRuns(Work):
         tflops = None
         if slowest.flops_per_step:
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
+        peak = peak_flops(terms.device, config)
         retries = sum(each.allocation_retries for each in reports)
         probe = numerics_check.together([each.probe for each in reports], [each.first for each in reports])
         wrong = numerics_check.numerics_mismatch(
@@ -228,7 +230,7 @@ class DryRuns(Work):
             step_ms_spread=slowest.spread_ms,
             peak_memory_mib=max(each.peak_memory_mib for each in reports),
             tflops_per_device=tflops,
-            mfu=_utilisation(terms.device, tflops, str(config.get("precision", "fp32"))),
+            mfu=None if tflops is None or peak is None else tflops * 1e12 / peak,
             loss=slowest.loss,
             probe=probe,
             expert_load=load,
@@ -268,12 +270,10 @@ def _at_settled_clocks(report: DryRunReport) -> str:
     return f"measured{at}{drew} after {report.seconds_settle:.0f} s for clocks to settle"
 
 
-def _utilisation(device: Device, tflops: float | None, precision: str) -> float | None:
-    """Returns the MFU; None if the device's peak is unknown, as for a CPU."""
-    if tflops is None or device.type != "cuda":
-        return None
-    hardware = recognise(device.name, device.memory_mib)
-    return None if hardware is None else tflops * 1e12 / hardware.rate(precision)
+def peak_flops(device: Device, config: Mapping[str, Any]) -> float | None:
+    """Returns the peak FLOP/s of a device in a configuration's number format; None if unknown, as for a CPU."""
+    hardware = table_entry(device)
+    return None if hardware is None else hardware.rate(str(config.get("precision", "fp32")))
 
 
 def _rank_report(outcome: RankOutcome) -> RankReport:

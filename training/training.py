@@ -79,7 +79,7 @@ class Training:
     because a dry run times steps and not the data.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         config: its configuration. Missing knobs have their neutral value.
         device: device of this rank.
         seed: seed of weights and data.

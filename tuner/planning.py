@@ -82,7 +82,7 @@ def with_samples_of(workload: Workload, like: Mapping[str, Any] | None) -> Workl
     if like is None or "micro_batch" not in like or "grad_accum" not in like:
         return workload
     total = like["micro_batch"] * like["grad_accum"] * like.get("dp", 1)
-    return workload if total == workload.global_batch else replace(workload, global_batch=total)
+    return workload.with_global_batch(total)
 
 
 def beginning_with(space: Space, config: Config) -> Space:
