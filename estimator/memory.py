@@ -15,7 +15,7 @@ from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
 from .rank import MIB, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
-from .stages import Division, Group, Stage, divided, staged, waiting
+from .stages import Division, Group, Stage, divided, waiting
 
 _LOSS = ("head", "loss")
 """Roles of the parts that work with logits."""
@@ -74,17 +74,6 @@ def of_stages(
         together([stage_peak(stage, facts, own, setup, constants) for stage, own in groups], groups, constants)
         for groups in cut
     ]
-
-
-def fullest_stage(facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants) -> int:
-    """The position in the pipeline of the fullest rank of one configuration, from 0; the first of equal ones."""
-    ((split, _),) = cols.splits()
-    found = staged(facts, split, setup.balance, cols)
-    peaks = [
-        float(sum(each[0] for each in terms.values()))
-        for terms in of_stages([groups for groups, _ in found], facts, setup, constants)
-    ]
-    return int(found[peaks.index(max(peaks))][1].ranks[0])
 
 
 def stage_peak(
