@@ -92,6 +92,7 @@ def estimate(
     Nothing is run: the model is traced without memory or arithmetic; its operations and the hardware's data give
     memory and time. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
+    from ..base.collection import without_collection
     from ..estimator.document import estimate_document, plan_file, with_fewer_devices
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
@@ -110,7 +111,7 @@ def estimate(
     limit_mib = parse_memory(memory_limit)
     trials = None if trials_from is None else _trials_of(trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
-    with _Status() as status:
+    with _Status() as status, without_collection():
         status.update("reading the model")
         request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **given)
         document = estimate_document(

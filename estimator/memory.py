@@ -5,6 +5,7 @@ arXiv:2205.05198, section 4; micro-batches in flight, Narayanan et al., arXiv:21
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def peak_memory(
 
     def take(terms: Mapping[str, np.ndarray], at: np.ndarray, known: np.ndarray | None = None) -> None:
         """Keeps the terms of the fullest ranks so far, of those that are known."""
-        total = sum(terms.values())
+        total = reduce(np.add, terms.values())
         more = (total > most[at]) if known is None else known & (total > most[at])
         where = at[more]
         most[where] = total[more]
