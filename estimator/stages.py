@@ -116,7 +116,7 @@ def stages(
 def _held(
     pp: int, chunks: int, v_shaped: bool, counts: tuple[int, ...], distinct: bool
 ) -> list[tuple[tuple[int, ...], bool, bool, tuple[int, ...], tuple[int, ...]]]:
-    """Of each stage: its blocks by chunk, whether it has the first and the last ones, its ranks, and the blocks of the first rank."""
+    """Of each stage: blocks of its chunks, whether it has the first and the last, its ranks, and the blocks of the first rank."""
     placed, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):

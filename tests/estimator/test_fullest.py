@@ -6,8 +6,8 @@ from redline.estimator.facts.model_facts import ModelFacts
 from redline.estimator.fullest import fullest_rank
 from redline.estimator.hardware import find_hardware
 
-SIZES = dict(layers=32, hidden=4096, heads=32, intermediate=11008, precision="bf16")
-MIXTURE = dict(experts=64, experts_per_token=4, expert_intermediate=1024)
+SIZES = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "precision": "bf16"}
+MIXTURE = {"experts": 64, "experts_per_token": 4, "expert_intermediate": 1024}
 
 
 def fullest(config, vocabulary=32000, **sizes):
