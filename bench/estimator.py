@@ -4,6 +4,7 @@
     python bench/estimator.py --tables DIR [--source NAME] [--rows] [--conventions]
     python bench/estimator.py --tables DIR [--surfaces DIR] --leave-out
     python bench/estimator.py --tables DIR [--source NAME] --check [--most N]
+    python bench/estimator.py --surfaces DIR --scaling [--calibrate K] [--seeds N]
     python bench/estimator.py --speed [--preset NAME]
 
 DIR contains tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
@@ -12,7 +13,8 @@ the training setup and the hardware. Nothing else is read: values that the YAML 
 it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`.
 
 --tables DIR is a folder of public tables as published, with a folder for each source: each file is read by its form
-(`bench/tables/`), and one line is printed for each source, over all its models and devices.
+(`bench/tables/`), and one line is printed for each source, over all its models and devices, and another for its rows with
+expert parallelism.
 
 Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time and of
 peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failures (trials
@@ -24,6 +26,9 @@ except one, and states the error on that source, beside that of the package's co
 
 `--check` asks `redline check` about the recipes of --tables, N of each source: each as its framework's file would state
 it, its model traced. It prints the share called unfit among runs that ran, and called fit among those that failed.
+
+`--scaling` corrects the estimate of each model by K runs (16 by default) on the fewest devices of its tables, and predicts the
+tables of more devices: efficiency of the fastest run relative to that of the fewest devices, and the errors of all runs.
 
 `--speed` measures the time of `Estimator.table` on 100,000 configurations of a space for 512 devices, and of the first
 answer for a preset in a new process with an empty cache, including imports and tracing.
@@ -50,7 +55,7 @@ from redline.base.errors import RedlineError, UsageError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.estimate import Z80
 from redline.results import Measurement, Status, Trial
-from tables import checking, read_tables, refitting
+from tables import checking, read_tables, refitting, scaling
 from tables.judging import auc, judge
 from tables.surfaces import Measured, load
 
@@ -277,6 +282,25 @@ def speed(preset: str) -> None:
     )
 
 
+def scaled(surfaces: list[Measured], options: argparse.Namespace) -> None:
+    """Prints the predicted and the measured efficiency of each model by number of devices."""
+    count = options.calibrate or 16
+    print(f"\nafter {count} runs on the fewest devices, mean of {options.seeds} seeds")
+    print(
+        f"{'model':24}{'devices':>8}{'efficiency':>12}{'predicted':>11}{'80 %':>16}{'time median':>13}{'bias':>9}{'cover':>8}"
+    )
+    off = []
+    for each in scaling.points(surfaces, count, options.seeds):
+        off.append(abs(each.predicted - each.measured))
+        print(
+            f"{each.model:24}{each.devices:>8}{100 * each.measured:>11.0f}%{100 * each.predicted:>10.0f}%"
+            f"{f'{100 * each.low:.0f} to {100 * each.high:.0f}%':>16}{100 * each.median:>12.1f}%{100 * each.bias:>8.1f}%"
+            f"{100 * each.cover:>7.0f}%"
+        )
+    if off:
+        print(f"mean difference of efficiency {100 * np.mean(off):.1f} points, largest {100 * np.max(off):.1f}")
+
+
 def leave_out(options: argparse.Namespace) -> None:
     """Prints each source's error of time by constants that it had no part in."""
     sources = read_tables(options.tables, options.source)
@@ -333,6 +357,9 @@ def public(options: argparse.Namespace) -> None:
     for source in sources:
         judged = judge(source)
         out[source.name], after[source.name] = judged.errors(), judged.calibrated(options.calibrate or 5, options.seeds)
+        spread = np.array([config.get("ep", 1) > 1 for config in judged.configs], bool)
+        if spread.any():
+            out[f"{source.name}, ep > 1"] = judged.errors(keep=spread)
         if options.conventions:
             print(f"{source.name}\n" + "\n".join(f"  inferred: {each}" for each in source.inferred))
             print("\n".join(f"  left out: {each}" for each in (*source.left, *judged.left)))
@@ -359,6 +386,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="what `redline check` says of recipes of --tables")
     parser.add_argument("--most", type=int, default=40, metavar="N", help="recipes of a source that --check asks about")
     parser.add_argument("--rows", action="store_true", help="of --tables every row too")
+    parser.add_argument("--scaling", action="store_true", help="of --surfaces: from the fewest devices to more")
     parser.add_argument("--speed", action="store_true", help="how fast it answers")
     parser.add_argument("--preset", default="llama2-7b", help="whose first answer --speed times")
     parser.add_argument("--calibrate", type=int, default=0, metavar="K", help="also after K random measurements")
@@ -399,6 +427,9 @@ def main() -> None:
     if options.conventions:
         for surface in surfaces:
             print(f"{surface.name}: {'; '.join(surface.inferred)}")
+    if options.scaling:
+        scaled(surfaces, options)
+        return
     rows: dict[str, Any] = {surface.name: evaluate(surface, surface.estimator) for surface in surfaces}
     show("uncalibrated", {**rows, "mean": means(rows)})
     for model, found in pooled_auc(surfaces).items():

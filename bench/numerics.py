@@ -47,7 +47,7 @@ def main() -> int:
         known: dict[bool, Workload] = {}
         for combination in combinations:
             config = numerics.COMBINATIONS[combination]
-            deep = config.get("pp", 1) * config.get("virtual_stages", 1) > 2
+            deep = numerics.is_deep(config)
             workload = known[deep] = known.get(deep) or numerics.tiny(family, combination)
             reason = numerics.refusal(workload, config)
             if reason:
@@ -68,7 +68,7 @@ def main() -> int:
                     kept.setdefault(cell[0], {})[cell[1]] = outcome
                     options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
-    spread = [each for each in combinations if "ep" in numerics.COMBINATIONS[each]]
+    spread = [each for each in combinations if {"ep", "etp"} & numerics.COMBINATIONS[each].keys()]
     unlike = [each for each in combinations if "strategy" in numerics.COMBINATIONS[each]]
     mixtures = [each for each in families if (each, next(iter(spread), "")) not in excluded]
     text = table(found, families, [each for each in combinations if each not in (*spread, *unlike)], failed)
@@ -189,6 +189,9 @@ EXPERTS = """## Experts over ranks
 
 Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
 replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
+`etp1` is `etp=1`: experts are whole on the ranks of a layer, which share them and divide the tokens.
+With a [capacity](parallel.md#capacity-of-experts) one process has the same and trains the same micro-batches one after the
+other, those of the first rank first.
 """
 RUNS = """## A strategy per layer
 
@@ -208,6 +211,7 @@ and the tolerance is five standard deviations of that through all layers, 2e-05 
 A number is the largest difference of a gradient, relative to the largest in its tensor; float32 itself rounds at
 6e-08. A note has the reason why a combination is not supported; the default space excludes it with the same reason.
 With `kernels` the loss is computed [without all logits](kernels.md), on one process with two micro-batches.
+`pp2 uneven` has one block in the first stage and three in the last.
 `tp2+sp` is `sequence_parallel`, which shards the sequence between sharded layers; `sp2` and `sp4` are
 [sequences over ranks](parallel.md#sequences-over-ranks), the latter with two heads of keys; `cp2` and `cp4` are rings.
 
@@ -220,7 +224,8 @@ With `kernels` the loss is computed [without all logits](kernels.md), on one pro
 - **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, as the rest of
   the model would compute with zeros. The degree is a constraint of the default space, with the numbers:
   "tp: 8 ranks must divide the 12 attention heads".
-- **Blocks and pipeline stages**: the first stages have one more block.
+- **Blocks and pipeline stages**: the first stages have one more block; [`stage_blocks`](parallel.md#stages-of-a-pipeline) has
+  other numbers.
 - **Parameters and ZeRO**: padded by PyTorch internally.
 
 ## Measurement

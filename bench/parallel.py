@@ -29,9 +29,10 @@ from typing import Any
 
 import parallel_sides as sides
 from redline.base.device import Device, detect, usable_cores
-from redline.estimator.hardware import recognise
+from redline.estimator.measuring import table_entry
 from redline.models import flops_of
 from redline.results.environment import host, versions
+from redline.tuner.trainer_baseline import TrainerSteps
 from tables import read_surface
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +48,7 @@ class Row:
     """Measurements of one side."""
 
     name: str
-    program: sides.Side
+    program: sides.Side | TrainerSteps
     step_ms: list[float] = field(default_factory=list)
     """Median step time of each turn."""
     memory_mib: float = 0.0
@@ -114,7 +115,7 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
     common = {"workload": load, "steps": options.steps, "precision": "fp32" if device.type == "cpu" else "bf16"}
     rows = [
         Row("DDP, micro-batch 1", sides.PlainDDP(micro_batch=1, **common)),
-        Row(f"transformers.Trainer, DDP, micro-batch {usual}", sides.Trainer(micro_batch=usual, **common)),
+        Row(f"transformers.Trainer, DDP, micro-batch {usual}", TrainerSteps(micro_batch=usual, **common)),
         Row(f"FSDP2 as by accelerate, micro-batch {usual}", sides.FSDP2(micro_batch=usual, **common)),
     ]
     if result.default is not None:
@@ -226,8 +227,8 @@ def surface(load: Any, devices: int, options: argparse.Namespace, stem: str) -> 
     return read_surface(table).best
 
 
-def _mfu(load: Any, device: Device, devices: int, program: sides.Side, step_ms: float) -> float | None:
-    hardware = recognise(device.name, device.memory_mib) if device.type == "cuda" else None
+def _mfu(load: Any, device: Device, devices: int, program: sides.Side | TrainerSteps, step_ms: float) -> float | None:
+    hardware = table_entry(device)
     if hardware is None or flops_of(load).per_sample is None:
         return None
     precision = program.config["precision"] if isinstance(program, sides.Redline) else program.precision

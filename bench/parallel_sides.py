@@ -5,9 +5,7 @@ measured optimizer step on its rank.
 """
 
 import contextlib
-import itertools
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,47 +216,6 @@ class TensorParallel(Side):
             optimizer.zero_grad()
 
         return step
-
-
-class Trainer(Side):
-    """transformers.Trainer with its default data loader, optimizer, schedule, and clipping at 1."""
-
-    def train(self, context: RankContext, device: Any) -> list[float]:
-        import transformers
-
-        steps = self.warmup + self.steps
-        share = [batch for number in range(min(steps, 8)) for batch in self._samples(number)]
-        marks: list[float] = []
-
-        class Marks(transformers.TrainerCallback):
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                marks.append(now(device))
-
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = transformers.TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=self.micro_batch,
-                gradient_accumulation_steps=self.accumulate(context),
-                max_steps=steps + 1,
-                bf16=self.precision == "bf16",
-                use_cpu=device.type == "cpu",
-                ddp_backend="gloo" if device.type == "cpu" else None,
-                save_strategy="no",
-                logging_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            )
-            trainer = transformers.Trainer(
-                model=self.workload.build_model({}), args=arguments, train_dataset=share, callbacks=[Marks()]
-            )
-            if trainer.accelerator.num_processes != context.world_size:
-                raise RuntimeError(f"Trainer sees {trainer.accelerator.num_processes} of {context.world_size} ranks")
-            trainer.train()
-        return [(end - begin) * 1e3 for begin, end in itertools.pairwise(marks)]
-
-    def _samples(self, step: int) -> list[dict[str, Any]]:
-        whole = make_batch(self.workload, self.workload.global_batch, step)
-        return [{name: value[at] for name, value in whole.items()} for at in range(self.workload.global_batch)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import click
 
-from ..models.request import either
+from ..base.option import either
 from ..results.listing import FORMATS
 
 EXAMPLES = """\b

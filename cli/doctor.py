@@ -54,7 +54,8 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
     """Check versions, devices, memory and missing dependencies of this machine, with the features that they disable.
 
     With --measure it also measures the rate of matrix products, the bandwidth of a copy and, among ranks, of
-    all-reduce and point-to-point, and writes them to a file for `redline estimate --hardware`.
+    all-reduce and point-to-point, and on a GPU products of many sizes and attention. It writes them to a file for
+    `redline estimate --hardware`; estimates for this machine's GPUs use them without it.
     """
     if not measure and (ranks is not None or out is not None):
         raise UsageError(f"{'--ranks' if ranks is not None else '--out'} needs --measure")
@@ -102,12 +103,14 @@ def _checked(path: Path) -> Path:
 def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ..estimator.measuring import measure
+    from ..estimator.measuring import keep, measure
+    from ..estimator.measuring_kernels import PRODUCT_SIZES
 
     if kind == "cuda" and ranks is not None and ranks > count:
         raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and each rank needs one")
     found = measure(ranks=ranks)
     hardware = found.to_hardware()
+    keep(found)
     try:
         hardware.to_yaml(path)
     except OSError as error:
@@ -116,6 +119,14 @@ def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str,
         "tflops": {name: {str(size): rate for size, rate in rates.items()} for name, rates in found.tflops.items()},
         "memory_gb_per_s": found.memory_gb_per_s,
         "host_gb_per_s": found.host_gb_per_s,
+        "kernels": None
+        if found.kernels is None
+        else {
+            "products": dict(hardware.products or {}),
+            "sizes": len(PRODUCT_SIZES),
+            "error": found.kernels.error,
+            "attention": found.kernels.attention,
+        },
         "links": {name: dict(numbers) for name, numbers in found.links.items()},
         "ranks": found.ranks,
         "file": str(path),
@@ -128,6 +139,18 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
     for name, rates in measured["tflops"].items():
         sides = ", ".join(f"{1e3 * rate:,.0f} at {side}" for side, rate in rates.items())
         lines.append(f"  matrix products in {name}: GFLOP/s {sides}")
+    if (kernels := measured["kernels"]) is not None:
+        products, attention = kernels["products"], kernels["attention"]
+        lines.append(
+            f"  products of {kernels['sizes']} sizes: {100 * products['rate']:.0f} % of the peak when large, "
+            f"{100 * products['rate'] * products['sustained']:.0f} % sustained; median error of the curve "
+            f"{100 * kernels['error']:.0f} %"
+        )
+        lines.append(
+            "  fused attention: no kernel here"
+            if attention is None
+            else f"  fused attention, forward and backward: {100 * attention:.0f} % of the peak for long sequences"
+        )
     lines.append(f"  copy: {measured['memory_gb_per_s']:,.1f} GB/s read and written")
     if measured["host_gb_per_s"] is not None:
         lines.append(f"  host to device: {measured['host_gb_per_s']:,.1f} GB/s")
@@ -192,7 +215,7 @@ def examine() -> dict[str, Any]:
 
 
 def _emulation(device: Device) -> list[str]:
-    """What `--runner emulate` can do on this machine, a line each."""
+    """Returns the abilities of `--runner emulate` on this machine, a line each."""
     from ..estimator.measuring import table_entry
     from ..frameworks.registry import LAUNCHERS, find_launcher
 

@@ -139,7 +139,11 @@ def estimate(
         document = with_fewer_devices(
             document,
             lambda devices: estimate_request(
-                hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **{**more, "devices": devices}
+                hardware=hardware,
+                memory_limit_mib=limit_mib,
+                framework=framework,
+                like=request,
+                **{**more, "devices": devices},
             ),
             trials,
         )

@@ -72,6 +72,8 @@ def body(
     if explain:
         for each in ranked:
             lines += ["", *_explained(each)]
+            if each is ranked[0]:
+                lines += _wrapped(f"fullest rank: {document.fullest}", "  ", width)
     if timeline is not None:
         lines += ["", *memory_lines(timeline, width)]
     if document.survey is not None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
+from ..base.option import either
 from ..frameworks.launch import LAUNCHES
-from ..models.request import either
 
 EXAMPLES = """\b
 Examples:

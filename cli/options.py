@@ -3,13 +3,13 @@
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 import click
 
 from ..base.errors import UsageError
+from ..base.option import Option, options_of as declared
 from ..base.reading import with_power
-from ..models.request import Asked
 from ..runners.command.command import Command
 from ..tuner.request import Request
 
@@ -30,7 +30,7 @@ def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
     return options_for(*sections, before=named, without=without)
 
 
-METAVARS = {int: "N", float: "X"}
+METAVARS: dict[type | None, str] = {int: "N", float: "X"}
 """Metavariable of an option without one of its own; that of text is NAME."""
 
 
@@ -60,9 +60,7 @@ def options_for(*sections: type, before: Sequence[Decorator] = (), without: Coll
     """Returns a decorator that adds an option for each declared field of the sections, except some, after `before`."""
     decorators = list(before)
     for section in sections:
-        types = get_type_hints(section, include_extras=True)
-        for each in (field for field in fields(section) if field.name not in without):
-            decorators += [_option(each, option) for option in getattr(types[each.name], "__metadata__", ())]
+        decorators += [_option(field, option) for field, option in declared(section) if field.name not in without]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(decorators):
@@ -72,23 +70,21 @@ def options_for(*sections: type, before: Sequence[Decorator] = (), without: Coll
     return decorate
 
 
-def _option(field: Field[Any], asked: Asked) -> Decorator:
-    flag = f"--{(asked.flag or field.name).replace('_', '-')}"
+def _option(field: Field[Any], option: Option) -> Decorator:
+    flag = f"--{(option.flag or field.name).replace('_', '-')}"
     if field.default is False:
-        return click.option(flag, field.name, is_flag=True, help=asked.help)
+        return click.option(flag, field.name, is_flag=True, help=option.help)
     if field.default is True:
-        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=asked.help)
-    number = int if isinstance(asked.type, range) else asked.type
-    shared: dict[str, Any] = {"help": asked.help, "metavar": asked.metavar or METAVARS.get(number, "NAME")}
+        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=option.help)
+    shared: dict[str, Any] = {"help": option.help, "metavar": option.metavar or METAVARS.get(option.type, "NAME")}
     flags = ("-o", flag) if flag == "--out" else (flag,)
-    if asked.many:
+    if option.many:
         return click.option(flag, field.name, multiple=True, **shared)
     if field.default not in (None, MISSING):
         shared |= {"default": field.default, "show_default": True}
     if isinstance(field.default, tuple):
-        return click.option(flag, field.name, nargs=len(field.default), type=float, **shared)
-    kind = click.IntRange(min=asked.type.start) if isinstance(asked.type, range) else asked.type
-    return click.option(*flags, field.name, type=kind, **shared)
+        return click.option(flag, field.name, nargs=len(field.default), type=option.type, **shared)
+    return click.option(*flags, field.name, type=option.type, **shared)
 
 
 def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:

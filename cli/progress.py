@@ -13,19 +13,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ..results import Status, Trial
+from ..results import Trial
 from ..results.columns import fold, speed
 from ..tuner.listener import SearchListener, SearchPlan
+from ..views.show import STATUS_STYLES
 from . import words
 
-STYLES = {
-    Status.OK: "green",
-    Status.OOM: "yellow",
-    Status.TIMEOUT: "magenta",
-    Status.CRASH: "red",
-    Status.WRONG: "red",
-    Status.SKIPPED: "dim",
-}
 _NARROW = 90
 """Columns of a terminal below which the line of a trial omits its memory."""
 
@@ -209,7 +202,7 @@ class TerminalListener(ProgressListener):
         left = self._seconds_left(plan, done)
         if left is not None and not self._doing and done != plan.trials:
             status.append(f"  about {words.duration(left)} left", style="dim")
-        for name, style in STYLES.items():
+        for name, style in STATUS_STYLES.items():
             count = sum(trial.measured.status is name for trial in self._finished)
             if count:
                 status.append(f"  {count} {name}", style=style)
@@ -250,7 +243,7 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     measured = trial.measured
     # The number used in files, logs and the result; the first is 0.
     line = Text(f"{trial.number:>4}  ")
-    line.append(f"{measured.status:<8}", style=STYLES[measured.status])
+    line.append(f"{measured.status:<8}", style=STATUS_STYLES[measured.status])
     line.append(f"{speed(measured.reached, measured.unit) if measured.ok else '':>16}  ")
     if not narrow:
         line.append(f"{words.memory(measured.peak_memory_mib) if measured.peak_memory_mib else '':>10}  ")

@@ -26,16 +26,23 @@ Examples:
   redline scale llama-tiny --devices 1,2,4 --weak --global-batch 8
   redline scale llama2-7b --devices pow2 --global-batch "8*n"
   redline scale llama2-7b --runner simulate --hardware h100-80gb --devices pow2:64 --global-batch 512
+  redline scale runs/llama-tiny --devices 1,2          the winner of a run, planned again for each count
+  redline scale llama-tiny --devices 1,2 --global-batch 16 --baseline trainer
 """
 
 
 @click.command(epilog=EXAMPLES, short_help="Tune a model for increasing numbers of devices.")
-@options_of(*SECTIONS, without=("devices", "global_batch"))
+@options_of(*SECTIONS, without=("devices", "global_batch", "baseline"))
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
 @click.option("--global-batch", metavar="N", help="Samples of a step, also as an expression such as 8*n.")
 @click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it is constant]")
 @click.option("--strong", is_flag=True, help="The global batch is constant, which is the default.")
 @click.option("--predict-to", type=click.IntRange(min=1), metavar="N", help="Predict up to N devices.  [default: 1024]")
+@click.option(
+    "--baseline",
+    metavar="NAME",
+    help="trainer: compare with transformers.Trainer; or the number format of the default configuration.",
+)
 @click.option("--stop-on-error", is_flag=True, help="End at the first count without a result.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def scale(
@@ -44,6 +51,7 @@ def scale(
     weak: bool,
     strong: bool,
     predict_to: int | None,
+    baseline: str | None,
     stop_on_error: bool,
     as_json: bool,
     **options: Any,
@@ -51,7 +59,8 @@ def scale(
     """Tune MODEL for one number of devices after the other, and show speed-up, efficiency and memory.
 
     The table has the winner and the default configuration of each count, and predictions for up to 1,024 devices,
-    corrected by the measurements. Exit codes: see `redline tune`.
+    corrected by the measurements. In place of MODEL, the folder of a run: its winner is planned again for each count
+    and measured beside the default configuration. Exit codes: see `redline tune`.
     """
     from ..tuner.scaling import scale as scaled
     from .progress import ProgressListener, listener_for
@@ -74,6 +83,7 @@ def scale(
         global_batch=global_batch,
         weak=weak,
         predict_to=predict_to,
+        baseline=baseline,
         stop_on_error=stop_on_error,
         listening=listening,
     )
@@ -91,10 +101,14 @@ def show(scaling: Scaling, folder: Path) -> None:
     console = Console(highlight=False)
     unit = next((each.unit for each in scaling.points if each.unit), "throughput")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("devices", "batch", unit, "gain", "efficiency", "memory", "default", "predicted (80 %)"):
+    trainer = any(each.trainer_throughput for each in scaling.points)
+    base = "trainer" if trainer else "default"
+    for name in ("devices", "batch", unit, "gain", "efficiency", "memory", base, "predicted (80 %)"):
         table.add_column(name, justify="right")
     for point in scaling.points:
-        table.add_row(*map(fold, _cells(scaling, point)))
+        table.add_row(
+            *map(fold, _cells(scaling, point, point.trainer_throughput if trainer else point.default_throughput))
+        )
     console.print()
     console.print(table)
     for point in scaling.points:
@@ -107,14 +121,14 @@ def show(scaling: Scaling, folder: Path) -> None:
     console.print(Text(f"wrote    {folder}: scale.csv, scale.svg, and a run for each count"), soft_wrap=True)
 
 
-def _cells(scaling: Scaling, point: ScalePoint) -> Iterator[str]:
+def _cells(scaling: Scaling, point: ScalePoint, base: float | None) -> Iterator[str]:
     yield f"{point.devices:,}"
     yield "" if point.global_batch is None else f"{point.global_batch:,}"
     yield "" if point.throughput is None else speed(point.throughput, "")
     yield "" if (gain := scaling.speed_up(point)) is None else f"{gain:.2f}x"
     yield "" if (share := scaling.efficiency(point)) is None else f"{100 * share:.0f} %"
     yield "" if point.peak_memory_mib is None else words.memory(point.peak_memory_mib)
-    yield "" if point.default_throughput is None else speed(point.default_throughput, "")
+    yield "" if base is None else speed(base, "")
     low, high = point.predicted_low, point.predicted_high
     if point.predicted_throughput is None or low is None or high is None:
         yield ""

@@ -53,7 +53,7 @@ def client_of(server: str, token: str | None, trust: str | None) -> Any:
     """Returns the client of a server.
 
     Raises:
-        UsageError: there is no token.
+        UsageError: no token is given.
     """
     from ..service.client import Client
 

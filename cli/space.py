@@ -72,5 +72,7 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
         yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
     if "strategy" not in knobs and (words := without_strategy(workload, task.space)):
         yield f"without strategy: {words}"
+    if "ep" in knobs and "capacity_factor" not in knobs:
+        yield "without capacity_factor: it is lossy, since experts drop rows; --fix capacity_factor=1.25 sets it"
     if "zero" in knobs and "hsdp" not in knobs:
         yield f"without hsdp: {no_hsdp(task.devices, task.device)}"

@@ -120,7 +120,7 @@ def audit(url: str, who: str | None, last: int) -> None:
     from ..results.listing import write_rows
 
     with store_of(url) as store:
-        found = store.audited_last(last, user=who)
+        found = store.audited(last, user=who)
     rows = [
         [day(each.time), each.user or "(on the host)", each.action, each.subject, json.dumps(each.detail)]
         for each in found

@@ -1,4 +1,4 @@
-"""What mkdocs does beside rendering: pages that `nav` does not name, the commands' help, links to sources."""
+"""Hooks of mkdocs: pages that `nav` does not name, the commands' help, links to sources."""
 
 import re
 from pathlib import Path

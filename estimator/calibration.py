@@ -198,7 +198,7 @@ def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     return {
         "tensor parallel": cols.tp > per_node,
         "sequence exchange": cols.tp * cols.sharers > per_node,
-        "expert exchange": cols.tp * cols.ep > per_node,
+        "expert exchange": cols.slices * cols.ep > per_node,
         "data parallel": stage,
         "parameter gathers": cols.tp * cols.shares > per_node,
         "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),

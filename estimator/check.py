@@ -24,6 +24,7 @@ from ..space import Config
 from .document import finite
 from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
+from .fullest import FullestRank, fullest_rank
 from .hardware import Hardware, find_hardware
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
@@ -203,7 +204,7 @@ def check(
         parameters=_parameters(asked.estimator),
         hardware=machine,
         estimate=estimate,
-        fullest=_fullest(asked, estimate),
+        fullest=str(asked.fullest(trainer.config)),
         shares=_shares(estimate, trainer.strategy(), machine),
         faster=_faster(asked, workload, estimate, machine, context),
         assumed=assumed(said),
@@ -230,6 +231,11 @@ class _Asked:
     def __call__(self, config: Mapping[str, Any], **setup: Any) -> Estimate:
         said = self.conventions(config)
         return self._by({**said, **setup})(_estimated(config, said))
+
+    def fullest(self, config: Mapping[str, Any]) -> FullestRank:
+        """The rank with the most memory."""
+        said = self.conventions(config)
+        return fullest_rank(self._by(said), _estimated(config, said))
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""
@@ -292,21 +298,12 @@ def _estimated(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dic
     return out
 
 
-def _fullest(asked: _Asked, estimate: Estimate) -> str:
-    config = asked.trainer.config
-    if config.get("pp", 1) == 1:
-        uneven = int(config.get("ep") or 1) > 1
-        return "the rank to whose experts most tokens go" if uneven else "all ranks alike"
-    peak = asked(config, reported_rank="first").peak_memory_mib
-    return "a rank of the first stage" if peak >= 0.999 * estimate.peak_memory_mib else "a rank of a later stage"
-
-
 def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[str, float]:
     """Shares of the step: compute, recomputation, memory bandwidth, each kind of links, bubble, launches and the rest."""
     inner = {
         "tp": strategy.tp,
         "cp": strategy.tp * strategy.cp * strategy.sp,
-        "ep": strategy.tp * strategy.ep,
+        "ep": strategy.ep * (1 if strategy.etp == 1 else strategy.tp),
         "dp": strategy.devices,
         "pp": strategy.devices,
     }

@@ -118,6 +118,8 @@ class Constants:
     """Noise of a single measured step time about a perfectly calibrated prediction, within a node."""
     network_noise: float = 0.16
     """The same for a run over several nodes."""
+    scale_std: float = 0.04
+    """Further uncertainty of a step time for each doubling of the nodes beyond the most on which trials were measured."""
     static_std: float = 0.04
     activation_std: float = 0.15
     overhead_std: float = 0.5

@@ -14,6 +14,7 @@ from .estimator import Estimator
 from .facts.concurrent import trace_concurrently, variants_of
 from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
+from .fullest import FullestRank, fullest_rank
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, followed, refine, relatives
 from .plans import HALF, Plan, choose, fewer_devices, rows
@@ -45,6 +46,8 @@ class EstimateDocument:
     """The configuration that a user would run without tuning; None if one configuration was requested."""
     reference: Ranked | None = None
     """The configuration that needs the least memory, if none fits."""
+    fullest: FullestRank
+    """The rank with the most memory in the first configuration."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinity become None."""
@@ -62,6 +65,7 @@ class EstimateDocument:
             "best": [entry(each, self.request.devices) for each in self.ranked],
             "notes": [*self.request.notes, *self.facts.notes],
         }
+        out["fullest_rank"] = self.fullest.to_dict()
         if self.survey is not None:
             out |= {
                 "valid": self.survey.valid,
@@ -231,6 +235,7 @@ def estimate_document(
         reference=reference,
         baseline=baseline,
         plans=plans,
+        fullest=fullest_rank(estimator, first.config),
     )
 
 

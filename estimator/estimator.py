@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import UsageError
-from ..knobs.rules import GENERAL, RuleContext
+from ..knobs.rules import RULES, RuleContext
 from .calibration import (
     MEMORY_GROUPS,
     Correction,
@@ -29,6 +29,7 @@ from .hardware import Hardware, find_hardware
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, fullest_stage, peak_memory
 from .setup import TrainingSetup
+from .stages import divided
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
 from .trainers import find_trainer
 
@@ -80,6 +81,7 @@ class Estimator:
         self._time = Correction.none(self._time_prior())
         self._memory = Correction.none(self._memory_prior())
         self._context_mib: float | None = None
+        self._measured_nodes: float | None = None
 
     def __call__(self, config: Mapping[str, Any]) -> Estimate:
         """The estimate of one configuration: a mapping of knobs; missing knobs have the setup's values.
@@ -194,6 +196,7 @@ class Estimator:
             full = made._memory.apply(memory_groups(fullest), self.constants.memory_noise)
             made._add_retries(time, fullest, *full)
             groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
+            made._measured_nodes = float(self._nodes(cols).max())
             made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
         return made
 
@@ -221,6 +224,13 @@ class Estimator:
         made = self._copy()
         made._time = Correction.none(self._time_prior()) if time is None else time
         made._memory = Correction.none(self._memory_prior()) if memory is None else memory
+        return made
+
+    def with_corrections_of(self, other: "Estimator") -> "Estimator":
+        """An estimator with the corrections of another one, such as of the same model under another trainer's conventions."""
+        made = self._copy()
+        made._time, made._memory, made._measured_nodes = other._time, other._memory, other._measured_nodes
+        made._context_mib = other._context_mib
         return made
 
     def drawn(self, random: np.random.Generator) -> "Estimator":
@@ -298,13 +308,17 @@ class Estimator:
             facts = with_loss(self.facts(*variant), self.training.loss)
             part = cols.take(at)
             _check_experts(facts, part)
-            for name, value in step_time(facts, part, self.training, self.hardware, self.constants).items():
+            division = divided(facts, part, self.training.balance)
+            taken = step_time(facts, part, self.training, self.hardware, self.constants, division)
+            for name, value in taken.items():
                 time[name][at] = value
-            full = peak_memory(facts, part, self.training, self.constants)
+            full = peak_memory(facts, part, self.training, self.constants, division=division)
             for name, value in full.items():
                 fullest[name][at] = value
-            if self.training.reported_rank != "fullest":
-                full = peak_memory(facts, part, self.training, self.constants, self.training.reported_rank)
+            if (reported := self.training.reported_rank) != "fullest":
+                # Its experts need not be those with the most rows.
+                even = self.constants.replace(expert_spread=0.0)
+                full = peak_memory(facts, part, self.training, even, reported, division)
             if not self.training.reserved_memory:
                 none = np.zeros(len(part))
                 full = {**full, "slack": none, "context": np.minimum(full["context"], ALLOCATED_MIB)}
@@ -340,9 +354,18 @@ class Estimator:
         return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std, c.network_std])
 
     def _time_noise(self, cols: KnobArrays) -> np.ndarray:
-        """Standard deviation of the logarithm of a single step time; runs over several nodes scatter more."""
-        several = cols.tp * cols.pp * cols.replicas > self.hardware.devices_per_node
-        return np.where(several, self.constants.network_noise, self.constants.time_noise)
+        """Standard deviation of the logarithm of a single step time: larger over several nodes, and on more nodes than were
+        measured."""
+        nodes = self._nodes(cols)
+        noise = np.where(nodes > 1, self.constants.network_noise, self.constants.time_noise)
+        if self._measured_nodes is None:
+            return noise
+        doublings = np.log2(np.maximum(nodes / max(self._measured_nodes, 1.0), 1.0))
+        return np.hypot(noise, self.constants.scale_std * doublings)
+
+    def _nodes(self, cols: KnobArrays) -> np.ndarray:
+        """Nodes of the devices of each configuration; less than 1 for a part of a node."""
+        return cols.tp * cols.pp * cols.replicas / self.hardware.devices_per_node
 
     def _memory_prior(self) -> np.ndarray:
         c = self.constants
@@ -420,21 +443,24 @@ def _source(
         )
         return TracedFacts(model, "cpu" if hardware.kind == "cpu" else "cuda"), setup, model.unit
     if hasattr(model, "facts"):
-        return model, setup, "tokens/s"
+        return model, setup, getattr(getattr(model, "workload", None), "unit", "tokens/s")
     raise UsageError(
         f"model must be a workload, a preset's name, ModelFacts or shape numbers, but got {type(model).__name__}"
     )
 
 
 def _check_experts(facts: ModelFacts, cols: KnobArrays) -> None:
-    """Rejects configurations whose `ep` the model's experts do not allow.
+    """Rejects configurations whose knobs of experts the model does not allow.
 
     Raises:
         UsageError: names the rule.
     """
-    if (cols.ep == 1).all():
+    if (cols.ep == 1).all() and not cols.capacity_factor.any() and not cols.etp.any():
         return
     context = RuleContext(experts=facts.experts)
-    for rule in GENERAL:
-        if rule.knobs == ("ep",) and (bad := np.broadcast_to(rule.broken(cols, context), len(cols))).any():
-            raise UsageError(f"ep={int(cols.ep[bad][0])}: {rule.reason(context)}")
+    for rule in RULES:
+        if rule.knobs not in (("ep",), ("etp",), ("capacity_factor",)):
+            continue
+        if (bad := np.broadcast_to(rule.broken(cols, context), len(cols))).any():
+            (knob,) = rule.knobs
+            raise UsageError(f"{knob}={getattr(cols, knob)[bad][0]:g}: {rule.reason(context)}")

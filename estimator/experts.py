@@ -5,6 +5,7 @@
 | E, P | experts of a layer; ranks that share them (`ep`) |
 | K, D | experts of a token; features of a token |
 | s | deviation of an expert's rows from their mean, as a share of it (`Constants.expert_spread`) |
+| f | capacity of an expert, relative to the mean of its rows (`capacity_factor`) |
 
 Sources: exchanges of rows, Lepikhin et al., GShard, arXiv:2006.16668, section 3.2; the largest of P normal numbers lies about
 sqrt(2 ln P) deviations above their mean (Cramer 1946, section 28.6).
@@ -18,6 +19,7 @@ from .collectives import Group
 from .constants import Constants
 from .facts.model_facts import Part, bytes_of
 from .hardware import Hardware
+from .knob_arrays import KnobArrays
 
 
 def imbalance(experts: int, ep: np.ndarray, constants: Constants) -> np.ndarray:
@@ -28,23 +30,36 @@ def imbalance(experts: int, ep: np.ndarray, constants: Constants) -> np.ndarray:
     return np.minimum(1 + deviation * np.sqrt(2 * np.log(ranks)), ranks)
 
 
-def uneven(part: Part, ep: np.ndarray, constants: Constants) -> np.ndarray:
-    """The imbalance of a part's mixtures; 1 without mixtures."""
+def uneven(part: Part, cols: KnobArrays, constants: Constants) -> np.ndarray:
+    """The imbalance of a part's mixtures; 1 without mixtures, and for experts with a capacity, which all compute as many rows."""
     experts = max((item.experts for item in part.matmuls), default=1)
-    return imbalance(experts, ep, constants) if experts > 1 else np.ones(len(ep))
+    if experts == 1:
+        return np.ones(len(cols))
+    return np.where(cols.capacity_factor > 0, 1.0, imbalance(experts, cols.ep, constants))
 
 
-def kept(part: Part, ep: np.ndarray, tp: np.ndarray, precision: str, constants: Constants) -> np.ndarray:
+def chosen(part: Part) -> float:
+    """Experts of a token."""
+    return max((item.rows * item.experts for item in part.matmuls if item.experts > 1), default=0.0)
+
+
+def filled(cols: KnobArrays) -> np.ndarray:
+    """Rows that experts compute, relative to those routed to them: f with a capacity, some of whose places may be empty."""
+    return np.where(cols.capacity_factor > 0, cols.capacity_factor, 1.0)
+
+
+def kept(part: Part, cols: KnobArrays, precision: str, constants: Constants) -> np.ndarray:
     """Extra bytes a token that the fullest rank keeps of a part compared with a rank that has all experts: inputs and outputs of
-    products for its additional rows, and the returned rows, from which the gradient of the experts' weights is computed."""
-    more = uneven(part, ep, constants) - 1
-    width = bytes_of(precision)
-    out = np.where(ep > 1, part.routed * width, 0.0)
+    products for its additional rows (fewer with f < 1), and the returned rows, from which the gradient of the experts' weights is
+    computed."""
+    more = uneven(part, cols, constants) * filled(cols) - 1
+    width, tp = bytes_of(precision), cols.slices
+    out = np.where((cols.ep > 1) | (cols.capacity_factor > 0), part.routed * width * filled(cols), 0.0)
     for item in part.matmuls:
         if item.experts > 1:
             k, n = (size / tp if item.split == side else size for side, size in (("row", item.k), ("column", item.n)))
             out = out + more * width * item.rows * item.count * (k + n)
-    return out
+    return out / cols.beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +83,22 @@ class Rows:
         local = np.clip(hardware.devices_per_node // np.maximum(stride, 1), 1, group.size)
         return cls(near=np.full(size, inside), far=np.full(size, min(outside, inside)), local=local, group=group)
 
-    def seconds(self, total: np.ndarray, fixed: float) -> np.ndarray:
+    def seconds(
+        self, total: np.ndarray, fixed: float, equal: "np.ndarray | bool" = False, copies: float = 0.0
+    ) -> np.ndarray:
         """Seconds of one exchange in which a rank sends `total` bytes, evenly to all ranks including itself; both directions run
-        at once."""
+        at once.
+
+        Args:
+            equal: True where the sizes are known beforehand.
+            copies: K, the rows of a token, if one is sent to each node and distributed there; 0 if each is sent by itself.
+                K even choices among N nodes meet N (1 - (1 - 1 / N)^K) of them.
+        """
         ranks = self.group.size
         near, far = total * (self.local - 1) / ranks / self.near, total * (ranks - self.local) / ranks / self.far
-        # The row counts are sent first, and the host waits for them.
-        ahead = 2 * fixed + self.group.latency / np.maximum(ranks - 1, 1)
+        if copies:
+            nodes = ranks / self.local
+            far = far * nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        # Unless they are known, the row counts are sent first, and the host waits for them.
+        ahead = np.where(equal, 1, 2) * fixed + self.group.latency / np.maximum(ranks - 1, 1)
         return np.where((ranks > 1) & (total > 0), ahead + np.maximum(near, far), 0.0)

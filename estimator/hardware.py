@@ -22,6 +22,18 @@ SLOWEST_TFLOPS, SLOWEST_GB_PER_S = 1e-4, 0.1
 """The slowest arithmetic and the slowest memory that a device can have; slower measurements were disturbed."""
 
 
+PRODUCT_LIMITS = {
+    "rate": (0.01, 1.0),
+    "lost": (0.0, 1e5),
+    "fixed_us": (0.0, 1e4),
+    "bandwidth": (0.01, 1.0),
+    "small": (0.0, 2.0),
+    "units": (1, 10_000),
+    "sustained": (0.05, 1.0),
+}
+"""Range of each measured parameter of products."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """A link between devices."""
@@ -57,6 +69,11 @@ class Hardware:
     """Share of the peak rate of half precision that the best large matrix product reaches."""
     watts: float | None = None
     """Power limit of a device, W; None if unknown. Products are slower on a device with a lower limit."""
+    products: Mapping[str, float] | None = None
+    """Measured parameters of matrix products (`kernels.Products`) relative to the rate of half precision; None for those of the
+    chip or its generation."""
+    attention: float | None = None
+    """Measured share of that rate that PyTorch's fused attention reaches for long sequences; None for that of the generation."""
     kind: str = "cuda"
     """`cuda`, `rocm` or `cpu`."""
     cores: float | None = None
@@ -85,6 +102,15 @@ class Hardware:
             raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
         if self.watts is not None:
             numbers["watts"] = (self.watts, 1.0, 10_000)
+        if self.attention is not None:
+            numbers["attention"] = (self.attention, 1e-3, 1.0)
+        if self.products is not None:
+            if not isinstance(self.products, Mapping) or set(self.products) != set(PRODUCT_LIMITS):
+                raise UsageError(
+                    f"{where}: products must map {', '.join(PRODUCT_LIMITS)} to numbers, but got {self.products!r}"
+                )
+            for name, (low, high) in PRODUCT_LIMITS.items():
+                numbers[f"products.{name}"] = (self.products[name], low, high)
         if self.cores is not None:
             numbers["cores"] = (self.cores, 0.01, 10_000)
         for name in ("intra_node", "inter_node"):

@@ -22,7 +22,7 @@ from .facts import disk_cache
 from .facts.fused_loss import unformed
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 
-FORMAT = 1
+FORMAT = 2
 ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
 """Code that decides how a model is resolved."""
 
@@ -32,7 +32,7 @@ class Kept:
     """A resolved request without its workload."""
 
     name: str
-    workload_id: str
+    model_id: str
     seq_len: int | None
     global_batch: int
     """Samples of a step."""
@@ -53,7 +53,7 @@ class Kept:
         experts = _of_experts(shape or {}, found.space)
         return Kept(
             name=workload.name,
-            workload_id=workload.id,
+            model_id=workload.model_id,
             seq_len=workload.seq_len,
             global_batch=workload.global_batch,
             free_batch=found.free_batch,
@@ -149,7 +149,7 @@ def _packages() -> dict[str, int]:
 class KeptFacts:
     """The facts of a cached workload: from disk, or traced if they are missing."""
 
-    workload_id: str
+    model_id: str
     device_type: str
     remake: Callable[[], FactsSource]
     """Builds the source of facts by tracing."""
@@ -177,4 +177,4 @@ class KeptFacts:
         )
 
     def _on_disk(self, variant: Mapping[str, Any]) -> ModelFacts | None:
-        return disk_cache.load(disk_cache.key_of(self.workload_id, {**variant, "device": self.device_type}))
+        return disk_cache.load(disk_cache.key_of(self.model_id, {**variant, "device": self.device_type}))

@@ -127,8 +127,11 @@ def _products(chip: str, achievable: float, watts: float | None, tflops: float) 
 
 
 def products_of(hardware: Hardware) -> Products:
-    """Product parameters of a device: those of its chip if measured, otherwise those of its generation, scaled by
+    """Product parameters of a device: those measured on it, those of its chip, or those of its generation, scaled by
     `achievable`."""
+    if hardware.products is not None:
+        found: dict[str, Any] = {**hardware.products, "units": int(hardware.products["units"])}
+        return Products(**found)
     chip = device_name(hardware.name).chip
     return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
@@ -174,4 +177,8 @@ def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray",
     generation = next((each for start, each in _GENERATIONS.items() if chip.startswith(start)), "a100")
     shares = ATTENTION_SHARES[kernel]
     found = shares.get(generation, shares["h100"])
+    if hardware.attention is not None:
+        # It was measured with PyTorch's kernel.
+        usual = ATTENTION_SHARES["flash2"]
+        found *= hardware.attention / usual.get(generation, usual["h100"])
     return found * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,16 +11,17 @@ import numpy as np
 from ..base.errors import UsageError, unknown
 from ..knobs.layers import BlockStrategy, of_blocks, parse
 from ..knobs.meaning import REDUCED
-from ..knobs.pipeline import PIPELINE_SCHEDULES
+from ..knobs.pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
-from ..knobs.strategy import OFFLOADS
+from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
 from ..models.parallel import PIPELINES
 from .facts.model_facts import Variant
 from .setup import PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
-    "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
+    "tp": int, "sp": int, "cp": int, "pp": int, "ep": int, "etp": int, "zero": int, "hsdp": int,
+    "micro_batch": int, "virtual_stages": int,
+    "checkpoint_ratio": float, "capacity_factor": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
 _ABSENT = np.array(None, dtype=object)
@@ -35,6 +38,8 @@ class Split(NamedTuple):
     """True if the second chunks are in the opposite order of ranks."""
     layers: tuple[BlockStrategy, ...] | None
     """Strategy of each block, if the knob `strategy` is set."""
+    sizes: tuple[int, ...] | None = None
+    """Number of blocks of each stage, if the knob `stage_blocks` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +55,10 @@ class KnobArrays:
     dp: np.ndarray
     ep: np.ndarray
     """Replicas that share the experts."""
+    etp: np.ndarray
+    """1 where experts are not cut over the `tp` ranks, which share them and divide the tokens."""
+    capacity_factor: np.ndarray
+    """Rows that each expert computes, relative to the mean; 0 for those that the router gives it."""
     zero: np.ndarray
     hsdp: np.ndarray
     """Groups of replicas, each with all pieces of sharded tensors."""
@@ -65,11 +74,15 @@ class KnobArrays:
     kernels: np.ndarray
     offload: np.ndarray
     pipeline_schedule: np.ndarray
+    order: np.ndarray
+    """Index of the pipeline schedule in `PIPELINE_SCHEDULES`."""
     reduce_dtype: np.ndarray
     virtual_stages: np.ndarray
     """Model chunks of a pipeline rank; 1 if the pipeline schedule has no more."""
     strategy: np.ndarray
     """Text, or None if all blocks have the same strategy."""
+    stage_blocks: np.ndarray
+    """Text, or None if stages have even shares of the blocks."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -90,17 +103,23 @@ class KnobArrays:
         return self.replicas // self.hsdp
 
     @property
+    def beside(self) -> np.ndarray:
+        """Ranks of a layer that share experts and tokens: those of `tp` if experts are whole."""
+        return np.where(self.etp == 1, self.tp, 1)
+
+    @property
+    def slices(self) -> np.ndarray:
+        """Ranks that each expert is cut over."""
+        return self.tp // self.beside
+
+    @property
     def copies(self) -> np.ndarray:
-        """Replicas with the same experts."""
-        return np.maximum(self.replicas // self.ep, 1)
+        """Ranks with the same experts."""
+        return np.maximum(self.replicas * self.beside // self.ep, 1)
 
     def order_that(self, fact: str) -> np.ndarray:
         """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
-        found = np.zeros(len(self), bool)
-        for name, order in PIPELINE_SCHEDULES.items():
-            if getattr(order, fact):
-                found |= self.pipeline_schedule == name
-        return found
+        return _orders_that(fact)[self.order]
 
     def take(self, index: np.ndarray) -> "KnobArrays":
         """The configurations at `index`."""
@@ -108,20 +127,21 @@ class KnobArrays:
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each distinct division of the model, with the mask of its configurations."""
-        plain = np.equal(self.strategy, _ABSENT)
+        plain = np.equal(self.strategy, _ABSENT) & np.equal(self.stage_blocks, _ABSENT)
         v_shaped = self.order_that("v_shaped")
-        ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
-        for way in np.unique(ways[plain], axis=0):
-            pp, chunks, turned = way.tolist()
-            at = np.flatnonzero(plain & (ways == way).all(axis=1))
-            yield Split(pp, chunks, bool(turned), None), at
+        chunks = int(self.virtual_stages.max(initial=0)) + 1
+        codes = (self.pp * chunks + self.virtual_stages) * 2 + v_shaped
+        for code in np.unique(codes[plain]).tolist():
+            at = np.flatnonzero(plain & (codes == code))
+            yield Split(code // 2 // chunks, code // 2 % chunks, bool(code % 2), None), at
         named: dict[Split, list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
-            pp, chunks, turned = ways[index].tolist()
+            pp, many, turned = int(self.pp[index]), int(self.virtual_stages[index]), v_shaped[index]
             own = {name: int(getattr(self, name)[index]) for name in ("tp", "ep", "zero")}
-            text = self.strategy[index]
-            key = Split(pp, chunks, bool(turned), tuple(of_blocks(text, parse(text)[-1].last + 1, **own)))
-            named.setdefault(key, []).append(index)
+            text, stages = self.strategy[index], self.stage_blocks[index]
+            layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
+            sizes = None if stages is None else blocks_of_stages(stages)
+            named.setdefault(Split(pp, many, bool(turned), layers, sizes), []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
 
@@ -137,6 +157,7 @@ class KnobArrays:
             ep=np.full(len(self), layer.ep),
             zero=np.full(len(self), layer.zero),
             checkpoint_ratio=np.full(len(self), float(recomputed)),
+            offload=np.full(len(self), "optimizer", dtype=object) if layer.offload else self.offload,
         )
 
     def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":
@@ -164,6 +185,12 @@ class KnobArrays:
             yield key, np.flatnonzero(codes == code)
 
 
+@cache
+def _orders_that(fact: str) -> np.ndarray:
+    """True for each pipeline schedule that has a fact of `PipelineSchedule`."""
+    return np.array([bool(getattr(each, fact)) for each in PIPELINE_SCHEDULES.values()])
+
+
 def knob_arrays(
     configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray], setup: TrainingSetup
 ) -> KnobArrays:
@@ -187,13 +214,18 @@ def knob_arrays(
         table.refuse(array < 1, f"{name} must be at least 1")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
-    arrays = KnobArrays(dp=dp, grad_accum=accum, strategy=table.texts("strategy"), **values)
+    codes = {name: code for code, name in enumerate(PIPELINE_SCHEDULES)}
+    order = np.fromiter(map(codes.__getitem__, values["pipeline_schedule"].tolist()), int, table.size)
+    texts = {name: table.texts(name) for name in BLOCK_KNOBS}
+    arrays = KnobArrays(dp=dp, grad_accum=accum, order=order, **texts, **values)
     context = RuleContext(seq_len=setup.seq_len or 1)
-    named = [rule for rule in RULES if "strategy" in rule.knobs] if (arrays.strategy != _ABSENT).any() else []
+    given = {name for name, each in texts.items() if (each != _ABSENT).any()}
+    named = [rule for rule in RULES if given & set(rule.knobs)]
     for rule in (*GENERAL, *named):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
-    even = arrays.replicas % arrays.ep == 0
-    table.refuse(~even, "ep must divide the dp * sp * cp replicas", arrays.replicas)
+    table.refuse(
+        arrays.replicas * arrays.beside % arrays.ep != 0, "ep must divide the dp * sp * cp replicas", arrays.replicas
+    )
     return arrays
 
 
@@ -239,7 +271,7 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 _BOUNDS = {
     "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "ep": (1, None), "hsdp": (1, None),
     "micro_batch": (1, None), "zero": (0, 3),
-    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
+    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None), "capacity_factor": (0, None), "etp": (0, None),
 }  # fmt: skip
 """Smallest and largest values of numeric knobs."""
 
@@ -264,6 +296,10 @@ class _Table:
         ]
         self.size = len(self._rows)
         self._names = set().union(*self._rows[:1]) if self._rows else set()
+        kinds = {tuple(each) for each in self._rows}
+        self._every = set(next(iter(kinds), ())).intersection(*kinds)
+        """Knobs of all rows."""
+        self._some = set().union(*kinds)
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -273,7 +309,12 @@ class _Table:
         if name in self._fixed:
             return np.full(self.size, default)
         if not self._columns:
-            return [default if row.get(name) is None else row[name] for row in self._rows]
+            if name not in self._some:
+                return np.full(self.size, default)
+            if name not in self._every:
+                return [default if row.get(name) is None else row[name] for row in self._rows]
+            found = list(map(itemgetter(name), self._rows))
+            return [default if each is None else each for each in found] if None in found else found
         if name not in self._columns:
             return np.full(self.size, default)
         column = self._columns[name]

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base.errors import SpaceError, UsageError
 from ..knobs.layers import BlockStrategy, text_of
 from ..knobs.rules import RULES, SPLITTING, RuleContext, refusal
-from ..knobs.strategy import Strategy
+from ..knobs.strategy import BLOCK_KNOBS, Strategy
 from ..models import Workload
 from ..models.families.standard import StandardSchedule
 from ..space import Config, Space, Value
@@ -38,6 +38,8 @@ STEPS_OF_A_BLOCK = 40
 """Minimum number of steps for each block of a stage."""
 SHARES = (1.0, 0.96, 0.9, 0.82)
 """Shares of the usable memory for which plans are made."""
+MORE_BLOCKS = 4
+"""Blocks by which a stage may have more than its even share."""
 NEAR = 4
 """Maximum ratio of the micro-batches of two related plans, in both directions."""
 MOST_BASES = 8
@@ -93,7 +95,8 @@ class Layerwise:
             return None
         knobs = {name: value for name, value in self.config.items() if name != "strategy"}
         knobs["checkpoint_ratio"] = 1.0 if self.layers[0].ckpt else 0.0
-        return {**knobs, "zero": self.layers[0].zero} if "zero" in knobs else knobs
+        own = {"zero": self.layers[0].zero, "ep": self.layers[0].ep}
+        return {**knobs, **{name: value for name, value in own.items() if name in knobs}}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -112,14 +115,14 @@ class Layerwise:
         if self.gain <= 0:
             return ["layer by layer: nothing is gained over the uniform winner"]
         words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.config.items()}
-        strategy = words.pop("strategy", None)
+        named = [(name, words.pop(name)) for name in BLOCK_KNOBS if name in words]
         knobs = " ".join(f"{name}={value}" for name, value in words.items())
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
             f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "
             f"{uniform.peak_memory_mib / 1024:.1f} GiB",
             f"  {knobs}",
-            *([f'  strategy="{strategy}"'] if strategy is not None else []),
+            *(f'  {name}="{value}"' for name, value in named),
         ]
 
 
@@ -157,13 +160,13 @@ def refine(
     limit = margin * estimator.memory_limit_mib
     if not np.isfinite(limit) or not facts.blocks:
         return nothing
-    found: dict[tuple[int, tuple[BlockStrategy, ...]], dict[str, Any]] = {}
+    found: dict[tuple[int, _Plan], dict[str, Any]] = {}
     for number in _promising(estimator, bases):
         base = bases[number]
-        for layers in _plans(estimator, base, bases, facts, limit):
-            config = _named(base, layers)
+        for plan in _plans(estimator, base, bases, facts, limit):
+            config = _named(base, plan)
             if not _refused(config, context):
-                found[number, layers] = config
+                found[number, plan] = config
     if not found:
         return nothing
     table = estimator.table(list(found.values()))
@@ -174,21 +177,21 @@ def refine(
     if table.throughput[at] <= winner.estimate.throughput:
         return nothing
     row = table.row(at)
-    (_, layers), config = list(found.items())[at]
+    (_, plan), config = list(found.items())[at]
     return Layerwise(
         uniform=winner,
         config=config,
         step_ms=row.step_ms,
         throughput=row.throughput,
         peak_memory_mib=row.peak_memory_mib,
-        layers=layers,
+        layers=plan.layers,
     )
 
 
 def relatives(space: Space, config: Config) -> list[Config]:
     """Configurations that differ in settings that interact with block strategies: the micro-batch, the ZeRO stage of parameters
     outside blocks, and the ranks that share these; also the pipeline schedule if the current one does not allow different
-    blocks."""
+    blocks. Only blocks have experts, so `ep` is varied alone."""
     free = {knob.name for knob in space.free}
     fixed = {name: config[name] for name in free if name in config}
     orders: list[dict[str, Value]] = [{}]
@@ -205,16 +208,19 @@ def relatives(space: Space, config: Config) -> list[Config]:
         "sequence_parallel": list(dict.fromkeys((config.get("sequence_parallel", False), False))),
     }
     varied = [name for name in sizes if name in free]
+    changes = [
+        {**order, **dict(zip(varied, each))} for order in orders for each in product(*(sizes[name] for name in varied))
+    ]
+    changes += [{"ep": each} for each in _values(space, "ep") if "ep" in free]
     found: dict[Config, None] = {}
-    for order in orders:
-        for combination in product(*(sizes[name] for name in varied)):
-            changed = {**fixed, **order, **dict(zip(varied, combination))}
-            if changed.get("tp", 1) == 1:
-                changed.pop("sequence_parallel", None)
-            for left_out in ("", "zero"):  # exists only with replicas
-                with suppress(SpaceError):
-                    found[space.config({name: value for name, value in changed.items() if name != left_out})] = None
-                    break
+    for change in changes:
+        changed = {**fixed, **change}
+        if changed.get("tp", 1) == 1:
+            changed.pop("sequence_parallel", None)
+        for left_out in ((), ("zero", "ep")):  # exist only with replicas
+            with suppress(SpaceError):
+                found[space.config({name: value for name, value in changed.items() if name not in left_out})] = None
+                break
     return list(found)
 
 
@@ -229,6 +235,13 @@ def _values(space: Space, name: str) -> list[Any]:
 def followed(workload: Workload) -> bool:
     """True if a workload's schedule applies a strategy for each block; a user's own schedule may not."""
     return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
+
+
+class _Plan(NamedTuple):
+    """A strategy for each block, and the number of blocks of each stage; None for even shares."""
+
+    layers: tuple[BlockStrategy, ...]
+    sizes: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -249,11 +262,10 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
     return kept if 0 in kept else [0, *kept[:-1]]
 
 
-def _plans(
-    estimator: Estimator, base: Config, bases: Sequence[Config], facts: ModelFacts, limit: float
-) -> list[tuple[BlockStrategy, ...]]:
-    """Plans derived from a uniform configuration, as the strategy of each block: for several shares of the memory limit, with all
-    options, and with only those that do not move samples."""
+def _plans(estimator: Estimator, base: Config, bases: Sequence[Config], facts: ModelFacts, limit: float) -> list[_Plan]:
+    """Plans derived from a uniform configuration: for several shares of the memory limit, with all options, with only those that
+    do not move samples, and with only those whose experts are spread alike; each with even shares of the blocks, and with shares
+    that take about as long on every stage."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and computes gradients of weights separately
         return []
     tp = _number(base, "tp")
@@ -262,24 +274,106 @@ def _plans(
     whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
     cols = knob_arrays([{name: value for name, value in whole.items() if name != "strategy"}], setup)
     split, _ = next(cols.splits())
-    cut = stages(facts, split.pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False)
-    columns = cols.of_layers(options)
-    seconds = {stage.count: _seconds(estimator, stage, split.pp, facts, columns) for stage in cut}
-    priced = [_priced(estimator, stage, split.pp, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
-    found: dict[tuple[BlockStrategy, ...], None] = {}
+
+    def cut_by(sizes: tuple[int, ...] | None) -> list[Stage]:
+        placed = {"chunks": split.chunks, "v_shaped": split.v_shaped, "sizes": sizes}
+        return stages(facts, split.pp, setup.balance, **placed, distinct=False)
+
+    cut, columns = cut_by(split.sizes), cols.of_layers(options)
+    by_count = {stage.count: stage for stage in cut}
+    seconds = {count: _seconds(estimator, stage, facts, columns) for count, stage in by_count.items()}
+    priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
+    found: dict[_Plan, None] = {}
     same = [each for each in options if each.tp == tp]
-    for kept in (options, same) if len(same) < len(options) else (options,):
-        solved = [
-            knapsack(
-                [[each for each in choices if each.layer in kept]] * stage.count,
+    alike = [each for each in same if each.ep == _number(base, "ep")]
+    uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
+    ends = _ends(estimator, cut, facts, cols) if uneven else []
+    for kept in {len(each): each for each in (options, same, alike)}.values():
+        ways = [
+            (
+                [each for each in choices if each.layer in kept],
                 [share * limit - outside for share in SHARES],
             )
-            for stage, (outside, choices) in zip(cut, priced, strict=True)
+            for outside, choices in priced
         ]
-        for ways in zip(*solved):
-            if all(way is not None for way in ways):
-                found[_in_order(cut, [[each.layer for each in way[2]] for way in ways if way is not None])] = None
+        divisions: dict[tuple[int, ...] | None, None] = {split.sizes: None}
+        if uneven:
+            divisions |= dict.fromkeys(_balanced(cut, ways, ends, at, facts.blocks) for at in range(len(SHARES)))
+        for sizes in divisions:
+            divided = cut if sizes == split.sizes else cut_by(sizes)
+            solved = [
+                knapsack([choices] * stage.count, budgets)
+                for stage, (choices, budgets) in zip(divided, ways, strict=True)
+            ]
+            for some in zip(*solved):
+                if all(way is not None for way in some):
+                    layers = _in_order(divided, [[each.layer for each in way[2]] for way in some if way is not None])
+                    found[_Plan(layers, sizes)] = None
     return list(found) if cut else []
+
+
+def _ends(estimator: Estimator, cut: Sequence[Stage], facts: ModelFacts, cols: KnobArrays) -> list[float]:
+    """Seconds of what each stage has besides blocks, in one configuration."""
+    once: dict[tuple[bool, bool], float] = {}
+    for stage in cut:
+        if (stage.first, stage.last) not in once and stage.ends:
+            both = (float(_seconds_of(estimator, each, facts, cols)[0]) for each in (stage, _blocks_of(stage)))
+            once[stage.first, stage.last] = max(next(both) - next(both), 0.0)
+    return [once.get((stage.first, stage.last), 0.0) for stage in cut]
+
+
+def _balanced(
+    cut: Sequence[Stage],
+    ways: Sequence[tuple[list[_Choice], list[float]]],
+    ends: Sequence[float],
+    at: int,
+    blocks: int,
+) -> tuple[int, ...] | None:
+    """Number of blocks of each stage with which the slowest takes the least time, at one of the memory budgets; None if even
+    shares are as good, or no shares fit.
+
+    A stage's time grows with its blocks, so all times up to a bound allow it a number of blocks; the bound is the smallest at
+    which these numbers suffice.
+    """
+    most = max(stage.count for stage in cut) + MORE_BLOCKS
+    times = [_by_count(choices, budgets[at], most) + end for (choices, budgets), end in zip(ways, ends, strict=True)]
+    bounds = np.unique(np.concatenate([each[1:] for each in times]))
+    bounds = bounds[np.isfinite(bounds)]
+
+    def allowed(bound: float) -> list[int]:
+        return [int(np.searchsorted(each, bound, side="right")) - 1 for each in times]
+
+    low, high = 0, len(bounds) - 1
+    if high < 0 or min(allowed(bounds[high])) < 1 or sum(allowed(bounds[high])) < blocks:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        counts = allowed(bounds[middle])
+        low, high = (low, middle) if min(counts) >= 1 and sum(counts) >= blocks else (middle + 1, high)
+    sizes = allowed(bounds[low])
+    while sum(sizes) > blocks:  # the slowest of those with several
+        slowest = max(
+            (each for each in range(len(sizes)) if sizes[each] > 1), key=lambda each: times[each][sizes[each]]
+        )
+        sizes[slowest] -= 1
+    return None if sizes == [stage.count for stage in cut] else tuple(sizes)
+
+
+def _by_count(choices: Sequence[_Choice], budget: float, most: int) -> np.ndarray:
+    """Seconds of the fastest choices of 0 to `most` blocks whose memory is within a budget; infinite if there are none."""
+    if budget < 0:
+        return np.full(most + 1, np.inf)
+    unit, front = max(budget, 1e-9) / BUCKETS, _front(choices)
+    steps = [max(int(np.ceil(each.mib / unit - 1e-9)), 0) for each in front]
+    best, out = np.zeros(BUCKETS + 1), [0.0]
+    for _ in range(most):
+        made = np.full((len(front), BUCKETS + 1), np.inf)
+        for number, (option, step) in enumerate(zip(front, steps)):
+            if step <= BUCKETS:
+                made[number, step:] = best[: BUCKETS + 1 - step] + option.seconds
+        best = np.min(made, axis=0)
+        out.append(float(best[-1]))
+    return np.array(out)
 
 
 def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -> tuple[BlockStrategy, ...]:
@@ -287,20 +381,24 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     that keep the most come last, since these activations are needed and freed first."""
     placed: dict[int, BlockStrategy] = {}
     for stage, mine in zip(cut, layers, strict=True):
-        ordered = sorted(mine, key=lambda each: (each.tp, not each.ckpt, -each.zero))
+        ordered = sorted(mine, key=lambda each: (each.tp, each.ep, not each.ckpt, -each.zero))
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
 
 
 def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
-    """Options of a block of a uniform configuration: the degrees and ZeRO stages of its relatives."""
+    """Options of a block of a uniform configuration: the degrees and ZeRO stages of its relatives. Groups of replicas (HSDP) hold
+    all blocks alike."""
     tp, ep, zero = _number(base, "tp"), _number(base, "ep"), _number(base, "zero", 0)
     micro, pp = _number(base, "micro_batch"), _number(base, "pp")
-    degrees = {_number(each, "tp") for each in bases}
-    stages_of_zero = {_number(each, "zero", 0) for each in bases}
-    # Blocks of ZeRO 3 may stay whole from forward to backward, as in ZeRO 2.
-    stages_of_zero |= {2} if zero == 3 else set[int]()
     replicas = _number(base, "dp") * _number(base, "sp") * _number(base, "cp")
+    degrees, stages_of_zero, spreads = {tp}, {zero}, {ep}
+    if _number(base, "hsdp") == 1:
+        degrees |= {_number(each, "tp") for each in bases}
+        stages_of_zero |= {_number(each, "zero", 0) for each in bases}
+        # Blocks of ZeRO 3 may stay whole from forward to backward, as in ZeRO 2.
+        stages_of_zero |= {2} if zero == 3 else set[int]()
+        spreads |= {each for each in (_number(other, "ep") for other in bases) if replicas % each == 0}
     found = []
     for degree in sorted(each for each in degrees if tp % each == 0 and (micro * each) % tp == 0):
         if degree != tp and base.get("sequence_parallel"):
@@ -309,31 +407,35 @@ def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
         for stage in sorted(stages_of_zero if pp == 1 else {zero}):
             if joint == 1 and stage != zero:
                 continue
-            for ckpt in (False, True) if "checkpoint_ratio" in base else (False,):
-                found.append(BlockStrategy(degree, ep, stage, ckpt))
+            again = (False, True) if "checkpoint_ratio" in base else (False,)
+            found += [BlockStrategy(degree, *each) for each in product(sorted(spreads), (stage,), again)]
     return found
 
 
-def _named(base: Config, layers: Sequence[BlockStrategy]) -> dict[str, Any]:
-    """A uniform configuration with a strategy for each block."""
+def _named(base: Config, plan: _Plan) -> dict[str, Any]:
+    """A uniform configuration with a strategy for each block, and the blocks of each stage."""
     knobs = {name: value for name, value in base.items() if name != "checkpoint_ratio"}
     own = {"tp": _number(base, "tp"), "ep": _number(base, "ep"), "zero": _number(base, "zero", 0)}
-    return {**knobs, "strategy": text_of(layers, **own)}
+    sizes = {} if plan.sizes is None else {"stage_blocks": ",".join(map(str, plan.sizes))}
+    return {**knobs, **sizes, "strategy": text_of(plan.layers, **own)}
 
 
 def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
     """Returns the rule that a plan breaks; empty if it breaks none."""
     try:
-        return refusal(Strategy.of(config), context, [rule for rule in RULES if "strategy" in rule.knobs])
+        return refusal(Strategy.of(config), context, [rule for rule in RULES if set(BLOCK_KNOBS) & set(rule.knobs)])
     except UsageError as error:
         return str(error)
 
 
-def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
+def _seconds(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
     """Seconds of a stage's blocks in a step, for each column."""
-    (found,) = stage_times(
-        [_blocks_of(stage)], pp, facts, columns, estimator.training, estimator.hardware, estimator.constants
-    )
+    return _seconds_of(estimator, _blocks_of(stage), facts, columns)
+
+
+def _seconds_of(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
+    """Seconds of a stage in a step without waiting for others, for each column."""
+    (found,) = stage_times([stage], facts, columns, estimator.training, estimator.hardware, estimator.constants)
     timed = {name: value for name, value in found.items() if name not in NOT_OF_BLOCKS}
     return sum(_corrected(timed, TIME_GROUPS, estimator, "time.").values(), np.zeros(len(columns)))
 
@@ -341,7 +443,6 @@ def _seconds(estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, col
 def _priced(
     estimator: Estimator,
     stage: Stage,
-    pp: int,
     facts: ModelFacts,
     base: KnobArrays,
     columns: KnobArrays,
@@ -352,7 +453,7 @@ def _priced(
     setup, constants = estimator.training, estimator.constants
 
     def memory(of: Stage, cols: KnobArrays) -> dict[str, np.ndarray]:
-        terms = stage_peak(of, pp, facts, cols, setup, constants)
+        terms = stage_peak(of, facts, cols, setup, constants)
         return _corrected(terms, MEMORY_GROUPS, estimator, "memory.")
 
     terms = memory(_blocks_of(stage), columns)

@@ -14,6 +14,7 @@ from ..base.errors import RunnerError
 from ..base.scratch import Scratch
 from .facts import disk_cache
 from .hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
+from .measuring_kernels import PRODUCT_SIZES, Kernels, measure_kernels, to_mapping
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ class Measured:
     """Rate of square products by dtype and side, 1e12 FLOP/s."""
     memory_gb_per_s: float
     """Bytes read and written in a copy, 1e9 bytes/s."""
+    kernels: Kernels | None = None
+    """Products and attention by their sizes; None on a CPU and in a short measurement."""
     host_gb_per_s: float | None = None
     """Between host and device, 1e9 bytes/s; None on a CPU."""
     links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -73,12 +76,31 @@ class Measured:
 
     def to_hardware(self) -> Hardware:
         """The measurements as `Hardware`. A link that was not measured has the table's value for the device, or that of
-        memory."""
+        memory. If kernels were measured, a device of the table keeps its datasheet's rates, which they refer to."""
         peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
         known = table_entry(self.device)
         link = self._link(known)
         sources = dict.fromkeys(("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}")
         sources["intra_node"] = f"measured among {self.ranks} ranks" if self.links else "assumed"
+        kernels = self.kernels
+        curves: dict[str, Any] = {}
+        if kernels is not None:
+            curves = {"products": to_mapping(kernels.products), "attention": kernels.attention}
+            sources["products"] = (
+                f"measured on {self.device.name}: {len(PRODUCT_SIZES)} sizes, median error {100 * kernels.error:.1f} %"
+            )
+        if known is not None and kernels is not None:
+            return known.replace(
+                memory_gib=round(self.device.memory_mib / 1024, 2),
+                devices_per_node=max(1, self.device.count),
+                intra_node=link,
+                host_gb_per_s=round(self.host_gb_per_s or known.host_gb_per_s, 2),
+                sources={
+                    **known.sources,
+                    **{name: sources[name] for name in ("products", "intra_node", "host_gb_per_s")},
+                },
+                **curves,
+            )
         return Hardware(
             name="this-cpu" if self.device.type == "cpu" else "this-machine",
             memory_gib=round(self.device.memory_mib / 1024, 2),
@@ -93,6 +115,7 @@ class Measured:
             cores=usable_cores() if self.device.type == "cpu" else None,
             sources=sources,
             note=self.note,
+            **curves,
         )
 
     def _link(self, known: Hardware | None) -> Link:
@@ -110,7 +133,7 @@ class Measured:
 
 
 def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
-    """Measures this machine: takes a second or two if `short`, otherwise several.
+    """Measures this machine: takes a second or two if `short`, otherwise several, and on a GPU a minute.
 
     Args:
         ranks: ranks for all-reduce and point-to-point; None for one a GPU, and none on a CPU.
@@ -135,11 +158,19 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
         if name not in ("copy", "host"):
             tflops.setdefault(name, {})[size] = max(SLOWEST_TFLOPS, 2 * size**3 / taken / 1e12)
     size = COPY_BYTES[kind]
+    memory_gb_per_s = max(SLOWEST_GB_PER_S, 2 * size / found["copy", size] / 1e9)  # read and written
+    kernels = None
+    if kind == "cuda" and not short:
+        known = table_entry(device)
+        peak = max(tflops.get("bf16", tflops["fp16"]).values()) * 1e12 if known is None else known.rate("bf16")
+        bandwidth = memory_gb_per_s if known is None else known.memory_gb_per_s
+        kernels = measure_kernels(peak, bandwidth * 1e9)
     count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)
     return Measured(
         device=device,
         tflops=tflops,
-        memory_gb_per_s=max(SLOWEST_GB_PER_S, 2 * size / found["copy", size] / 1e9),  # read and written
+        memory_gb_per_s=memory_gb_per_s,
+        kernels=kernels,
         host_gb_per_s=size // 4 / found["host", size // 4] / 1e9 if kind == "cuda" else None,
         links=_links(kind, count) if count > 1 else {},
         ranks=count,
@@ -166,8 +197,23 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
     return taken, load.others() if kind == "cpu" else 0.0
 
 
+def keep(measured: Measured, folder: Path | None = None) -> None:
+    """Keeps a measurement of this machine's GPUs, which `this_machine` returns from then on."""
+    if measured.device.type == "cuda":
+        kept = {"measured": time.time(), "hardware": asdict(measured.to_hardware())}
+        disk_cache.store_json(_kept_under(measured.device), kept, folder)
+
+
+def _kept_under(device: Device) -> Path:
+    from ..models.fingerprint import digest
+
+    what = {"device": device.to_dict(), "cores": usable_cores(), "version": disk_cache.VERSION}
+    return Path("hardware", f"{digest(what)}.json")
+
+
 def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda: None) -> Hardware:
-    """The hardware of this machine: the table's entry of its GPUs if there is one, otherwise a short measurement, cached.
+    """The hardware of this machine: what `redline doctor --measure` measured of its GPUs, their entry in the table, or a short
+    measurement, cached.
 
     On a CPU the rate is that of all cores this process may use. A measurement is repeated after 30 days, if the cores or the
     memory have changed, and after ten minutes if other processes kept the cores busy; `note` then states this.
@@ -177,18 +223,15 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
         settle: called before a measurement; returns when the other work of this process is paused.
     """
     device = detect()
-    known = table_entry(device)
-    if known is not None:
-        return known.replace(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
-    from ..models.fingerprint import digest
-
-    what = {"device": device.to_dict(), "cores": usable_cores(), "version": disk_cache.VERSION}
-    name = Path("hardware", f"{digest(what)}.json")
+    name = _kept_under(device)
     found = disk_cache.load_json(name, folder)
     if isinstance(found, dict):
         kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
         if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
             return kept
+    known = table_entry(device)
+    if known is not None:
+        return known.replace(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
     settle()
     if device.type == "cuda":
         # A process that has used a GPU keeps some of its memory until it exits, and this process may

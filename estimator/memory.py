@@ -14,7 +14,7 @@ from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
 from .rank import MIB, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
-from .stages import Group, Stage, staged, waiting
+from .stages import Division, Group, Stage, divided, staged, waiting
 
 _LOSS = ("head", "loss")
 """Roles of the parts that work with logits."""
@@ -28,33 +28,51 @@ DRAWN = 4.0
 
 
 def peak_memory(
-    facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants, rank: str = "fullest"
-) -> Mapping[str, np.ndarray]:
+    facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants, rank: str = "fullest",
+    division: Division | None = None,
+) -> Mapping[str, np.ndarray]:  # fmt: skip
     """Terms of the peak of a rank, MiB, by their names in `MEMORY_TERMS`; arrays of len(cols).
 
     They sum to the peak. `parameters` is infinite if a model has fewer blocks than stages.
 
     Args:
         rank: `fullest`, or the `first` or `last` stage's, which some frameworks report.
+        division: `stages.divided` of these configurations, if known.
     """
     size = len(cols)
     best = {name: np.zeros(size) for name in MEMORY_TERMS}
     best["parameters"][:] = np.inf
-    for split, at in cols.splits():
-        part = cols.take(at)
-        worst: Mapping[str, np.ndarray] | None = None
-        found = staged(facts, split, setup.balance, part)
-        for groups, _ in {"first": found[:1], "last": found[-1:]}.get(rank, found):
-            terms = _peak_of(groups, split.pp, facts, setup, constants)
-            if worst is None:
-                worst = terms
-                continue
-            more = sum(terms.values()) > sum(worst.values())
-            worst = {name: np.where(more, terms[name], worst[name]) for name in MEMORY_TERMS}
-        if worst is not None:
-            for name in MEMORY_TERMS:
-                best[name][at] = worst[name]
+    most = np.full(size, -np.inf)
+
+    def take(terms: Mapping[str, np.ndarray], at: np.ndarray, known: np.ndarray | None = None) -> None:
+        """Keeps the terms of the fullest ranks so far, of those that are known."""
+        total = sum(terms.values())
+        more = (total > most[at]) if known is None else known & (total > most[at])
+        where = at[more]
+        most[where] = total[more]
+        for name in MEMORY_TERMS:
+            best[name][where] = terms[name][more]
+
+    alike, named = divided(facts, cols, setup.balance) if division is None else division
+    for each in alike:
+        known = {"first": each.opens, "last": each.closes}.get(rank)
+        if known is None or known.any():
+            take(stage_peak(each.stage, facts, each.cols, setup, constants), each.at, known)
+    for cut in named:
+        chosen = {"first": cut.stages[:1], "last": cut.stages[-1:]}.get(rank, cut.stages)
+        for terms in of_stages([groups for groups, _ in chosen], facts, setup, constants):
+            take(terms, cut.at)
     return best
+
+
+def of_stages(
+    cut: Sequence[Sequence[Group]], facts: ModelFacts, setup: TrainingSetup, constants: Constants
+) -> list[Mapping[str, np.ndarray]]:
+    """Terms of the peak of a rank of each stage, given as its groups of blocks, MiB."""
+    return [
+        together([stage_peak(stage, facts, own, setup, constants) for stage, own in groups], groups, constants)
+        for groups in cut
+    ]
 
 
 def fullest_stage(facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants) -> int:
@@ -62,23 +80,17 @@ def fullest_stage(facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, con
     ((split, _),) = cols.splits()
     found = staged(facts, split, setup.balance, cols)
     peaks = [
-        float(sum(each[0] for each in _peak_of(groups, split.pp, facts, setup, constants).values()))
-        for groups, _ in found
+        float(sum(each[0] for each in terms.values()))
+        for terms in of_stages([groups for groups, _ in found], facts, setup, constants)
     ]
-    return found[peaks.index(max(peaks))][1].ranks[0]
-
-
-def _peak_of(
-    groups: Sequence[Group], pp: int, facts: ModelFacts, setup: TrainingSetup, constants: Constants
-) -> Mapping[str, np.ndarray]:
-    return together([stage_peak(stage, pp, facts, own, setup, constants) for stage, own in groups], groups, constants)
+    return int(found[peaks.index(max(peaks))][1].ranks[0])
 
 
 def stage_peak(
-    stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants
+    stage: Stage, facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants
 ) -> dict[str, np.ndarray]:
     """Terms of the peak of a rank of one stage, MiB, by their names in `MEMORY_TERMS`."""
-    rank = Rank(stage, pp, facts, cols, setup)
+    rank = Rank(stage, facts, cols, setup)
     gathered, exchanged = _gathered(rank), _exchanged(rank)
     terms = {
         **_states(rank),
@@ -161,7 +173,7 @@ def _whole_gradients(rank: Rank) -> np.ndarray:
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
     """Copies of weights in the dtype of products, unless they are gathered in it, and of gradients in the weights' dtype."""
     form = rank.form
-    weights = _matrices(rank.stage, rank.tp, rank.ep) * form.compute if form.compute < form.parameter else rank.none
+    weights = _matrices(rank) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
@@ -209,7 +221,7 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         if each.role not in _LOSS:
             lasting = lasting + per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
     activations = lasting * rank.tokens * rank.flying
-    delayed = waiting(rank.stage.ranks[-1], rank.cols) if rank.pp > 1 else rank.none
+    delayed = np.where(rank.cols.pp > 1, waiting(rank.stage.ranks[-1], rank.cols), 0.0)
     if delayed.any():
         outputs = _output_gradients(rank.stage, rank.tp)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
@@ -253,7 +265,7 @@ def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) ->
     with_scores, without = (
         per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
     )
-    own = kept(part, rank.ep, rank.tp, rank.facts.precision, constants)
+    own = kept(part, rank.cols, rank.facts.precision, constants)
     return np.where(rank.cols.cp > 1, without, with_scores) + own
 
 
@@ -305,7 +317,7 @@ def _with_gradients_that_come_and_go(
     activations, checkpoints, loss, recomputation = (terms[name] for name in names)
     gradients, buffers = terms["gradients"], terms["buffers"]
     transient = (rank.cols.grad_accum == 1) & (checkpoints + activations + loss + recomputation > 0)
-    blocks = max(sum(count for _, count in rank.stage.blocks), 1)
+    blocks = np.maximum(sum(count for _, count in rank.stage.blocks), 1)
     at_end = gradients + recomputation + (activations + checkpoints) / blocks
     late = transient & (at_end > activations + checkpoints + loss + recomputation)
     head = sum(
@@ -363,13 +375,13 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
     return constants.slack * passing + constants.slack_lasting * lasting
 
 
-def _matrices(stage: Stage, tp: np.ndarray, ep: np.ndarray) -> np.ndarray:
+def _matrices(rank: Rank) -> np.ndarray:
     """Elements of the weights of products, which autocast casts."""
-    total = np.zeros(len(tp))
+    total, stage = np.zeros(len(rank.tp)), rank.stage
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         for item in part.matmuls:
-            of_rank = (tp if item.split != "none" else 1) * (ep if item.experts > 1 else 1)
-            total += count * item.k * item.n * item.count / of_rank
+            pieces, sharers = (rank.slices, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
+            total += count * item.k * item.n * item.count / ((pieces if item.split != "none" else 1) * sharers)
     return total
 
 

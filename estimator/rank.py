@@ -65,13 +65,16 @@ def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
     return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
 
 
-def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters of a stage on one tensor-parallel rank, and those of all its experts; both end stages have a copy of a tied
-    embedding."""
+def local_parameters(
+    stage: Stage, facts: ModelFacts, tp: np.ndarray, slices: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters of a stage on one tensor-parallel rank, and those of all its experts, cut over `slices` ranks (None: `tp`); both
+    end stages have a copy of a tied embedding."""
+    slices = tp if slices is None else slices
     total, experts = np.zeros(len(tp)), np.zeros(len(tp))
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
-        total += count * (part.parameters - part.sharded + part.sharded / tp)
-        experts += count * _experts(part, tp)
+        total += count * _cut(part, tp, slices)
+        experts += count * _experts(part, slices)
     if facts.tied and stage.last and not stage.first:
         for part in facts.parts:
             if part.role == "embedding":
@@ -79,9 +82,14 @@ def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> tuple[n
     return total, experts
 
 
-def _experts(part: Part, tp: np.ndarray) -> np.ndarray:
-    """Parameters of a part's experts on one tensor-parallel rank."""
-    return part.experts / tp if part.experts <= part.sharded else np.full(len(tp), float(part.experts))
+def _cut(part: Part, tp: np.ndarray, slices: np.ndarray) -> np.ndarray:
+    """Parameters of a part on one tensor-parallel rank that has all experts, each cut over `slices` ranks."""
+    return part.parameters - part.sharded + part.sharded / tp + (_experts(part, slices) - _experts(part, tp))
+
+
+def _experts(part: Part, slices: np.ndarray) -> np.ndarray:
+    """Parameters of a part's experts on one of the ranks that each is cut over."""
+    return part.experts / slices if part.experts <= part.sharded else np.full(len(slices), float(part.experts))
 
 
 def _width(facts: ModelFacts) -> int:
@@ -105,7 +113,6 @@ class Rank:
     """A rank of one stage. Arrays of len(cols)."""
 
     stage: Stage
-    pp: int
     facts: ModelFacts
     cols: KnobArrays
     setup: TrainingSetup
@@ -151,8 +158,13 @@ class Rank:
         return self.cols.ep.astype(float)
 
     @cached_property
+    def slices(self) -> np.ndarray:
+        """Ranks that each expert is cut over."""
+        return self.cols.slices.astype(float)
+
+    @cached_property
     def _parameters(self) -> tuple[np.ndarray, np.ndarray]:
-        return local_parameters(self.stage, self.facts, self.tp)
+        return local_parameters(self.stage, self.facts, self.tp, self.slices)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -162,12 +174,13 @@ class Rank:
 
     @cached_property
     def apart(self) -> np.ndarray:
-        """Those of them that only some replicas have in common: experts that others share."""
-        return np.where(self.ep > 1, self._parameters[1] / self.ep, 0.0)
+        """Those of them that other ranks have than the rest: experts that some replicas share, or the ranks of a layer."""
+        return np.where((self.ep > 1) | (self.cols.beside > 1), self._parameters[1] / self.ep, 0.0)
 
     def held(self, cut: np.ndarray) -> np.ndarray:
         """Parameters of which the rank stores something, where all replicas `cut` them, or not."""
-        return np.where(cut, self._parameters[0] / self.cols.shares, self.weights)
+        total, experts = self._parameters
+        return np.where(cut, (total - experts + experts / self.cols.beside) / self.cols.shares, self.weights)
 
     @cached_property
     def trained_share(self) -> np.ndarray:
@@ -192,7 +205,7 @@ class Rank:
     @cached_property
     def flying(self) -> np.ndarray:
         """Micro-batches whose activations the rank stores at once."""
-        return in_flight(self.stage.ranks[0], self.pp, self.cols)
+        return in_flight(self.stage.ranks[0], self.cols.pp, self.cols)
 
     @cached_property
     def two_blocks(self) -> np.ndarray:
@@ -204,5 +217,5 @@ class Rank:
 
     def whole(self, part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""
-        experts = _experts(part, self.tp)
-        return part.parameters - part.sharded + part.sharded / self.tp - experts + experts / self.ep
+        experts = _experts(part, self.slices)
+        return _cut(part, self.tp, self.slices) - experts + experts / self.ep

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..base.collection import without_collection
 from ..base.errors import UsageError
 from ..models import Workload
 from ..models.global_batch import too_few
@@ -54,6 +55,7 @@ def estimate_request(
     *,
     memory_limit_mib: float | None = None,
     framework: str = "redline",
+    like: EstimateRequest | None = None,
     **asked: Any,
 ) -> EstimateRequest:
     """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
@@ -63,6 +65,7 @@ def estimate_request(
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
         memory_limit_mib: of a device; None for its memory.
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
+        like: an earlier request of the same model and data, which is not built and traced again.
         asked: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
@@ -71,8 +74,7 @@ def estimate_request(
     """
     trainer = find_trainer(framework)
     request = TrainingRequest(target, **asked)
-    request.check_numbers()
-    request.check_knobs()
+    request.check_values()
     machine, count = machine_of(hardware, request.devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     length: int | None
@@ -83,7 +85,8 @@ def estimate_request(
         space, length, total, said = _of_shape(request, target, machine, count)
         model, name, trains, samples = target, target.name, {"model": target.name}, total
     else:
-        model, kept = _resolved(request, machine, count)
+        before = None if like is None else like.estimator.source
+        model, kept = _resolved(request, machine, count, before if isinstance(before, TracedFacts) else None)
         space, said, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
         model = (None if request.lora else built(kept.trains.get("shape"), trainer)) or model
@@ -124,25 +127,28 @@ def settled(space: Space, trainer: Trainer) -> Space:
     return made
 
 
-def _resolved(request: TrainingRequest, machine: Hardware, devices: int) -> tuple[FactsSource | Workload, Kept]:
+def _resolved(
+    request: TrainingRequest, machine: Hardware, devices: int, before: TracedFacts | None
+) -> tuple[FactsSource | Workload, Kept]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
-    otherwise resolved."""
+    otherwise resolved, with the model of an earlier request if there is one."""
     device = device_of(machine)
     key = key_of(request, device, devices)
     kept = None if key is None else load(key)
     if kept is not None:
         kind = "cpu" if machine.kind == "cpu" else "cuda"
         source = KeptFacts(
-            kept.workload_id, kind, remake=lambda: TracedFacts(resolve(request, device, devices).workload, kind)
+            kept.model_id, kind, remake=lambda: TracedFacts(resolve(request, device, devices).workload, kind)
         )
         setup = TrainingSetup(devices=devices, **without_knobs(kept.space))
         if source.has_all(variants_of(kept.space, setup)):
             return source, kept
-    found = resolve(request, device, devices)
+    with without_collection():
+        found = resolve(request, device, devices, None if before is None else before.workload)
     kept = Kept.of(found)
     if key is not None:
         store(key, kept)
-    return found.workload, kept
+    return before or found.workload, kept
 
 
 def _of_shape(

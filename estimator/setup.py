@@ -49,6 +49,8 @@ class TrainingSetup:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 0
+    capacity_factor: float = 0.0
     zero: int = 0
     hsdp: int = 1
     micro_batch: int = 1
@@ -123,6 +125,9 @@ class TrainingSetup:
     unsharded_gradients: bool = False
     """True if replicas that shard gradients keep them whole while they accumulate, and reduce them once a step (`no_sync`,
     `set_requires_gradient_sync(False)`)."""
+    rows_once_a_node: bool = False
+    """True if a token is sent once to each node with some of its experts and distributed there, as by DeepEP's kernels, rather
+    than once to each of its experts."""
     overlap_tensor: bool = False
     """True if tensor parallelism's collectives overlap with products (asynchronous TP)."""
     overlap_transfers: bool = False
@@ -152,6 +157,8 @@ class TrainingSetup:
                 _at_least_one(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"TrainingSetup: zero must be 0, 1, 2 or 3, but got {self.zero!r}")
+        if not self.capacity_factor >= 0:
+            raise UsageError(f"TrainingSetup: capacity_factor must be from 0 on, but got {self.capacity_factor!r}")
         if not 0 <= self.checkpoint_ratio <= 1:
             raise UsageError(f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}")
         for name, known in (

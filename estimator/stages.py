@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +21,12 @@ class Stage:
     """The parts of a model on a rank of a pipeline: a stage, or several chunks of the model; or those of several identical
     ranks."""
 
-    ranks: tuple[int, ...]
-    """The ranks with these parts, ascending; all of them if ranks are not distinguished."""
-    blocks: tuple[tuple[Part, float], ...]
+    ranks: "tuple[int, ...] | tuple[np.ndarray, np.ndarray]"
+    """The ranks with these parts, ascending; all of them if ranks are not distinguished. Of stages of several configurations: the
+    first and the last of each, shape (n,)."""
+    blocks: "tuple[tuple[Part, float | np.ndarray], ...]"
     """Block kinds and the number of each: an average if a model has several kinds, since each stage is assumed to have its share
-    of every kind."""
+    of every kind. Of stages of several configurations: shape (n,)."""
     first: bool
     """True if it has the embedding."""
     last: bool
@@ -73,10 +76,17 @@ def stages(
     chunks: int = 1,
     v_shaped: bool = False,
     distinct: bool = True,
+    sizes: Sequence[int] | None = None,
 ) -> list[Stage]:
     """The parts on the ranks of a pipeline of `pp`, each with `chunks` stages: the distinct ones, or all.
 
     Returns an empty list if there are fewer blocks than stages.
+
+    Args:
+        sizes: number of blocks of each stage, in place of `balance`.
+
+    Raises:
+        UsageError: the sizes are for another number of blocks.
     """
     kinds = [part for part in facts.parts if part.role == "block"]
     blocks = sum(part.count for part in kinds)
@@ -86,12 +96,14 @@ def stages(
     back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
     block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
-    counts = stage_blocks(blocks, pp * chunks, balance, head)
-    placed = Placement(pp * chunks, pp, v_shaped)
+    if sizes is not None and sum(sizes) != blocks:
+        raise UsageError(f"stage_blocks: its numbers are for {sum(sizes)} blocks, but the model has {blocks}")
+    counts = stage_blocks(blocks, pp * chunks, balance, head) if sizes is None else sizes
+    placed, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
         mine = placed.held(rank)
-        indices = tuple(sum(counts[:each]) + index for each in mine for index in range(counts[each]))
+        indices = tuple(index for each in mine for index in range(ends[each], ends[each + 1]))
         sizes = tuple(counts[each] for each in mine)
         key = (-1 if distinct else rank, sizes, 0 in mine, pp * chunks - 1 in mine)
         held.setdefault(key, []).append((rank, indices))
@@ -123,7 +135,10 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
         UsageError: the strategies are for another number of blocks.
     """
     layers = split.layers
-    found = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=layers is None)
+    plain = layers is None
+    found = stages(
+        facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=plain, sizes=split.sizes
+    )
     if layers is None:
         ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
         shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
@@ -135,13 +150,93 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
     return [(_grouped(stage, layers, cols), stage) for stage in found]
 
 
+class Cut(NamedTuple):
+    """Configurations that divide the model among the ranks of a pipeline alike, and whose blocks have their own strategies."""
+
+    layers: tuple[BlockStrategy, ...]
+    at: np.ndarray
+    """Their indices."""
+    cols: KnobArrays
+    stages: list[tuple[list[Group], Stage]]
+    """As from `staged`; empty if there are fewer blocks than stages."""
+
+
+class Alike(NamedTuple):
+    """Stages with the same parts, at most one of each configuration, whose blocks have the same strategy."""
+
+    stage: Stage
+    at: np.ndarray
+    """Indices of the configurations, shape (n,)."""
+    cols: KnobArrays
+    """These, with the recomputation of the stage."""
+    many: np.ndarray
+    """Number of ranks that each of the stages stands for."""
+    opens: np.ndarray
+    """True for the first of the distinct stages of a configuration."""
+    closes: np.ndarray
+    """True for the last."""
+
+
+class Division(NamedTuple):
+    """The stages of many configurations."""
+
+    alike: list[Alike]
+    cuts: list[Cut]
+
+
+def divided(facts: ModelFacts, cols: KnobArrays, balance: str) -> Division:
+    """The stages of configurations. Those with the same parts are together, whatever the division, as arrays of the number of
+    their blocks; configurations with fewer blocks than stages have none."""
+    found: dict[tuple[bool, bool, int], list[tuple[Stage, np.ndarray, np.ndarray, bool, bool]]] = {}
+    named = []
+    for split, at in cols.splits():
+        if split.layers is not None:
+            own = cols.take(at)
+            named.append(Cut(split.layers, at, own, staged(facts, split, balance, own)))
+            continue
+        cut = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, sizes=split.sizes)
+        ratios, which = np.unique(cols.checkpoint_ratio[at], return_inverse=True)
+        seen: dict[tuple[bool, bool], int] = {}
+        for number, stage in enumerate(cut):
+            kind = (stage.first, stage.last)
+            seen[kind] = seen.get(kind, 0) + 1
+            share = np.array([stage.recomputed(ratio) for ratio in ratios.tolist()])[which]
+            entry = (stage, at, share, number == 0, number == len(cut) - 1)
+            found.setdefault((*kind, seen[kind]), []).append(entry)
+    return Division([_together(each, cols) for each in found.values()], named)
+
+
+def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> Alike:
+    """Stages with the same parts as one."""
+    stages, places, shares, opens, closes = zip(*found, strict=True)
+    sizes = [len(at) for at in places]
+
+    def of(values: Sequence[Any]) -> np.ndarray:
+        return np.repeat(np.array(values), sizes)
+
+    first, at = stages[0], np.concatenate(places)
+    blocks = tuple(
+        (part, of([stage.blocks[kind][1] for stage in stages]).astype(float))
+        for kind, (part, _) in enumerate(first.blocks)
+    )
+    low, high = of([stage.ranks[0] for stage in stages]), of([stage.ranks[-1] for stage in stages])
+    return Alike(
+        stage=replace(first, ranks=(low, high), blocks=blocks),
+        at=at,
+        cols=cols.take(at).with_checkpoints(np.concatenate(shares)),
+        many=of([len(stage.ranks) for stage in stages]),
+        opens=of(opens),
+        closes=of(closes),
+    )
+
+
 def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
     """A stage in groups of blocks with the same strategy; parts outside blocks are in the group with the knobs' values."""
-    held: dict[tuple[int, int, int], list[int]] = {}
+    held: dict[tuple[int, int, int, bool], list[int]] = {}
     for index in stage.indices:
         layer = layers[index]
-        held.setdefault((layer.tp, layer.ep, layer.zero), []).append(index)
-    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]))
+        held.setdefault((layer.tp, layer.ep, layer.zero, layer.offload), []).append(index)
+    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]), False)
     made: list[Group] = []
     for key, indices in {plain: held.pop(plain, []), **held}.items():
         own = key == plain
@@ -158,7 +253,8 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
             indices=tuple(indices),
             sizes=(len(indices),),
         )
-        made.append((group, cols.of_group(BlockStrategy(*key, ckpt=False), again)))
+        tp, ep, zero, offload = key
+        made.append((group, cols.of_group(BlockStrategy(tp, ep, zero, False, offload), again)))
     return made
 
 
@@ -181,7 +277,7 @@ def _cost(part: Part) -> float:
     return sum(item.k * item.n * item.count * item.rows for item in part.matmuls)
 
 
-def in_flight(rank: int, pp: int, cols: KnobArrays) -> np.ndarray:
+def in_flight(rank: "int | np.ndarray", pp: "int | np.ndarray", cols: KnobArrays) -> np.ndarray:
     """Micro-batches, of m in all, whose activations rank r of a pipeline of p stores at once, with v chunks a rank.
 
     - `gpipe`: m
@@ -193,15 +289,16 @@ def in_flight(rank: int, pp: int, cols: KnobArrays) -> np.ndarray:
       weights (Qi et al., arXiv:2401.10241, sections 2.3 and 6)
     """
     accum, chunks = cols.grad_accum.astype(float), cols.virtual_stages
-    depth = np.full(len(cols), float(pp - rank))
+    depth = np.zeros(len(cols)) + (pp - rank)
     rounds = (2 * (pp - 1 - rank) + (chunks - 1) * pp + 1) / chunks
     depth = np.where(cols.order_that("in_rounds"), rounds, depth)
-    depth = np.where(cols.order_that("splits_backward"), float(pp), depth)
+    depth = np.where(cols.order_that("splits_backward"), pp, depth)
     # Without stages every micro-batch completes before the next.
-    return np.where((pp > 1) & cols.order_that("waits"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
+    several = np.greater(pp, 1)
+    return np.where(several & cols.order_that("waits"), accum, np.minimum(accum, np.where(several, depth, 1.0)))
 
 
-def waiting(rank: int, cols: KnobArrays) -> np.ndarray:
+def waiting(rank: "int | np.ndarray", cols: KnobArrays) -> np.ndarray:
     """Micro-batches of a rank whose backward pass is done except for the gradients of weights.
 
     `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al., arXiv:2401.10241,
@@ -212,15 +309,16 @@ def waiting(rank: int, cols: KnobArrays) -> np.ndarray:
     return np.minimum(cols.grad_accum, delayed)
 
 
-def crossings(pp: int, cols: KnobArrays) -> np.ndarray:
+def crossings(pp: "int | np.ndarray", cols: KnobArrays) -> np.ndarray:
     """Boundaries between ranks that a micro-batch crosses in the forward pass, at the rank with the most.
 
     Two a chunk, except at the ends of the model and where a V turns within a rank: interleaving multiplies them by the chunks
     (Narayanan et al., arXiv:2104.04473, section 2.2).
     """
     chunks = cols.virtual_stages.astype(float)
-    loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
-    return np.where(cols.order_that("v_shaped"), chunks * min(pp - 1, 2), loop)
+    inner = np.minimum(np.subtract(pp, 1), 2)
+    loop = np.where((chunks > 1) & np.equal(pp, 2), 2 * chunks - 1, chunks * inner)
+    return np.where(cols.order_that("v_shaped"), chunks * inner, loop)
 
 
 def idle_slot(

@@ -8,10 +8,9 @@ import numpy as np
 
 from ..base.device import DESCRIBED, Device
 from ..base.errors import SpaceError, UsageError
-from ..knobs.layers import canonical
 from ..knobs.lossy import Lossy, lossy_in
 from ..knobs.rules import RuleContext
-from ..knobs.strategy import BLOCK_KNOBS
+from ..knobs.strategy import ON_REQUEST, checked
 from ..models.spaces import lossy_of_space, require_rules
 from ..space import Choices, Config, Space
 from .estimate import Estimate, EstimateTable, joined
@@ -320,23 +319,22 @@ def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
 def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
     """A configuration of a space from values of its knobs; missing knobs have their defaults.
 
-    It also accepts the knobs that name blocks, which the refinement block by block sets and no space has.
+    It also accepts the knobs that no default space has.
 
     Raises:
         SpaceError: a knob is unknown, or the values are not valid together; names the rule that they break.
     """
     free = {knob.name for knob in space.knobs}
-    named = {name: str(values[name]) for name in BLOCK_KNOBS if name in values and name not in free}
+    named = {name: checked(name, values[name]) for name in ON_REQUEST if name in values and name not in free}
     stray = [name for name in values if name not in free and name not in named]
     if stray:
         from ..base.errors import unknown
 
-        raise SpaceError(unknown("knob", stray[0], {*free, *BLOCK_KNOBS}))
+        raise SpaceError(unknown("knob", stray[0], {*free, *ON_REQUEST}))
     found = _nearest(space, {name: value for name, value in values.items() if name not in named})
     if "strategy" in named:
         if values.get("checkpoint_ratio"):
             raise SpaceError("a strategy says by ckpt which blocks are recomputed: leave checkpoint_ratio out")
-        named["strategy"] = canonical(named["strategy"])
         found = Config({name: value for name, value in found.items() if name != "checkpoint_ratio"})
     return Config({**found, **named}) if named else found
 

@@ -8,6 +8,7 @@ arXiv:2205.05198.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
-from .experts import Rows, uneven
+from .experts import Rows, chosen, filled, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .kernels import attention_share, product_seconds, products_of
@@ -23,7 +24,7 @@ from .knob_arrays import KnobArrays
 from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
 from .sequences import all_to_alls, ring_waits
 from .setup import TrainingSetup
-from .stages import Group as StageGroup, Stage, crossings, handovers, idle_slot, staged
+from .stages import Division, Group as StageGroup, Stage, crossings, divided, handovers, idle_slot
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel",
@@ -45,15 +46,18 @@ BINDS = {
 
 def matmul_seconds(
     item: Matmul, tokens: np.ndarray, tp: np.ndarray, width: float, hardware: Hardware, precision: str,
-    constants: Constants, ep: "np.ndarray | float" = 1.0,
+    constants: Constants, ep: "np.ndarray | float" = 1.0, fill: "np.ndarray | float" = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """One product on one rank: the forward, and the one or two of its backward.
 
-    A rank has its share of the experts, with proportionally more rows. Their products run as one, in tiles of rows that belong to
-    one expert each.
+    A rank has its share of the experts, with proportionally more rows, `fill` times those routed to them. Their products run as
+    one, in tiles of rows that belong to one expert each.
     """
     shared = ep if item.experts > 1 else 1.0
-    rows, count = np.maximum(tokens * item.rows * shared, 1.0), item.count / shared
+    rows, count = (
+        np.maximum(tokens * item.rows * shared * (fill if item.experts > 1 else 1.0), 1.0),
+        item.count / shared,
+    )
     k = item.k / (tp if item.split == "row" else 1.0)
     n = item.n / (tp if item.split == "column" else 1.0)
     peak = hardware.rate(precision)
@@ -109,7 +113,7 @@ def _bandwidth(hardware: Hardware, constants: Constants) -> float:
 
 @dataclass(slots=True)
 class _Work:
-    """Seconds of one micro-batch in a part, forward and backward. Arrays."""
+    """Seconds of one micro-batch in k parts, forward and backward. Arrays, shape (k, n)."""
 
     matmul: np.ndarray
     attention: np.ndarray
@@ -123,13 +127,20 @@ class _Work:
     """The part of the products that belongs to experts, forward."""
     experts_back: np.ndarray
 
-    @property
-    def forward(self) -> np.ndarray:
-        return self.matmul + self.attention + self.memory
+    @classmethod
+    def of(
+        cls, parts: Sequence[Part], facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware,
+        constants: Constants,
+    ) -> "_Work":  # fmt: skip
+        """The work of these parts, a row each."""
+        distinct = _distinct(cols)
+        found = [_part_work(part, facts, cols, setup, hardware, constants, distinct) for part in parts]
+        return cls(*(np.stack(each) for each in zip(*found, strict=True)))
 
-    @property
-    def backward(self) -> np.ndarray:
-        return self.matmul_back + self.attention_back + self.memory_back
+    def take(self, rows: Sequence[int], at: np.ndarray | None = None) -> "_Work":
+        """The work of some parts, and of the configurations at `at` if given."""
+        chosen = rows if at is None else np.ix_(rows, at)
+        return _Work(*(getattr(self, name)[chosen] for name in _Work.__slots__))
 
     def at_clocks(self, share: np.ndarray) -> "_Work":
         """A copy with products and attention at a share of their rate."""
@@ -145,7 +156,8 @@ def _part_work(
     hardware: Hardware,
     constants: Constants,
     distinct: tuple[np.ndarray, np.ndarray],
-) -> _Work:
+) -> tuple[np.ndarray, ...]:
+    """The fields of `_Work` for one part; arrays of length n."""
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
     tokens = cols.micro_batch * float(seq) / cols.sharers
@@ -155,12 +167,20 @@ def _part_work(
     matmul, back, experts, experts_back, inputs, outputs = zero, zero, zero, zero, zero, zero
     half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
     kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
-    first, alike = distinct
+    (first, alike), fill = distinct, filled(cols)
+    all_of, own = (tokens[first], tp[first]), ((tokens / cols.beside)[first], cols.slices[first].astype(float))
     for item in part.matmuls:
         one, two = (
             each[alike]
             for each in matmul_seconds(
-                item, tokens[first], tp[first], width, hardware, kind_of_product, constants, cols.ep[first]
+                item,
+                *(own if item.experts > 1 else all_of),
+                width,
+                hardware,
+                kind_of_product,
+                constants,
+                cols.ep[first],
+                fill[first],
             )
         )
         matmul, back = matmul + one, back + two
@@ -195,100 +215,122 @@ def _part_work(
         cast = CAST.get(str(setup.products), 4.0) * tokens / bandwidth
         memory, memory_back = memory + cast * inputs, memory_back + cast * outputs
     chunks = np.maximum(np.ceil(tokens / part.chunk), 2.0) if part.chunk else 1.0
-    return _Work(
-        matmul,
-        attention,
-        memory,
-        back,
-        2.5 * attention,
-        memory_back,
-        zero + part.kernels * constants.launch_us * 1e-6 * chunks,
-        experts,
-        experts_back,
-    )
+    host = zero + part.kernels * constants.launch_us * 1e-6 * chunks
+    return matmul, zero + attention, memory, back, zero + 2.5 * attention, memory_back, host, experts, experts_back
 
 
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the first configuration of each set of product sizes, and for each configuration its index among these."""
     sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sharers) * 65536 + cols.ep
+    for each in (cols.capacity_factor, cols.beside):
+        if (each != each[0]).any():
+            known, which = np.unique(each, return_inverse=True)
+            sizes = sizes * len(known) + which
     _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
     return first, alike
 
 
 def step_time(
-    facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware, constants: Constants
-) -> Mapping[str, np.ndarray]:
+    facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware, constants: Constants,
+    division: Division | None = None,
+) -> Mapping[str, np.ndarray]:  # fmt: skip
     """Terms of one optimizer step, ms, by their names in `TIME_TERMS`; arrays of len(cols).
 
     They sum to the step. `fixed` is infinite if a model has fewer blocks than stages.
+
+    Args:
+        division: `stages.divided` of these configurations, if known.
     """
     size = len(cols)
     out = {name: np.zeros(size) for name in TIME_TERMS}
     out["fixed"][:] = np.inf
-    # The work of a part is the same in every stage.
-    distinct = _distinct(cols)
-    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
-    for split, at in cols.splits():
-        pp, sub = split.pp, cols.take(at)
-        cut = staged(facts, split, setup.balance, sub)
-        if not cut:
-            continue
-        mine = {
-            key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__}) for key, value in work.items()
+    alike, named = divided(facts, cols, setup.balance) if division is None else division
+    found: list[_Timed] = []
+    if alike:  # the work of a part is the same in every stage
+        work = _Work.of(facts.parts, facts, cols, setup, hardware, constants)
+        for each in alike:
+            links = _Links(facts, each.cols, setup, hardware, constants)
+            terms = _stage_time(each.stage, links, each.cols, work, each.at)
+            found.append(_Timed(terms, each.at, each.many, each.cols))
+    for cut in named:
+        layers = cut.layers
+        # Many stages of a pipeline do the same.
+        keys = [
+            (stage.first, stage.last, stage.sizes, tuple(layers[at] for at in stage.indices)) for _, stage in cut.stages
+        ]
+        once = {
+            key: _layered_time(groups, stage, layers, facts, cut.cols, setup, hardware, constants)
+            for key, (groups, stage) in dict(zip(keys, cut.stages)).items()
         }
-        if split.layers is None:
-            found = [_stage_time(stage, pp, facts, own, mine, setup, hardware, constants) for ((stage, own),), _ in cut]
-        else:
-            layers = split.layers
-            # Many stages of a pipeline do the same.
-            alike = {
-                (stage.first, stage.last, stage.sizes, tuple(layers[at] for at in stage.indices)): (groups, stage)
-                for groups, stage in cut
-            }
-            once = {
-                key: _layered_time(groups, stage, layers, facts, sub, pp, setup, hardware, constants)
-                for key, (groups, stage) in alike.items()
-            }
-            keys = [(s.first, s.last, s.sizes, tuple(layers[at] for at in s.indices)) for _, s in cut]
-            found = [dict(once[key]) for key in keys]
-        if pp > 1:
-            # A stage idles while its first micro-batch passes through the other stages and the last one returns.
-            idle = [terms["bubble"] / (pp - 1) for terms in found]
-            counts = [len(stage.ranks) for _, stage in cut]
-            whole = sum(count * each for count, each in zip(counts, idle, strict=True))
-            for terms, own in zip(found, idle, strict=True):
-                terms["bubble"] = whole - own
-                terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
-            if hardware.shares_cores:
-                # While one stage waits, the others compute on its core: the total time is that of all work.
-                found = [_mean(found, counts)]
-        best = found[0]
-        for terms in found[1:]:
-            more = sum(terms.values()) > sum(best.values())
-            best = {name: np.where(more, terms[name], best[name]) for name in TIME_TERMS}
+        for key, (_, stage) in zip(keys, cut.stages):
+            found.append(_Timed(dict(once[key]), cut.at, np.full(len(cut.at), len(stage.ranks)), cut.cols))
+    _wait(found, size, hardware, constants)
+    if hardware.shares_cores:
+        # While one stage waits, the others compute on its core: the total time is that of all work.
+        _share_cores(found, size)
+    most = np.full(size, -np.inf)
+    for each in found:
+        total = sum(each.terms.values())
+        more = total > most[each.at]
+        where = each.at[more]
+        most[where] = total[more]
         for name in TIME_TERMS:
-            out[name][at] = best[name] * 1e3
+            out[name][where] = each.terms[name][more] * 1e3
     return out
 
 
-def _mean(found: list[dict[str, np.ndarray]], counts: list[int]) -> dict[str, np.ndarray]:
-    """The average of each term over all stages, without the bubble."""
-    whole, none = sum(counts), np.zeros_like(found[0]["bubble"])
-    mean = {
-        name: sum((count * terms[name] for count, terms in zip(counts, found, strict=True)), none) / whole
-        for name in TIME_TERMS
-    }
-    return {**mean, "bubble": none}
+class _Timed(NamedTuple):
+    """Terms of stages, s, as if each were the slowest of its configuration."""
+
+    terms: dict[str, np.ndarray]
+    at: np.ndarray
+    """Indices of the configurations."""
+    many: np.ndarray
+    """Ranks that each stage stands for."""
+    cols: KnobArrays
+
+
+def _wait(found: Sequence[_Timed], size: int, hardware: Hardware, constants: Constants) -> None:
+    """Sets the bubble: a stage idles while its first micro-batch passes through the other stages and the last one returns."""
+    others = [np.maximum(each.cols.pp - 1, 1) for each in found]
+    idle = [each.terms["bubble"] / other for each, other in zip(found, others)]
+    whole = np.zeros(size)
+    for each, own in zip(found, idle):
+        whole[each.at] += each.many * own
+    for each, own in zip(found, idle):
+        several = each.cols.pp > 1
+        if several.any():
+            each.terms["bubble"] = np.where(several, whole[each.at] - own, each.terms["bubble"])
+            stalls = _stalls(each.terms, each.cols, hardware, constants)
+            each.terms["stalls"] = np.where(several, stalls, each.terms["stalls"])
+
+
+def _share_cores(found: Sequence[_Timed], size: int) -> None:
+    """Sets each term of a pipeline to its average over all stages, without the bubble."""
+    ranks = np.zeros(size)
+    for each in found:
+        ranks[each.at] += each.many
+    for name in TIME_TERMS:
+        total = np.zeros(size)
+        for each in found:
+            total[each.at] += each.many * each.terms[name]
+        for each in found:
+            mean = total[each.at] / ranks[each.at] if name != "bubble" else 0.0
+            each.terms[name] = np.where(each.cols.pp > 1, mean, each.terms[name])
 
 
 def stage_times(
-    cut: list[Stage], pp: int, facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware,
+    cut: list[Stage],
+    facts: ModelFacts,
+    cols: KnobArrays,
+    setup: TrainingSetup,
+    hardware: Hardware,
     constants: Constants,
-) -> list[dict[str, np.ndarray]]:  # fmt: skip
-    """Terms of one optimizer step, s, for each stage as if it were the slowest; all of `cols` have `pp` stages."""
-    distinct = _distinct(cols)
-    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants, distinct) for part in facts.parts}
-    return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
+) -> list[dict[str, np.ndarray]]:
+    """Terms of one optimizer step, s, for each stage as if it were the slowest; all of `cols` have as many stages."""
+    work = _Work.of(facts.parts, facts, cols, setup, hardware, constants)
+    links = _Links(facts, cols, setup, hardware, constants)
+    return [_stage_time(stage, links, cols, work) for stage in cut]
 
 
 def _travels(cols: KnobArrays, form: Formats, setup: TrainingSetup, precision: str) -> np.ndarray:
@@ -300,20 +342,28 @@ def _travels(cols: KnobArrays, form: Formats, setup: TrainingSetup, precision: s
 
 
 def _stage_time(
-    stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays, work: Mapping[int, _Work], setup: TrainingSetup,
-    hardware: Hardware, constants: Constants,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """Terms of one optimizer step, s, as if this stage were the slowest."""
-    rank = _Rank(stage, pp, facts, cols, setup, hardware, constants)
-    slot = _slot(rank, work)
-    if rank.limited < 1:
-        share = clocks(slot.products, slot.whole - slot.products, rank.limited)
-        slot = _slot(rank, {key: value.at_clocks(share) for key, value in work.items()})
+    stage: Stage, links: "_Links", cols: KnobArrays, work: _Work, at: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Terms of one optimizer step, s, as if this stage were the slowest.
+
+    Args:
+        stage: the stage.
+        links: of the configurations.
+        cols: the configurations, with the recomputation of the stage.
+        work: of all parts, for these configurations or for more.
+        at: the configurations among those of `work`; None for all.
+    """
+    rank = _Rank.of(stage, links, cols)
+    rows = {id(part): row for row, part in enumerate(links.facts.parts)}
+    mine = work.take([rows[id(part)] for part in rank.parts], at)
+    slot = _slot(rank, mine)
+    if links.limited < 1:
+        slot = _slot(rank, mine.at_clocks(clocks(slot.products, slot.whole - slot.products, links.limited)))
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))
     terms = _terms(rank, slot, gathers, exchanged, transfer, bubble)
-    terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
+    terms["stalls"] = _stalls(terms, cols, links.hardware, links.constants)
     return terms
 
 
@@ -340,12 +390,12 @@ def _terms(
         "offload": _offload(rank),
         "stalls": none,
         "allocator retries": none,
-        "fixed": none + rank.constants.step_ms * 1e-3,
+        "fixed": none + rank.links.constants.step_ms * 1e-3,
     }
 
 
 def _layered_time(
-    groups: Sequence[StageGroup], stage: Stage, layers: Sequence[BlockStrategy], facts: ModelFacts, cols: KnobArrays, pp: int,
+    groups: Sequence[StageGroup], stage: Stage, layers: Sequence[BlockStrategy], facts: ModelFacts, cols: KnobArrays,
     setup: TrainingSetup, hardware: Hardware, constants: Constants,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Terms of one optimizer step, s, of a stage with groups of blocks that have different strategies.
@@ -353,30 +403,24 @@ def _layered_time(
     Work adds up. Communication overlaps with the work of all groups, in proportion to each group's share. If samples are
     distributed among ranks and gathered again, there is an all-gather in each direction (`schedule/parallel/sharing.py`).
     """
-    ranks = [_Rank(group, pp, facts, own, setup, hardware, constants) for group, own in groups]
-    works = []
-    for rank in ranks:
-        distinct = _distinct(rank.cols)
-        held = [*(part for part, _ in rank.stage.blocks), *rank.stage.ends]
-        works.append(
-            {id(part): _part_work(part, facts, rank.cols, setup, hardware, constants, distinct) for part in held}
-        )
-    whole = _Rank(stage, pp, facts, cols, setup, hardware, constants)
+    ranks = [_Rank.of(each, _Links(facts, own, setup, hardware, constants), own) for each, own in groups]
+    works = [_Work.of(rank.parts, facts, rank.cols, setup, hardware, constants) for rank in ranks]
+    whole = _Rank.of(stage, _Links(facts, cols, setup, hardware, constants), cols)
     slot = _joined([_slot(rank, work) for rank, work in zip(ranks, works, strict=True)], whole.none)
-    if whole.limited < 1:
-        share = clocks(slot.products, slot.whole - slot.products, whole.limited)
-        slowed = [{key: value.at_clocks(share) for key, value in work.items()} for work in works]
+    if whole.links.limited < 1:
+        share = clocks(slot.products, slot.whole - slot.products, whole.links.limited)
+        slowed = [work.at_clocks(share) for work in works]
         slot = _joined([_slot(rank, work) for rank, work in zip(ranks, slowed, strict=True)], whole.none)
     for degree, times in handovers(stage, layers, int(cols.tp[0])).items():
-        among = group(cols.tp // degree, np.full(len(cols), degree), whole.devices, hardware, constants)
+        among = group(cols.tp // degree, np.full(len(cols), degree), whole.links.devices, hardware, constants)
         moved = whole.tokens * _hidden(facts) * _residual(facts)
-        once = times * among.gather(moved, whole.collective)
+        once = times * among.gather(moved, whole.links.collective)
         slot.tensor, slot.forward, slot.backward = slot.tensor + 2 * once, slot.forward + once, slot.backward + once
     gathers, gathered = _hidden_behind(
         [partial(_parameter_gathers, rank) for rank in ranks], slot.forward, slot.backward, whole.none
     )
     left = np.maximum(slot.backward - gathered, 0.0)
-    late = _late(whole)
+    late = whole.links.late
 
     def exchange(rank: _Rank) -> Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         return lambda forward, backward: (_data_parallel(rank, forward, backward) - late, whole.none)
@@ -386,7 +430,7 @@ def _layered_time(
     terms = _terms(whole, slot, gathers, exchanged + late, transfer, bubble)
     terms["optimizer"] = sum((_update(rank) for rank in ranks), whole.none)
     terms["offload"] = sum((_offload(rank) for rank in ranks), whole.none)
-    terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
+    terms["stalls"] = _stalls(terms, cols, hardware, constants)
     return terms
 
 
@@ -411,16 +455,22 @@ def _hidden_behind(
 
 
 @dataclass(frozen=True)
-class _Rank(Rank):
-    """A rank on its hardware."""
+class _Links:
+    """Groups of ranks that communicate, and prices that do not depend on the stage. Arrays of len(cols)."""
 
+    facts: ModelFacts
+    cols: KnobArrays
+    setup: TrainingSetup
     hardware: Hardware
     constants: Constants
+
+    def _group(self, size: np.ndarray, stride: np.ndarray) -> Group:
+        return group(size, stride, self.devices, self.hardware, self.constants)
 
     @cached_property
     def devices(self) -> np.ndarray:
         """Devices of the training."""
-        return self.tp * self.replicas * self.pp
+        return self.cols.tp.astype(float) * self.cols.replicas.astype(float) * self.cols.pp
 
     @cached_property
     def switch(self) -> float:
@@ -435,35 +485,48 @@ class _Rank(Rank):
     @cached_property
     def heads(self) -> Group:
         """Ranks that exchange heads."""
-        return group(self.cols.sp, self.cols.tp, self.devices, self.hardware, self.constants)
+        return self._group(self.cols.sp, self.cols.tp)
 
     @cached_property
     def ring(self) -> Group:
         """Ranks that pass keys and values around a ring."""
-        return group(self.cols.cp, self.cols.tp * self.cols.sp, self.devices, self.hardware, self.constants)
+        return self._group(self.cols.cp, self.cols.tp * self.cols.sp)
 
     @cached_property
     def data(self) -> Group:
         """Replicas that share pieces. They are adjacent; HSDP has several such groups."""
-        return group(self.cols.shares, self.cols.tp, self.devices, self.hardware, self.constants)
+        return self._group(self.cols.shares, self.cols.tp)
+
+    @cached_property
+    def groups(self) -> Group:
+        """Replicas with the same pieces in the groups of HSDP."""
+        return self._group(self.cols.hsdp, self.cols.tp * self.cols.shares)
 
     @cached_property
     def experts(self) -> Rows:
         """Ranks that share experts."""
-        ranks = group(self.cols.ep, self.cols.tp, self.devices, self.hardware, self.constants)
-        return Rows.of(ranks, self.cols.tp, self.hardware, self.constants)
+        return Rows.of(self._group(self.cols.ep, self.cols.slices), self.cols.slices, self.hardware, self.constants)
 
     @cached_property
     def copies(self) -> Group:
-        """Replicas with the same experts."""
-        return group(self.cols.copies, self.cols.tp * self.cols.ep, self.devices, self.hardware, self.constants)
+        """Ranks with the same experts."""
+        return self._group(self.cols.copies, self.cols.slices * self.cols.ep)
 
-    def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
-        """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
-        gathered among the replicas with the same ones."""
-        together = self.data.gather((self.weights - self.apart) * width, self.collective, pieces)
-        own = self.copies.gather(self.apart * width, self.collective, pieces)
-        return together + np.where(self.apart > 0, own, 0.0)
+    @cached_property
+    def some(self) -> dict[str, bool]:
+        """For `sp`, `cp`, `ep`, `beside` and `hsdp`: True if some configuration has more than one."""
+        return {name: bool((getattr(self.cols, name) > 1).any()) for name in ("sp", "cp", "ep", "beside", "hsdp")}
+
+    @property
+    def apart(self) -> bool:
+        """True if some configuration has experts on other ranks than the rest."""
+        return self.some["ep"] or self.some["beside"]
+
+    @cached_property
+    def late(self) -> np.ndarray:
+        """Seconds that all ranks wait for the slowest of them."""
+        nodes = np.maximum(self.devices / self.hardware.devices_per_node, 1.0)
+        return np.where(self.devices > 1, self.constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
 
     @cached_property
     def tensor_pair(self) -> tuple[np.ndarray, np.ndarray]:
@@ -472,32 +535,21 @@ class _Rank(Rank):
         Two all-reduces a block in each pass, or as many pairs of all-gather and reduce-scatter (of the same bytes) under sequence
         parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
         """
-        tensor = group(self.cols.tp, np.ones(len(self.tp), int), self.devices, self.hardware, self.constants)
-        moved = self.tokens * _hidden(self.facts) * bytes_of(self.facts.precision)
+        cols, tp = self.cols, self.cols.tp.astype(float)
+        tensor = self._group(cols.tp, np.ones(len(tp), int))
+        tokens = cols.micro_batch * float(self.setup.seq_len or 1) / cols.sharers
+        moved = tokens * _hidden(self.facts) * bytes_of(self.facts.precision)
         pair = np.where(
-            self.cols.sequence_parallel,
-            2 * tensor.gather(moved, self.collective),
-            tensor.reduce(moved, self.collective),
+            cols.sequence_parallel, 2 * tensor.gather(moved, self.collective), tensor.reduce(moved, self.collective)
         )
-        start = np.where(self.tp > 1, 2 * self.constants.launch_us * 1e-6, 0.0)
-        if self.pp > 1:
-            crossing = self.devices > self.hardware.devices_per_node
+        start = np.where(tp > 1, 2 * self.constants.launch_us * 1e-6, 0.0)
+        if (cols.pp > 1).any():
+            crossing = (cols.pp > 1) & (self.devices > self.hardware.devices_per_node)
             step = self.constants.ring_step_with_pipeline_us
-            start = start + np.where(crossing, 2 * (self.tp - 1) * step * 1e-6, 0.0)
+            start = start + np.where(crossing, 2 * (tp - 1) * step * 1e-6, 0.0)
         if self.setup.overlap_tensor:
             pair = pair * (1 - self.constants.overlap_tensor)
         return pair, start
-
-    @cached_property
-    def links(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """For each part of the stage, by its id: seconds of an exchange of heads and of one of experts' rows, and the excess of
-        the fullest expert's rows over the mean."""
-        width, found = bytes_of(self.facts.precision), {}
-        for part in (*(part for part, _ in self.stage.blocks), *self.stage.ends):
-            heads = all_to_alls(self, part, self.heads, self.collective)
-            rows = 2 * self.experts.seconds(self.tokens * part.routed * width, self.collective)
-            found[id(part)] = heads, rows, uneven(part, self.cols.ep, self.constants) - 1
-        return found
 
     @cached_property
     def limited(self) -> float:
@@ -505,10 +557,85 @@ class _Rank(Rank):
         rate = self.constants.limited_rate
         return products_of(self.hardware).sustained if rate is None else rate
 
+
+@dataclass(frozen=True)
+class _Rank(Rank):
+    """A rank with its links."""
+
+    links: _Links
+
+    @classmethod
+    def of(cls, stage: Stage, links: _Links, cols: KnobArrays) -> "_Rank":
+        """A rank of a stage; `cols` may differ from those of the links in their recomputation."""
+        return cls(stage, links.facts, cols, links.setup, links)
+
     @cached_property
-    def pieces(self) -> float:
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of the stage, blocks first."""
+        return (*(part for part, _ in self.stage.blocks), *self.stage.ends)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Number of each, shape (k, n)."""
+        counts = (*(count for _, count in self.stage.blocks), *(each.count for each in self.stage.ends))
+        return np.stack([self.none + count for count in counts])
+
+    @cached_property
+    def of_block(self) -> np.ndarray:
+        """1 for repeated blocks, otherwise 0; shape (k, 1)."""
+        return np.array([[1.0 if part.role == "block" else 0.0] for part in self.parts])
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """Pairs of tensor parallelism's collectives in the forward pass of each part, shape (k, 1) or (k, n)."""
+        usual = {"block": 2.0, "embedding": 1.0, "head": 1.0}
+        found = np.array([[usual.get(part.role, 0.0)] for part in self.parts])
+        if not self.links.some["beside"]:
+            return found
+        # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
+        less = np.where(self.cols.sequence_parallel, 1.0, 1.5)
+        has = np.array([[part.experts > 0] for part in self.parts])
+        return np.where(has & (self.cols.beside > 1), less, found)
+
+    def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
+        """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
+        gathered among the replicas with the same ones."""
+        links = self.links
+        together = links.data.gather((self.weights - self.apart) * width, links.collective, pieces)
+        if not links.apart:
+            return together
+        own = links.copies.gather(self.apart * width, links.collective, pieces)
+        return together + np.where(self.apart > 0, own, 0.0)
+
+    @cached_property
+    def exchanges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of each part's exchange of heads and of its experts' rows, and the excess of the fullest expert's rows over the
+        mean; shape (k, n) each, (k, 1) for none."""
+        links, width, none = self.links, bytes_of(self.facts.precision), np.zeros((len(self.parts), 1))
+        heads, rows, more = none, none, none
+        if links.some["sp"]:
+            heads = np.stack([all_to_alls(self, part, links.heads, links.collective) for part in self.parts])
+        if links.some["ep"]:
+            known, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.beside
+            rows = np.stack(
+                [
+                    2
+                    * links.experts.seconds(
+                        self.tokens * part.routed * share,
+                        links.collective,
+                        known,
+                        chosen(part) if self.setup.rows_once_a_node else 0.0,
+                    )
+                    for part in self.parts
+                ]
+            )
+            more = np.stack([uneven(part, self.cols, links.constants) - 1 for part in self.parts])
+        return heads, rows, more
+
+    @cached_property
+    def pieces(self) -> np.ndarray:
         """Number of pieces: gradients and weights are sent block by block, with the parameters outside blocks as one more."""
-        return 1.0 + sum(count for _, count in self.stage.blocks)
+        return self.none + 1.0 + sum(count for _, count in self.stage.blocks)
 
     @cached_property
     def owned(self) -> np.ndarray:
@@ -569,56 +696,71 @@ def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarra
     return np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
 
 
-def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
+def _slot(rank: _Rank, work: _Work) -> _Slot:
     """One micro-batch: device and links run one after the other, and take at least as long as the host's launches.
 
-    Under sequence parallelism, backward gathers the inputs of products again.
+    Under sequence parallelism, backward gathers the inputs of products again. All arrays are of shape (k, n) until they are
+    summed over the parts.
     """
-    pair, start = rank.tensor_pair
+    pair, start = rank.links.tensor_pair
+    pairs, blocks, counts = rank.pairs, rank.of_block, rank.counts
     anew = np.where(rank.cols.sequence_parallel, 1.0, 0.0)
-    out = _Slot(**dict.fromkeys(_Slot.__slots__, rank.none))
-    for part, count in (*rank.stage.blocks, *((each, each.count) for each in rank.stage.ends)):
-        item = work[id(part)]
-        block = part.role == "block"
-        ratio = rank.cols.checkpoint_ratio if block else rank.none
-        pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
-        ahead, (exchange, rows, late) = pairs * pair, rank.links[id(part)]
-        around, around_back = ring_waits(rank, part, rank.ring, rank.collective, item.attention, item.attention_back)
-        there = exchange + around + rows + late * item.experts
-        home = exchange + around_back + rows + late * item.experts_back
-        back = ahead * (1 + anew / 2)
-        rebuilt, of_products = ratio * item.forward, ratio * (item.matmul + item.attention)
-        if block and rank.setup.keeps_products:
-            rebuilt = rebuilt + (1 - ratio) * (item.matmul / 2 + item.memory)
-            of_products = of_products + (1 - ratio) * item.matmul / 2
-        out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
-        out.attention = out.attention + count * (item.attention + item.attention_back)
-        out.memory = out.memory + count * (item.memory + item.memory_back)
-        computed = item.matmul + item.matmul_back + item.attention + item.attention_back
-        out.products = out.products + count * (computed + of_products)
-        out.again = out.again + count * rebuilt
-        out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
-        out.exchange = out.exchange + count * ((1 + ratio) * (exchange + around) + exchange + around_back)
-        out.rows = out.rows + count * (2 + ratio) * rows
-        out.uneven = out.uneven + count * late * ((1 + ratio) * item.experts + item.experts_back)
-        host = item.host + pairs * start
-        again = 1.0 if block and rank.setup.keeps_products else ratio
-        host_back = (2 + again) * item.host + pairs * (1 + anew / 2 + ratio) * start
-        links = back + ratio * ahead + ratio * there + home
-        slack = np.maximum(host - item.forward - ahead - there, 0.0)
-        slack_back = np.maximum(host_back - item.backward - rebuilt - links, 0.0)
-        out.launches = out.launches + count * (slack + slack_back)
-        out.of_weights = out.of_weights + count * (item.matmul_back - item.matmul)
-        out.forward = out.forward + count * (item.forward + ahead + there + slack)
-        out.backward = out.backward + count * (item.backward + rebuilt + links + slack_back)
-    return out
+    ratio = blocks * rank.cols.checkpoint_ratio
+    exchange, rows, late = rank.exchanges
+    around = around_back = np.zeros((len(counts), 1))
+    if rank.links.some["cp"]:
+        ring, fixed = rank.links.ring, rank.links.collective
+        waits = [
+            ring_waits(rank, part, ring, fixed, work.attention[k], work.attention_back[k])
+            for k, part in enumerate(rank.parts)
+        ]
+        around, around_back = (np.stack(each) for each in zip(*waits, strict=True))
+    forward = work.matmul + work.attention + work.memory
+    computed = work.matmul_back + work.attention_back
+    backward = computed + work.memory_back
+    there = exchange + around + rows + late * work.experts
+    home = exchange + around_back + rows + late * work.experts_back
+    ahead = pairs * pair
+    back = ahead * (1 + anew / 2)
+    rebuilt, of_products = ratio * forward, ratio * (work.matmul + work.attention)
+    again = ratio
+    if rank.setup.keeps_products:
+        kept = blocks - ratio
+        rebuilt = rebuilt + kept * (work.matmul / 2 + work.memory)
+        of_products = of_products + kept * work.matmul / 2
+        again = blocks + (1 - blocks) * ratio
+    links = back + ratio * (ahead + there) + home
+    host = work.host + pairs * start
+    host_back = (2 + again) * work.host + pairs * (1 + anew / 2 + ratio) * start
+    slack = np.maximum(host - forward - ahead - there, 0.0)
+    slack_back = np.maximum(host_back - backward - rebuilt - links, 0.0)
+
+    def total(each: np.ndarray) -> np.ndarray:
+        return (counts * each).sum(axis=0)
+
+    return _Slot(
+        matmul=total(work.matmul + work.matmul_back),
+        attention=total(work.attention + work.attention_back),
+        memory=total(work.memory + work.memory_back),
+        again=total(rebuilt),
+        products=total(work.matmul + work.attention + computed + of_products),
+        launches=total(slack + slack_back),
+        tensor=total(ahead + back + ratio * ahead),
+        exchange=total((1 + ratio) * (exchange + around) + exchange + around_back),
+        rows=total((2 + ratio) * rows),
+        uneven=total(late * ((1 + ratio) * work.experts + work.experts_back)),
+        forward=total(forward + ahead + there + slack),
+        backward=total(backward + rebuilt + links + slack_back),
+        of_weights=total(work.matmul_back - work.matmul),
+    )
 
 
 def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     """Transfers between stages, m crossings of each boundary in each direction, and the bubble (`idle_slot`)."""
-    if rank.pp == 1:
+    several = rank.cols.pp > 1
+    if not several.any():
         return rank.none, rank.none
-    hardware, constants, cols = rank.hardware, rank.constants, rank.cols
+    hardware, constants, cols = rank.links.hardware, rank.links.constants, rank.cols
     far = rank.tp * rank.replicas >= hardware.devices_per_node
     rate = np.where(
         far,
@@ -627,11 +769,11 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     )
     sequence = np.where(cols.sequence_parallel | rank.setup.scatter_transfers, rank.tp, 1.0)
     moved = rank.tokens * _hidden(rank.facts) * _residual(rank.facts) / sequence
-    hop = moved / (rate * 1e9) + constants.hop_ms * 1e-3 + rank.switch
+    hop = moved / (rate * 1e9) + constants.hop_ms * 1e-3 + rank.links.switch
     shown = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
-    transfer = shown * rank.accum * 2.0 * crossings(rank.pp, cols) * hop
+    transfer = shown * rank.accum * 2.0 * crossings(cols.pp, cols) * hop
     idle = idle_slot(slot.whole, slot.forward, slot.backward, slot.of_weights, hop, cols)
-    return transfer, (rank.pp - 1) * idle
+    return np.where(several, transfer, 0.0), (cols.pp - 1) * idle
 
 
 def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
@@ -641,57 +783,57 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
     Gradients are reduced by an all-reduce if replicas are whole, otherwise by a reduce-scatter, block by block from ZeRO 2 on
     (Rajbhandari et al., arXiv:1910.02054, section 7). HSDP also sums pieces over the groups, with every micro-batch or the last.
     """
-    cols, setup, constants, zero = rank.cols, rank.setup, rank.constants, rank.cols.zero
-    share, form = cols.shares, rank.form
-    groups = group(cols.hsdp, cols.tp * share, rank.devices, rank.hardware, constants)
+    links, cols, setup, zero = rank.links, rank.cols, rank.setup, rank.cols.zero
+    constants, form = links.constants, rank.form
     travels, trained = _travels(cols, form, setup, rank.facts.precision), rank.trained_share
     gradient = rank.trained * travels
     scatter = rank.gathers(travels, np.where(zero >= 2, rank.pieces, 1.0)) * trained
     gather = rank.gathers(form.parameter) * trained
     if setup.overlap_gathers:
         gather = np.maximum(gather - forward * constants.max_overlap, gather * (1 - constants.max_overlap))
-    whole = rank.data.reduce(gradient - rank.apart * trained * travels, rank.collective)
-    whole = whole + np.where(rank.apart > 0, rank.copies.reduce(rank.apart * trained * travels, rank.collective), 0.0)
+    whole = links.data.reduce(gradient - rank.apart * trained * travels, links.collective)
+    if links.apart:
+        own = links.copies.reduce(rank.apart * trained * travels, links.collective)
+        whole = whole + np.where(rank.apart > 0, own, 0.0)
     reduce = np.where(zero == 0, whole, scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
     window = backward * overlap if setup.overlap_gradients else rank.none
     each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
     times = np.where(each_pass & (not setup.unsharded_gradients), rank.accum, 1.0)
-    between = rank.pieces * groups.reduce(gradient / share / rank.pieces, rank.collective)
-    summed = np.where(cols.hsdp > 1, between, 0.0)
     most = np.where(zero >= 2, constants.sharded_max_overlap, constants.max_overlap)
-    alone, both = (np.maximum(each - window, each * (1 - most)) for each in (reduce, reduce + summed))
-    sums = 1.0 if SUMMED[rank.pp > 1] == "step" else times
-    exposed = (times - sums) * alone + sums * both
+    exposed = times * np.maximum(reduce - window, reduce * (1 - most))
+    if links.some["hsdp"]:
+        between = rank.pieces * links.groups.reduce(gradient / cols.shares / rank.pieces, links.collective)
+        both = reduce + np.where(cols.hsdp > 1, between, 0.0)
+        every = np.array([SUMMED[False] == "micro_batch", SUMMED[True] == "micro_batch"])[(cols.pp > 1).astype(int)]
+        sums = np.where(every, times, 1.0)
+        exposed = (times - sums) * exposed / times + sums * np.maximum(both - window, both * (1 - most))
     behind = gathered_at("update", zero)
     if not setup.in_pieces:  # others collect all weights after the update
         behind = behind | gathered_at("step", zero)
     time = np.where(rank.replicas > 1, exposed + np.where(behind, gather, 0.0), 0.0)
-    return time + _late(rank)
-
-
-def _late(rank: _Rank) -> np.ndarray:
-    """The wait of all ranks for the slowest of them."""
-    nodes = np.maximum(rank.devices / rank.hardware.devices_per_node, 1.0)
-    return np.where(rank.devices > 1, rank.constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
+    return time + links.late
 
 
 def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Time that the passes do not hide of the gathers of weights: before each pass of a micro-batch (ZeRO 3; backward reuses the
     weights of some blocks that are still whole), or once a step (ZeRO 2); and the time that the links are busy with them during
     one backward."""
-    cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.constants.sharded_max_overlap
+    cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.links.constants.sharded_max_overlap
     form, stage = rank.form, rank.stage
+    if not (gathered_at("pass", zero) | gathered_at("step", zero)).any():
+        return rank.none, rank.none
     gathers = rank.gathers(form.gathered, rank.pieces)
     ahead = np.maximum(gathers - forward * most, gathers * (1 - most))
     inside = sum((count * rank.whole(each) for each, count in stage.blocks), rank.none)
     missing = gathers
-    if setup.in_pieces and rank.pp == 1:
+    alone = cols.pp == 1
+    if setup.in_pieces and alone.any():
         # It begins with the last block and the parameters outside blocks, which are whole too.
         left = np.maximum(inside - rank.whole(stage.blocks[-1][0]), 0.0) if stage.blocks else rank.none
-        missing = rank.data.gather(left * form.gathered, rank.collective, max(rank.pieces - 2, 0.0))
+        missing = rank.links.data.gather(left * form.gathered, rank.links.collective, np.maximum(rank.pieces - 2, 0.0))
         share = np.divide(left, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
-        missing = np.where(rank.apart > 0, gathers * share, missing)
+        missing = np.where(alone, np.where(rank.apart > 0, gathers * share, missing), gathers)
     again = np.maximum(missing - backward * most, missing * (1 - most))
     time = np.where(gathered_at("pass", zero), rank.accum * (ahead + again), 0.0)
     once = gathered_at("step", zero) & setup.in_pieces
@@ -701,7 +843,7 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
 
 def _update(rank: _Rank) -> np.ndarray:
     """The update on the device: every state at the memory's bandwidth, three times if operators are not fused."""
-    form, bandwidth = rank.form, _bandwidth(rank.hardware, rank.constants)
+    form, bandwidth = rank.form, _bandwidth(rank.links.hardware, rank.links.constants)
     passes = np.where(rank.cols.fused_optimizer, 1.0, 3.0)
     time = np.where(rank.cols.offload == "optimizer", 0.0, passes * rank.states / bandwidth)
     if rank.setup.gradient_copy:
@@ -716,18 +858,20 @@ def _offload(rank: _Rank) -> np.ndarray:
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
     if rank.setup.offload_weights:
         # Weights are loaded for each pass of a micro-batch and gradients sent after each, hidden by products like other gathers.
-        each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.constants.sharded_max_overlap)
+        each = (
+            rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.links.constants.sharded_max_overlap)
+        )
         moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
-    there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
+    there = moved / (rank.links.hardware.host_gb_per_s * 1e9) + rank.states / (
+        rank.links.constants.host_update_gb_per_s * 1e9
+    )
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 
 
-def _stalls(
-    terms: Mapping[str, np.ndarray], pp: int, cols: KnobArrays, hardware: Hardware, constants: Constants
-) -> np.ndarray:
+def _stalls(terms: Mapping[str, np.ndarray], cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
     """Seconds to add so that the step has the expected logarithm of its time, given the chance of a stall."""
     total = sum(value for name, value in terms.items() if name != "stalls")
-    hops = (cols.grad_accum + pp - 1) * 2.0 * min(pp - 1, 2)
+    hops = (cols.grad_accum + cols.pp - 1) * 2.0 * np.minimum(cols.pp - 1, 2)
     chance = stall_chance(cols, hardware, constants)
     return total * np.expm1(chance * np.log1p(hops * constants.stall_ms * 1e-3 / total))
 

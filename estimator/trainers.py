@@ -130,7 +130,7 @@ def find_trainer(name: str) -> Trainer:
     return TRAINERS[name]
 
 
-_LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
@@ -140,7 +140,8 @@ def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
         return None
     llama = shape["family"] in _LLAMAS
     sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}
-    more = {name: shape[name] for name in ("kv_heads", "head_dim") if llama and shape.get(name)}
+    own = ("kv_heads", "head_dim", "experts", "experts_per_token", "expert_intermediate")
+    more = {name: shape[name] for name in own if llama and shape.get(name)}
     return Shape(
         name=shape["family"],
         tied=bool(shape.get("tied")),

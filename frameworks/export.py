@@ -56,7 +56,7 @@ def render(
         file: name of the file; None for the target's default.
 
     Raises:
-        UsageError: there is no such target, form or launch, or the target cannot express the configuration.
+        UsageError: the target, form or launch is unknown, or the target cannot express the configuration.
     """
     known = export_targets()
     if target not in known:
@@ -91,7 +91,7 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
     """Renders the launch of a training with a target's file, which `render` writes.
 
     Raises:
-        UsageError: there is no such launch, or the target cannot be launched.
+        UsageError: the launch is unknown, or the target cannot be launched.
     """
     if name not in LAUNCHES:
         raise UsageError(unknown("launch", name, LAUNCHES))

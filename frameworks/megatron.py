@@ -1,28 +1,38 @@
 """Megatron-LM: the flags of pretrain_gpt.py and similar scripts, as a bash array."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..knobs.meaning import recomputed
-from ..knobs.strategy import Strategy
+from ..knobs.pipeline import blocks_of_stages
+from ..knobs.strategy import Strategy, is_even
 from .common import note_order, note_tf32
 from .launcher import Launcher
 from .megatron_model import architecture_of, model_flags
 from .setup import Setup, words
 from .target import Target, hashed, sourced
 from .trainer import read_optimizer
-from .words import Framework, Stated, Word, Words
+from .words import Framework, Stated, Word, Words, number
 
 CHECKED = ("megatron-core", "0.19")
 
 _BACKEND, _DISTRIBUTED, _CUT = "attention-backend", "use-distributed-optimizer", "data-parallel-sharding-strategy"
 _FULL = {"recompute-granularity": "full", "recompute-method": "uniform"}
+_SLICES, _CAPACITY = "expert-tensor-parallel-size", "moe-expert-capacity-factor"
+_LAYOUT, _FIRST, _LAST = (
+    "pipeline-model-parallel-layout",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+)
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 WORDS = Words(
     Word(knob="tp", keys=("tensor-model-parallel-size",)),
     Word(knob="pp", keys=("pipeline-model-parallel-size",)),
     Word(knob="cp", keys=("context-parallel-size",)),
     Word(knob="ep", keys=("expert-model-parallel-size",)),
+    Word(knob="etp", keys=(_SLICES,)),
+    Word(knob="capacity_factor", keys=(_CAPACITY,)),
     Word(knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)),
     Word(knob="micro_batch", keys=("micro-batch-size",)),
     Word(
@@ -91,6 +101,12 @@ def flags(setup: Setup) -> list[str]:
         out += _said("cp", setup.cp)
     if (experts := setup.knob("ep")) > 1:
         out += _said("ep", experts)
+    if (slices := setup.knob("etp")) not in (0, setup.tp):
+        out += _said("etp", slices)
+    if factor := setup.knob("capacity_factor"):
+        # Only this dispatcher has capacities; rows are dropped by the router's probabilities by default, as in redline.
+        out += [*_said("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
+        out.append("--moe-token-dispatcher-type alltoall")
     if setup.knob("sequence_parallel") and setup.tp > 1:
         out += _said("sequence_parallel", True)
     if setup.micro_batch is not None:
@@ -136,7 +152,36 @@ def _order(setup: Setup) -> list[str]:
     chunks = _chunks(setup)
     runs = "1F1B" if chunks == 1 else f"1F1B interleaved over {chunks} chunks a rank"
     note_order(setup, ["1f1b", "interleaved"], f"Megatron's pipelines run {runs}")
+    if (given := setup.knob("stage_blocks")) is not None:
+        sizes = blocks_of_stages(given)
+        if len(sizes) == setup.pp * chunks:  # the layout says how many chunks there are
+            return [f'--{_LAYOUT} "{layout(sizes)}"']
+        setup.note(
+            f"stage_blocks={given}: Megatron has {setup.pp * chunks} stages here, with even shares of the layers"
+        )
     return _said("virtual_stages", chunks) if chunks > 1 else []
+
+
+def layout(sizes: Sequence[int]) -> str:
+    """Formats stages with these numbers of layers as Megatron's layout of a pipeline: embedding, layers and loss.
+
+    >>> layout([1, 3, 2])
+    'Et|t*3|t*2L'
+    """
+    stages = ["t" if size == 1 else f"t*{size}" for size in sizes]
+    return f"E{'|'.join(stages)}L"
+
+
+def _read_layout(text: str) -> tuple[int, ...] | None:
+    """Number of layers of each stage of a layout; None if it is not one, or has stages without layers.
+
+    `t*3` repeats a layer, `(tt|)*29` a group, and commas mean nothing.
+    """
+    plain_text = re.sub(r"[\s,'\"]", "", text)
+    for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z])\*(\d{1,4})"):
+        plain_text = re.sub(pattern, lambda found: found[1] * int(found[2]), plain_text)
+    sizes = tuple(stage.count("t") for stage in plain_text.split("|"))
+    return sizes if re.fullmatch(r"[Etm|L]+", plain_text) and all(sizes) else None
 
 
 def _zero(setup: Setup) -> list[str]:
@@ -219,6 +264,7 @@ TARGET = Target(
     forms={"shell": _shell},
     checked=CHECKED,
     sequences=("cp",),
+    uneven=True,
     start=_start,
 )
 
@@ -231,7 +277,7 @@ LAUNCHER = Launcher(
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
     instead={"--train-iters": "--train-samples"},
     total="--global-batch-size",
-    # Its arguments: "all distributed communication operations will be skipped"; WORLD_SIZE and RANK say what is emulated.
+    # Its arguments: "all distributed communication operations will be skipped"; WORLD_SIZE and RANK name the emulated rank.
     emulated="--fake-process-group",
     emulated_env=("WORLD_SIZE={devices}", "RANK=0", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500"),
     several=("tp", "pp"),
@@ -239,7 +285,9 @@ LAUNCHER = Launcher(
 
 
 def prepare(stated: Stated) -> None:
-    """Adds settings that a flag implies."""
+    """Adds settings that a flag implies, and removes a capacity that stands for none."""
+    if isinstance(factor := number(stated.get(_CAPACITY)), int | float) and factor < 0:
+        stated.override(_CAPACITY, None)
     if stated.flag("use-megatron-fsdp", "use-custom-fsdp"):
         stated.set(_DISTRIBUTED, True)
         stated.set(_CUT, "optim_grads_params")
@@ -260,17 +308,49 @@ def read(stated: Stated) -> None:
         if layers % (pp * each):
             stated.note(f"{stated.name(_OLD_CHUNKS)} = {each} does not divide the {layers // pp} layers of a stage")
         knobs["virtual_stages"] = max(1, layers // pp // each)
+    _read_stages(stated, layers, pp)
     if knobs.get("virtual_stages", 1) > 1:
         knobs["pipeline_schedule"] = "interleaved"
     _read_recomputation(stated, layers, pp * knobs.get("virtual_stages", 1))
     if stated.flag("sequence-parallel") and knobs.get("tp", 1) == 1:
         stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
-    if (slices := stated.whole("expert-tensor-parallel-size")) not in (None, knobs.get("tp", 1)):
-        stated.note(f"expert-tensor-parallel-size = {slices}: the estimate cuts experts over the tp ranks as all else")
+    if (slices := knobs.get("etp", 1)) not in (1, knobs.get("tp", 1)):
+        stated.note(f"{stated.name(_SLICES)} = {slices}: the estimate cuts experts over the tp ranks as all else")
+        del knobs["etp"]
     _read_kernels(stated)
     if stated.get("rampup-batch-size") is not None:
         stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")
     read_optimizer(stated, stated.get("optimizer"))
+
+
+def _read_stages(stated: Stated, layers: int | None, pp: int) -> None:
+    """Reads the layers of each stage: of a layout, or of the first and the last stage."""
+    given, first, last = stated.get(_LAYOUT), stated.whole(_FIRST), stated.whole(_LAST)
+    if given is not None:
+        sizes = _read_layout(str(given))
+        if sizes is None or len(sizes) % pp or (layers is not None and sum(sizes) != layers):
+            stated.note(
+                f"{stated.name(_LAYOUT)} = {given} is not followed: stages are taken to have even shares of the layers"
+            )
+            return
+        stated.knobs["virtual_stages"] = len(sizes) // pp
+    elif (first or last) and layers is not None and pp > 1:
+        ends = (first is not None) + (last is not None)
+        rest, between = layers - (first or 0) - (last or 0), pp - ends
+        if rest < between or (between and rest % between) or (not between and rest):
+            stated.note(f"{stated.name(_FIRST, _LAST)}: {rest} layers cannot be shared by the other {between} stages")
+            return
+        middle = [rest // between] * between if between else []
+        sizes = (*([first] if first else ()), *middle, *([last] if last else ()))
+        if stated.knobs.get("virtual_stages", 1) > 1:
+            stated.note(
+                f"{stated.name(_FIRST, _LAST)}: the chunks of a rank are taken to have even shares of the layers"
+            )
+            return
+    else:
+        return
+    if not is_even(text := ",".join(map(str, sizes))):
+        stated.knobs["stage_blocks"] = text
 
 
 def _read_kernels(stated: Stated) -> None:
@@ -320,6 +400,8 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
         count = max(1, round(strategy.checkpoint_ratio * (layers // stages)))
         out |= {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": count}
+    if strategy.stage_blocks is not None:
+        out[_LAYOUT] = layout(blocks_of_stages(strategy.stage_blocks))
     if stated.has(_OLD_CHUNKS) and layers is not None and strategy.virtual_stages > 1:
         out[_OLD_CHUNKS] = layers // stages
     return out

@@ -13,7 +13,7 @@ WORDS = Words(
     Word(knob="micro_batch", keys=("train.micro_batch_size",)),
     *(
         Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",))
-        for knob in ("tp", "pp", "cp", "ep")
+        for knob in ("tp", "pp", "cp", "ep", "etp", "capacity_factor")
     ),
     Word(knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)),
     Word(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
@@ -50,15 +50,32 @@ def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
     return {total: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-LAUNCHER = Launcher(
-    name="megatron-bridge",
-    knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
-    | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
+def launcher(name: str, words: Words, total: str, short: str) -> Launcher:
+    """Returns the launcher of a recipe's script with `section.field=value`.
+
+    Args:
+        name: of the framework.
+        words: its names of the knobs.
+        total: its name of the global batch.
+        short: its settings for a short run.
+    """
+    return Launcher(
+        name=name,
+        knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
+        words=words.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
+        | {"grad_accum": f"{total}={{global_batch}}"},
+        short=short,
+        total=total,
+        own_total=True,
+        several=("tp", "pp"),
+    )
+
+
+LAUNCHER = launcher(
+    "megatron-bridge",
+    WORDS,
+    _TOTAL,
     short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
-    total=_TOTAL,
-    own_total=True,
-    several=("tp", "pp"),
 )
 FRAMEWORK = Framework(
     name="megatron-bridge",

@@ -43,7 +43,7 @@ def model_flags(setup: Setup) -> list[str]:
 
 
 def _note_uneven_stages(setup: Setup) -> None:
-    if setup.shape["layers"] % setup.pp:
+    if setup.shape["layers"] % setup.pp and not setup.has("stage_blocks"):
         setup.note(
             f"pp={setup.pp}: {setup.shape['layers']} layers are not a multiple of the stages, which Megatron "
             "refuses without --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"

@@ -1,8 +1,7 @@
 """NeMo 2: `nemo llm pretrain --factory RECIPE field=value`; and the YAML of NeMo 1's `model:`."""
 
-from .launcher import Launcher
 from .megatron import DEFAULTS, WORDS as MEGATRON, conventions
-from .megatron_bridge import read_batch, write_batch
+from .megatron_bridge import launcher, read_batch, write_batch
 from .words import Framework, Stated, Word, Words
 
 _TOTAL, _OLD_TOTAL = "data.global_batch_size", "model.global_batch_size"
@@ -15,7 +14,7 @@ def _degree(knob: str) -> Word:
 
 WORDS = Words(
     Word(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
-    *map(_degree, ("tp", "pp", "cp", "ep")),
+    *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
     Word(
         knob="sequence_parallel",
         ways=tuple(
@@ -59,16 +58,12 @@ def read(stated: Stated) -> None:
         stated.facts |= {"devices": devices * hosts, "per_host": devices}
 
 
-LAUNCHER = Launcher(
-    name="nemo",
-    knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
-    | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
+LAUNCHER = launcher(
+    "nemo",
+    WORDS,
+    _TOTAL,
     # It asks for confirmation.
     short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
-    total=_TOTAL,
-    own_total=True,
-    several=("tp", "pp"),
 )
 FRAMEWORK = Framework(
     name="nemo",

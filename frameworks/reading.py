@@ -462,19 +462,6 @@ _FLAGS = frozenset(
     ]
 )
 """Options of launchers without a value."""
-_SUBCOMMANDS = (
-    "launch",
-    "run",
-    "train",
-    "pretrain",
-    "finetune",
-    "finetune_lora",
-    "finetune_full",
-    "llm",
-    "env",
-    "fit",
-    "sft",
-)
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=(.*)", re.DOTALL)
 
@@ -601,7 +588,7 @@ def _of_command(own: Sequence[str], settings: Settings) -> Framework | None:
     if not found:
         return best
     signs = {each: find_framework(each).recognised(settings) for each in found}
-    # Of several, the one with the most signs, then the one with the most specific program name.
+    # The one with the most signs, then the one with the most specific program name.
     chosen = find_framework(max(found, key=lambda each: (signs[each], found[each])))
     clearly = best is not None and best.name not in found and best.recognised(settings) > signs[chosen.name] + 1
     return best if clearly else chosen

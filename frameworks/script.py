@@ -143,5 +143,6 @@ TARGET = Target(
     forms={"python": _python},
     sequences=("sp", "cp"),
     runs=True,
+    uneven=True,
     start=lambda setup, file: f"{setup.torchrun()} {file}",
 )

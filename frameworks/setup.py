@@ -9,7 +9,7 @@ from ..base.errors import UsageError
 from ..knobs.layers import uniform
 from ..knobs.lossy import LOSSY, lossy_values
 from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
-from ..knobs.strategy import MAX_DEVICES, STANDARD, is_whole
+from ..knobs.strategy import MAX_DEVICES, STANDARD, is_even, is_whole
 from ..results.columns import fold
 from ..results.measurement import Trial
 
@@ -74,6 +74,7 @@ class Setup:
         pipelines: True if it supports pipeline stages; otherwise the file runs on 1/pp of the devices.
         sequences: those of `sp` and `cp` that it supports; for each other one, the file runs on that fraction of the devices.
         runs: True if it can treat runs of blocks unlike each other.
+        uneven: True if it supports stages with given numbers of blocks.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
@@ -88,10 +89,18 @@ class Setup:
         pipelines: bool = True,
         sequences: Collection[str] = SEQUENCES,
         runs: bool = True,
+        uneven: bool = True,
     ) -> None:
         asked = (document or {}).get("asked", {})
         self.trial = trial
         self.config = dict(trial.config) if runs else self._without_runs(trial, target)
+        if is_even(self._stage_blocks()):
+            self.config.pop("stage_blocks", None)
+        elif not uneven:
+            raise UsageError(
+                f'cannot export trial {trial.number} to {target}: stage_blocks="{self.config["stage_blocks"]}" gives stages '
+                f"different numbers of blocks, which {target} cannot state; --to megatron and --to python can"
+            )
         self._standard = {
             name: value for name, value in self.config.items() if name not in STANDARD or STANDARD[name].can_be(value)
         }
@@ -158,8 +167,7 @@ class Setup:
             self._used.update(("pipeline_schedule", "virtual_stages"))
         if self.exchange.hsdp == 1:
             self._used.add("hsdp")
-        if not self.has("ep"):
-            self._used.add("ep")
+        self._used.update(name for name in ("ep", "etp", "capacity_factor") if not self.has(name))
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @staticmethod
@@ -186,6 +194,11 @@ class Setup:
             **({"zero": alike.zero} if alike.zero != own["zero"] else {}),
             "checkpoint_ratio": float(alike.ckpt),
         }
+
+    def _stage_blocks(self) -> str | None:
+        """`stage_blocks` of a pipeline; None if it has no effect, or is not a value of the knob."""
+        text = self.config.get("stage_blocks")
+        return text if STANDARD["stage_blocks"].can_be(text) and self.config.get("pp", 1) != 1 else None
 
     @property
     def global_batch(self) -> int | None:

@@ -34,6 +34,8 @@ class Target:
     """Those of `sp` and `cp` that it supports."""
     runs: bool = False
     """True if it can treat runs of blocks unlike each other (`strategy`)."""
+    uneven: bool = False
+    """True if it supports stages with given numbers of blocks (`stage_blocks`)."""
     use: Callable[[str], str] | None = None
     """How a file of that name is used, if `start` does not show it."""
     start: Callable[[Setup, str], str] | None = None
@@ -44,7 +46,8 @@ class Target:
 
     def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
         """Input of an export to this target."""
-        return Setup(trial, document, self.name, pipelines=self.pipelines, sequences=self.sequences, runs=self.runs)
+        able = {name: getattr(self, name) for name in ("pipelines", "sequences", "runs", "uneven")}
+        return Setup(trial, document, self.name, **able)
 
     def file(self, form: str) -> str:
         """Default name of a file of that form."""

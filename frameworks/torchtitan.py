@@ -136,6 +136,7 @@ def flags(setup: Setup) -> list[str]:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
     if (experts := setup.knob("ep")) > 1:
         say("ep", experts)
+    _note_whole_experts(setup, experts)
     say("tp", setup.tp)
     if setup.tp > 1 and not setup.knob("sequence_parallel"):
         say("sequence_parallel", False)
@@ -164,6 +165,15 @@ def flags(setup: Setup) -> list[str]:
         setup.note(f"attention={attention} is chosen by torchtitan's configuration (attn_backend of the model)")
     setup.note_unless_neutral("kernels", "torchtitan compiles instead")
     return out
+
+
+def _note_whole_experts(setup: Setup, ep: int) -> None:
+    """Notes experts that are cut otherwise beside `tp`: torchtitan's ranks of `ep` are out of all, and have whole experts."""
+    whole = setup.knob("etp") == 1
+    if setup.tp > 1 and ep > 1 and not whole:
+        setup.note(f"ep={ep} beside tp={setup.tp}: torchtitan does not cut experts over the tp ranks, like etp=1")
+    elif setup.tp > 1 and whole and ep == 1:
+        setup.note("etp=1 beside ep=1: torchtitan cuts experts over the tp ranks unless ranks share them")
 
 
 def _order(setup: Setup) -> PipelineSchedule:
@@ -318,6 +328,8 @@ def read(stated: Stated) -> None:
         if replicate > 1:
             knobs["hsdp"] = replicate
     if knobs.get("tp", 1) > 1:
+        if knobs.get("ep", 1) > 1:
+            knobs["etp"] = 1
         knobs.setdefault("sequence_parallel", stated.flag("parallelism.disable_sequence_parallel") is not True)
     if pp > 1:
         _read_chunks(stated)

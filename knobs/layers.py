@@ -3,11 +3,11 @@
     strategy : run (' ' run)*
     run      : range ':' item (',' item)*
     range    : block | block '-' block                   both ends belong to it; blocks count from 0
-    item     : 'tp' number | 'ep' number | 'zero' stage | 'ckpt'               '-' for none
+    item     : 'tp' number | 'ep' number | 'zero' stage | 'ckpt' | 'offload'   '-' for none
 
 Runs cover all blocks once, in order. An item that a run lacks has the value of the configuration's own knob; `ckpt`
-recomputes the blocks of the run, and without it they keep their activations. Modules
-outside of blocks (embeddings, head) follow the knobs.
+recomputes the blocks of the run, and without it they keep their activations; `offload` keeps and updates their
+optimizer state in host memory. Modules outside of blocks (embeddings, head) follow the knobs.
 
 `tp` of a run divides the knob `tp`, which is that of the mesh: with `tp=4` the blocks of a `tp2` run are each cut over two
 ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md).
@@ -25,7 +25,9 @@ from ..base.errors import UsageError, unknown
 
 MOST_BLOCKS = 10_000
 """Blocks of the deepest model that a text can name."""
-ITEMS = ("tp", "ep", "zero", "ckpt")
+FLAGS = ("ckpt", "offload")
+"""Items without a number."""
+ITEMS = ("tp", "ep", "zero", *FLAGS)
 """Items of a run, in the order in which they are printed."""
 _ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
@@ -51,6 +53,7 @@ class Run:
     ep: int | None = None
     zero: int | None = None
     ckpt: bool = False
+    offload: bool = False
 
     @property
     def count(self) -> int:
@@ -61,7 +64,7 @@ class Run:
         blocks = f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
         given = {"tp": self.tp, "ep": self.ep, "zero": self.zero}
         items = [f"{name}{value}" for name, value in given.items() if value is not None]
-        items += ["ckpt"] if self.ckpt else []
+        items += [name for name in FLAGS if getattr(self, name)]
         return f"{blocks}:{','.join(items) or '-'}"
 
 
@@ -77,6 +80,8 @@ class BlockStrategy:
     """Stage of ZeRO of its weights."""
     ckpt: bool
     """True if its activations are recomputed."""
+    offload: bool = False
+    """True if its optimizer state is in host memory, which the knob `offload` says of all blocks."""
 
 
 @lru_cache(maxsize=4096)
@@ -147,6 +152,7 @@ def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0
             ep if run.ep is None else run.ep,
             zero if run.zero is None else run.zero,
             run.ckpt,
+            run.offload,
         )
         for run in runs
         for _ in range(run.count)
@@ -156,13 +162,15 @@ def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0
 def uniform(text: str, *, tp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
     """Returns the strategy of every block, if all have the same, with the `tp` and `ep` of the knobs; else None.
 
+    An optimizer state of blocks alone in host memory is not that of a model.
+
     >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
-    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True), None)
+    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True, offload=False), None)
     """
     runs = parse(text)
     found = set(of_blocks(text, runs[-1].last + 1, tp=tp, ep=ep, zero=zero))
     first = next(iter(found))
-    return first if len(found) == 1 and (first.tp, first.ep) == (tp, ep) else None
+    return first if len(found) == 1 and (first.tp, first.ep, first.offload) == (tp, ep, False) else None
 
 
 def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, ep: int = 1, zero: int = 0) -> str:
@@ -179,6 +187,7 @@ def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, ep: int = 1, ze
             ep=None if each.ep == ep else each.ep,
             zero=None if each.zero == zero else each.zero,
             ckpt=each.ckpt,
+            offload=each.offload,
         )
         for at, each in enumerate(strategies)
     )
@@ -220,9 +229,9 @@ def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
     name, number = found["name"], found["number"]
     if name not in ITEMS:
         raise LayersError(unknown("item", name, ITEMS), text, place)
-    if name == "ckpt":
+    if name in FLAGS:
         if number:
-            raise LayersError(f"ckpt takes no number, but here is {item!r}", text, place + len(name))
+            raise LayersError(f"{name} takes no number, but here is {item!r}", text, place + len(name))
         return name, True
     if not number:
         raise LayersError(f"{name} takes a number, such as {name}2", text, place + len(name))

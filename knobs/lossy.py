@@ -4,8 +4,27 @@ They are in a space only if the user requested them. run.yaml lists under `asked
 values, those in its space; `Trial.lossy` uses this list.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+
+class _Above(Mapping[Any, str]):
+    """All numbers above 0 as lossy values, with one reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getitem__(self, value: Any) -> str:
+        if not isinstance(value, int | float) or not value > 0:
+            raise KeyError(value)
+        return self._reason
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())  # there is no end of them
+
+    def __len__(self) -> int:
+        return 0
+
 
 LOSSY: Mapping[str, Mapping[Any, str]] = {
     "precision": {
@@ -14,9 +33,11 @@ LOSSY: Mapping[str, Mapping[Any, str]] = {
         "fp8_rowwise": "matrix products are computed in 8 bits",
     },
     "reduce_dtype": {"bf16": "gradients are rounded to bf16 before replicas average them"},
+    "capacity_factor": _Above("experts drop the rows beyond their capacity"),
 }
-"""Values of the standard knobs that give another training than float32, with the reason: small updates are lost, or
-operands or sums are rounded coarsely. Autocast (`bf16`, `fp16`) keeps fp32 weights and sums.
+"""Values of the standard knobs that give another training than float32, with the reason: small updates are lost,
+operands or sums are rounded coarsely, or tokens miss some of their experts. Autocast (`bf16`, `fp16`) keeps fp32
+weights and sums.
 """
 
 Lossy = Mapping[str, Sequence[Any]]

@@ -1,4 +1,4 @@
-"""Orders of a pipeline's micro-batches, and the placement of its stages on ranks.
+"""Orders of a pipeline's micro-batches, the blocks of its stages, and the placement of these on ranks.
 
 They are defined once, in the lowest layer of the package: the schedule language runs them, the default space and
 estimates use them, and exports name them.
@@ -6,6 +6,8 @@ estimates use them, and exports name them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ..base.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,24 @@ PIPELINE_SCHEDULES: Mapping[str, PipelineSchedule] = {
     "zbv": PipelineSchedule(made_by="ScheduleZBVZeroBubble", least=2, most=2, v_shaped=True, splits_backward=True),
 }
 """By value of the knob `pipeline_schedule`."""
+
+
+def blocks_of_stages(text: str) -> tuple[int, ...]:
+    """Returns the number of blocks of each stage, in the order of the model, of a value of the knob `stage_blocks`.
+
+    >>> blocks_of_stages("7,8, 8,9")
+    (7, 8, 8, 9)
+
+    Raises:
+        UsageError: it is not whole numbers of at least 1, separated by commas.
+    """
+    parts = [each.strip() for each in text.split(",")]
+    for part in parts:
+        if not (part.isascii() and part.isdigit() and len(part) < 9 and int(part) > 0):
+            raise UsageError(
+                f"stage_blocks has the number of blocks of each stage, such as 7,8,8,9, but in {text!r} is {part!r}"
+            )
+    return tuple(map(int, parts))
 
 
 @dataclass(frozen=True, slots=True)

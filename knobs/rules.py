@@ -19,7 +19,7 @@ from typing import Any
 
 from .layers import Run, parse
 from .meaning import EXCHANGES
-from .pipeline import PIPELINE_SCHEDULES
+from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from .strategy import DEGREES, STANDARD, Strategy
 
 
@@ -41,6 +41,8 @@ class RuleContext:
     """Repeated blocks of the model."""
     no_runs: str = ""
     """Why blocks of the model cannot be cut unlike each other."""
+    no_stage_blocks: str = ""
+    """Why stages of the model cannot have numbers of blocks that are given."""
     experts: tuple[int, ...] | None = None
     """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
 
@@ -144,6 +146,30 @@ def _dense(k: Any, context: RuleContext) -> Any:
     return context.experts == () and k.ep > 1
 
 
+def _dense_capacity(k: Any, context: RuleContext) -> Any:
+    return context.experts == () and k.capacity_factor > 0
+
+
+def _no_experts_to_cut(k: Any, context: RuleContext) -> Any:
+    return context.experts == () and k.etp > 0
+
+
+def _partly_cut(k: Any, context: RuleContext) -> Any:
+    return (k.etp > 1) & (k.etp != k.tp)
+
+
+def _uneven_sharers(k: Any, context: RuleContext) -> Any:
+    """Ranks that cannot share experts: of the replicas, and with whole experts of the ranks of a layer too."""
+    replicas = k.dp * k.sp * k.cp
+    whole = ((replicas * k.tp) % k.ep != 0) | ((k.ep % k.tp != 0) & (k.tp % k.ep != 0))
+    return ((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & whole)
+
+
+def _uneven_tokens(k: Any, context: RuleContext) -> Any:
+    length = context.seq_len
+    return length is not None and (k.etp == 1) & ((k.micro_batch * length) % (k.tp * k.sp * k.cp) != 0)
+
+
 def _uneven_experts(k: Any, context: RuleContext) -> Any:
     return bool(context.experts) and gcd(*(context.experts or ())) % k.ep != 0
 
@@ -203,6 +229,15 @@ def _stages_of(name: str) -> Rule:
     )
 
 
+def _other_blocks(k: Any, context: RuleContext) -> Any:
+    total = context.blocks
+    return total is not None and _meets(k.stage_blocks, lambda text: sum(blocks_of_stages(text)) != total)
+
+
+def _other_stages(k: Any, context: RuleContext) -> Any:
+    return _meets(k.stage_blocks, lambda text: k.pp * k.virtual_stages != len(blocks_of_stages(text)))
+
+
 def _splitting(k: Any) -> Any:
     return one_of(k.pipeline_schedule, SPLITTING)
 
@@ -212,16 +247,21 @@ def _splitting(k: Any) -> Any:
 
 def _where(k: Any, condition: Callable[[tuple[Run, ...]], Any]) -> Any:
     """The condition that the strategy is one whose runs meet a condition, which may read other knobs."""
+    return _meets(k.strategy, lambda text: condition(parse(text)))
+
+
+def _meets(knob: Any, condition: Callable[[str], Any]) -> Any:
+    """The condition that a knob has one of those of its texts that meet a condition, which may read other knobs."""
     found: Any = False
-    for text in _texts(k.strategy):
-        met = condition(parse(text))
+    for text in _texts(knob):
+        met = condition(text)
         if met is not False:
-            found = found | (one_of(k.strategy, [text]) & met)
+            found = found | (one_of(knob, [text]) & met)
     return found
 
 
 def _texts(strategy: Any) -> list[str]:
-    """The texts that a knob can have: of a configuration one, of a space or of columns several."""
+    """The texts that a knob can have: in a configuration one, in a space or in columns several."""
     if strategy is None:
         return []
     if isinstance(strategy, str):
@@ -272,6 +312,11 @@ def _zero_unlike(k: Any) -> Any:
 def _zero_of_some(k: Any) -> Any:
     """Some weights are cut over replicas by FSDP."""
     return (k.zero >= 2) | _where(k, lambda runs: any((run.zero or 0) >= 2 for run in runs))
+
+
+def _offloads_some(k: Any) -> Any:
+    """Some run keeps its optimizer state in host memory."""
+    return _where(k, lambda runs: any(run.offload for run in runs))
 
 
 def _any(conditions: Iterable[Any]) -> Any:
@@ -366,17 +411,42 @@ RULES: Sequence[Rule] = (
         general=True,
     ),
     _rule("experts of a dense model", "ep", _dense, "the model has no experts, so ep must be 1", general=True),
+    _rule(
+        "capacity of a dense model",
+        "capacity_factor",
+        _dense_capacity,
+        "the model has no experts, so capacity_factor must be 0",
+    ),
+    _rule(
+        "tensor parallelism of a dense model", "etp", _no_experts_to_cut, "the model has no experts, so etp must be 0"
+    ),
+    _rule(
+        "ranks of an expert",
+        "etp tp",
+        _partly_cut,
+        "etp must be 1 or tp: an expert is on one of the ranks that share a layer, or cut over all of them",
+    ),
+    _rule(
+        "tokens of whole experts",
+        "etp tp sp cp micro_batch",
+        _uneven_tokens,
+        lambda context: (
+            "with etp=1 the tp ranks divide the tokens of a micro-batch: tp * sp * cp must divide "
+            f"micro_batch * {context.seq_len}"
+        ),
+    ),
     _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
     _rule(
         "replicas that share experts",
-        "ep dp sp cp",
-        lambda k, context: (k.dp * k.sp * k.cp) % k.ep != 0,
-        "ep must divide the dp * sp * cp replicas, because this number of neighbours shares the experts",
+        "ep dp sp cp etp tp",
+        _uneven_sharers,
+        "ep must divide the dp * sp * cp replicas, because this number of neighbours shares the experts; with etp=1 the "
+        "tp ranks share them too, so ep must divide tp, or be a multiple of it that divides tp * dp * sp * cp",
     ),
     _rule(
         "experts and hsdp",
-        "ep hsdp",
-        lambda k, context: (k.ep > 1) & (k.hsdp > 1),
+        "ep hsdp etp",
+        lambda k, context: ((k.ep > 1) | (k.etp == 1)) & (k.hsdp > 1),
         "experts that are shared have replicas of their own, which hsdp does not divide; use hsdp=1",
     ),
     _rule(
@@ -412,6 +482,12 @@ RULES: Sequence[Rule] = (
         "strategy dp sp cp",
         _uneven_ep,
         "ep of each run of the strategy must divide the experts of a layer and the dp * sp * cp replicas",
+    ),
+    _rule(
+        "whole experts of a run",
+        "strategy tp ep etp",
+        lambda k, context: (k.etp == 1) & (_cut_unlike(k) | _ep_unlike(k)),
+        "with etp=1 all blocks have the same tp and ep",
     ),
     _rule(
         "sequences of a run",
@@ -450,9 +526,23 @@ RULES: Sequence[Rule] = (
         "fp16 unscales the gradients of all blocks together; use bf16",
     ),
     _rule(
+        "offloaded runs",
+        "strategy offload",
+        lambda k, context: (k.offload != "none") & _offloads_some(k),
+        "the state of all blocks is in host memory already: leave the item offload out, or the knob",
+    ),
+    _rule(
+        "offloaded runs and scaled gradients",
+        "strategy precision",
+        lambda k, context: (k.precision == "fp16") & _offloads_some(k),
+        "fp16 unscales gradients on the device; use bf16",
+    ),
+    _rule(
         "runs and an offloaded optimizer",
         "strategy tp zero offload",
-        lambda k, context: (k.offload != "none") & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k),
+        lambda k, context: (
+            ((k.offload != "none") | _offloads_some(k)) & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k)
+        ),
         "an offloaded optimizer moves weights that are all cut alike over replicas",
     ),
     _rule(
@@ -466,6 +556,24 @@ RULES: Sequence[Rule] = (
         "pp pipeline_schedule grad_accum",
         _uneven_rounds,
         f"{' and '.join(_ROUNDS)} run the micro-batches in rounds of one for every rank of the pipeline",
+    ),
+    _rule(
+        "stages of a model",
+        "stage_blocks pp",
+        lambda k, context: bool(context.no_stage_blocks) and _meets(k.stage_blocks, lambda text: k.pp > 1),
+        lambda context: f"its stages cannot have other numbers of blocks: {context.no_stage_blocks}",
+    ),
+    _rule(
+        "blocks of the stages",
+        "stage_blocks",
+        _other_blocks,
+        lambda context: f"the numbers in stage_blocks must add up to the model's {context.blocks} blocks",
+    ),
+    _rule(
+        "numbers of the stages",
+        "stage_blocks pp virtual_stages",
+        _other_stages,
+        "stage_blocks has a number for each of the pp * virtual_stages stages",
     ),
     *(_stages_of(name) for name, each in PIPELINE_SCHEDULES.items() if each.least > 1 or each.most is not None),
     _rule(

@@ -6,13 +6,14 @@ from it. `redline.knobs.meaning` defines the meaning of the values, `redline.kno
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import prod
+from functools import partial
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from ..base.errors import UsageError
 from .layers import canonical, parse
-from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
-from .pipeline import PIPELINE_SCHEDULES
+from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of, stage_sizes
+from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 
 MAX_DEVICES = 1 << 20
 """Largest number of devices of one training."""
@@ -20,9 +21,11 @@ OFFLOADS = ("none", "optimizer")
 """Values of the knob `offload`."""
 DEGREES = ("tp", "sp", "cp", "pp", "dp")
 """Knobs whose product is the number of devices."""
-BLOCK_KNOBS = ("strategy",)
-"""Knobs that name blocks by their indices. No default space varies them: they come from a refinement block by block, or
-are given."""
+BLOCK_KNOBS = ("strategy", "stage_blocks")
+"""Knobs that name blocks, as texts with commas. No default space varies them: they come from a refinement block by block,
+or are given."""
+ON_REQUEST = (*BLOCK_KNOBS, "capacity_factor")
+"""Knobs that no default space has: one that is given joins it."""
 
 
 def is_whole(value: Any) -> bool:
@@ -30,11 +33,19 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_layers(value: Any) -> bool:
+def _spelled(text: str) -> str:
+    return ",".join(map(str, blocks_of_stages(text)))
+
+
+TEXTS: Mapping[str, Callable[[str], str]] = {"strategy": canonical, "stage_blocks": _spelled}
+"""For each knob of `BLOCK_KNOBS` the canonical spelling of a value, which raises UsageError where it is not one."""
+
+
+def _is_text(name: str, value: Any) -> bool:
     if not isinstance(value, str):
-        return False
+        return value is None
     try:
-        parse(value)
+        TEXTS[name](value)
     except UsageError:
         return False
     return True
@@ -53,15 +64,21 @@ def _among(*values: Any) -> Values:
 
 
 _DEGREE = Values(lambda value: is_whole(value) and 1 <= value <= MAX_DEVICES, "a whole number of at least 1")
+_COUNT = Values(lambda value: is_whole(value) and 0 <= value <= MAX_DEVICES, "a whole number from 0 on")
 _SIZE = Values(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1")
 _FLAG = Values(lambda value: isinstance(value, bool), "true or false")
 _SHARE = Values(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
     "a number from 0 to 1",
 )
+_FACTOR = Values(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and isfinite(value),
+    "a number from 0 on",
+)
 _STAGE = Values(lambda value: is_whole(value) and 0 <= value <= 3, "a stage from 0 to 3")
 _NAME = Values(lambda value: value is None or isinstance(value, str), "a name")
-_LAYERS = Values(lambda value: value is None or _is_layers(value), "runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3")
+_LAYERS = Values(partial(_is_text, "strategy"), "runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3")
+_STAGES = Values(partial(_is_text, "stage_blocks"), "the number of blocks of each stage, such as 7,8,8,9")
 _FLAG_OR_NONE = Values(lambda value: value is None or isinstance(value, bool), "true or false")
 
 
@@ -81,12 +98,18 @@ class Strategy:
     dp: int = _knob(1, _DEGREE)
     ep: int = _knob(1, _DEGREE)
     """Neighbours among the replicas that share the experts of a mixture."""
+    etp: int = _knob(0, _COUNT)
+    """Ranks of those that share a layer that each expert is cut over: 1, or tp. 0: tp."""
+    capacity_factor: float = _knob(0, _FACTOR)
+    """Rows that an expert computes at most in training, relative to the mean; the others are dropped. 0: all."""
     zero: int = _knob(0, _STAGE, -1)
     hsdp: int = _knob(1, _DEGREE, 1)
     sequence_parallel: bool = _knob(False, _FLAG)
     pipeline_schedule: str | None = _knob(None, Values(_NAME.contain, f"one of {', '.join(PIPELINE_SCHEDULES)}"))
     """A name in `PIPELINE_SCHEDULES`; `of` resolves it for a pipeline. None without one."""
     virtual_stages: int = _knob(1, _DEGREE)
+    stage_blocks: str | None = _knob(None, _STAGES)
+    """Blocks of each of the pp * virtual_stages stages (`redline.knobs.pipeline`); None for even shares."""
     micro_batch: int = _knob(1, _SIZE, 1)
     grad_accum: int = _knob(1, _SIZE)
     checkpoint_ratio: float = _knob(0, _SHARE, -1)
@@ -118,13 +141,7 @@ class Strategy:
         Raises:
             UsageError: a knob has an invalid value, or the global batch cannot be divided.
         """
-        given = {name: config[name] for name in _NAMES if name in config}
-        for name, value in given.items():
-            values = _NAMES[name]
-            if not values.contain(value):
-                if name == "strategy" and isinstance(value, str):
-                    parse(value)  # says where it is wrong
-                raise UsageError(f"{name} must be {values.text}, but is {value!r}")
+        given = {name: checked(name, config[name]) for name in _NAMES if name in config}
         if "dp" not in given and devices is not None:
             given["dp"] = max(1, devices // prod(given.get(name, 1) for name in DEGREES))
         if global_batch is not None:
@@ -134,9 +151,10 @@ class Strategy:
         return found.replace(
             pipeline_schedule=order,
             virtual_stages=found.virtual_stages if found.pp > 1 else 1,
+            stage_blocks=found.stage_blocks if found.pp > 1 and not is_even(found.stage_blocks) else None,
             zero=found.zero if found.replicas > 1 else 0,
             sequence_parallel=found.sequence_parallel and found.tp > 1,
-            strategy=None if found.strategy is None else canonical(found.strategy),
+            etp=found.etp if found.etp != found.tp else 0,
         )
 
     def replace(self, **changes: Any) -> "Strategy":
@@ -154,10 +172,11 @@ class Strategy:
         return self.dp * self.sp * self.cp
 
     @property
-    def spreads_experts(self) -> bool:
-        """True if ranks share the experts of any block."""
+    def needs_experts(self) -> bool:
+        """True if it treats experts unlike other weights, in any block."""
         runs = parse(self.strategy) if self.strategy is not None else ()
-        return self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
+        spread = self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
+        return spread or self.etp > 0 or self.capacity_factor > 0
 
     @property
     def formats(self) -> Formats:
@@ -168,6 +187,14 @@ class Strategy:
     def exchange(self) -> Exchange:
         """Communication of replicas in one step."""
         return exchange_of({"zero": self.zero, "hsdp": self.hsdp, "pp": self.pp}, self.replicas)
+
+
+def is_even(text: str | None) -> bool:
+    """True for the `stage_blocks` that stages have anyway."""
+    if text is None:
+        return True
+    blocks = blocks_of_stages(text)
+    return list(blocks) == stage_sizes(sum(blocks), len(blocks))
 
 
 def _batch(given: Mapping[str, Any], total: int) -> dict[str, int]:
@@ -199,6 +226,20 @@ class StandardKnob(NamedTuple):
     """Returns True for a valid value: a callable's space may use its name for something else."""
     memory: int = 0
     """1 if a larger value needs more memory in every trainer, -1 if less, 0 if neither is certain."""
+
+
+def checked(name: str, value: Any) -> Any:
+    """Returns a value of a standard knob, a text in its canonical spelling.
+
+    Raises:
+        UsageError: the knob cannot have it.
+    """
+    if name in TEXTS and isinstance(value, str):
+        return TEXTS[name](value)  # says where it is wrong
+    values = _NAMES[name]
+    if not values.contain(value):
+        raise UsageError(f"{name} must be {values.text}, but is {value!r}")
+    return value
 
 
 _NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in fields(Strategy)}

@@ -43,7 +43,7 @@ class TokenBatches:
     """`batches(size, seed)`: `input_ids` and `labels`, int64, shape [size, seq_len].
 
     Causal: labels are the inputs (the model shifts them). Masked: 15 % of every sequence is selected, always the same
-    number, so that the mean over a batch is the mean over its micro-batches. Of these 80 % become the mask token, 10 %
+    number, so that the mean over a batch is the mean over its micro-batches. 80 % of these become the mask token, 10 %
     a random one, 10 % do not change (BERT, arXiv:1810.04805); other labels are -100. Sequence to sequence: labels are
     the same number of further tokens, of a text those that follow; the model derives its decoder's input from them.
     """

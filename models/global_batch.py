@@ -1,7 +1,6 @@
 """Default samples of one optimizer step: a number that the devices can share."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..base.errors import UsageError
@@ -49,7 +48,7 @@ def shared(workload: Workload, devices: int, *, target: object, asked: int | Non
         f"{workload.name}'s usual {total} {'is less than' if total < devices else 'cannot be shared by'} the "
         f"{devices:,} devices"
     )
-    return replace(workload, global_batch=chosen), (note,)
+    return workload.with_global_batch(chosen), (note,)
 
 
 def too_few(total: int, devices: int) -> tuple[str, ...]:

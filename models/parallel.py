@@ -42,7 +42,7 @@ def declare(
     own_loss: bool,
     experts: bool = False,
 ) -> Spread:
-    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `ep`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and
+    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `etp`, `ep`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and
     `pipeline_schedule` if there are several devices, with a constraint for each degree that the model or the host
     does not support.
 
@@ -97,9 +97,15 @@ def declare(
     for pair, reason in together.items():
         (one, first), (other, second) = pair
         space.require((space[one] != first) | (space[other] != second), reason)
-    if experts and any(devices > way.tp * way.pp for way in ways):
+    if experts and any(devices > way.pp for way in ways):
+        shared = replicas(space) > 1
+        if any(way.tp > 1 for way in ways):
+            words = "ranks of a layer that each expert is cut over: 0 for tp, 1 for whole experts, which they share too"
+            etp = space.choice("etp", [0, 1], default=0, others=degrees[1:], help=words)
+            space.require((etp == 0) | (tp > 1), "etp must be 0 where no ranks share a layer")
+            shared = shared | (etp == 1)
         words = "neighbours among the replicas that share the experts of a mixture (expert parallelism)"
-        space.choice("ep", degrees, default=1, when=replicas(space) > 1, others=(), help=words)
+        space.choice("ep", degrees, default=1, when=shared, others=(), help=words)
     dps = sorted({devices // way.ranks for way in ways})
     if dps[-1] > 1 or any(way.sp * way.cp > 1 for way in ways):
         _zero(space)

@@ -1,6 +1,6 @@
-"""Requests of a training: what is trained, on how many devices, and what may vary."""
+"""Requests of a training: its model, its devices and its space."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from ..base.device import Device
 from ..base.errors import SpaceError, UsageError, unknown
+from ..base.option import Option, check_options, either
 from ..frameworks.autotuners import FORMATS, Source, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
-from ..knobs.strategy import BLOCK_KNOBS, STANDARD
+from ..knobs.strategy import STANDARD
 from ..space import Space
 from .architecture import Architecture
 from .global_batch import free_accumulation, shared
@@ -21,35 +22,9 @@ from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed, se
 from .workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Command-line option of a request's field, in its annotation; a field without it is only available in Python."""
-
-    help: str
-    """Help text."""
-    flag: str = ""
-    """Name of the option, if it differs from the field's."""
-    type: Any = None
-    """Type of its value, a range for numbers from its start on; None for text."""
-    metavar: str | None = None
-    """Placeholder for its value."""
-    many: bool = False
-    """True if it can be given several times."""
-
-
-def either(names: Iterable[str]) -> str:
-    """Formats names for a help text.
-
-    >>> either(["ray", "local", "slurm"])
-    'ray, local or slurm'
-    """
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What is trained, and on how many devices.
+    """The model, its data and its devices.
 
     Args:
         target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, a `Command`, or any
@@ -65,37 +40,47 @@ class ModelRequest:
     target: Any = field(kw_only=False)
     devices: Annotated[
         int | None,
-        Asked("Devices of one trial.  [default: all present]", type=int, metavar="N"),
-    ] = None
-    seq_len: Annotated[
-        int | None,
-        Asked("Sequence length, tokens.  [default: the model's]", type=int, metavar="N"),
-    ] = None
-    global_batch: Annotated[
-        int | None,
-        Asked(
-            "Samples per optimizer step.  [default: the model's usual, or what the devices can share]",
+        Option(
+            "Devices of one trial.  [default: all present]",
             type=int,
+            least=1,
+            sent=True,
+            sent_most=1 << 20,
             metavar="N",
         ),
     ] = None
-    data: Annotated[str | Path | None, Asked("Text to train on, instead of random tokens.", metavar="FILE")] = None
+    seq_len: Annotated[
+        int | None,
+        Option(
+            "Sequence length, tokens.  [default: the model's]",
+            type=int,
+            least=1,
+            sent=True,
+            sent_most=1 << 24,
+            metavar="N",
+        ),
+    ] = None
+    global_batch: Annotated[
+        int | None,
+        Option(
+            "Samples per optimizer step.  [default: the model's usual, or what the devices can share]",
+            type=int,
+            least=1,
+            sent=True,
+            sent_most=1 << 24,
+            metavar="N",
+        ),
+    ] = None
+    data: Annotated[str | Path | None, Option("Text to train on, instead of random tokens.", metavar="FILE")] = None
     lora: Annotated[
         str | None,
-        Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,..."),
+        Option("Train adapters only: r, alpha, target=a+b, dropout.", sent=True, metavar="KNOB=V,..."),
     ] = None
-
-    def check_numbers(self) -> None:
-        """Raises UsageError unless counts are whole numbers of at least 1."""
-        for what in ("devices", "seq_len", "global_batch"):
-            value = getattr(self, what)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceRequest:
-    """What may vary.
+    """The search space.
 
     Args:
         space: knobs and constraints, or a YAML file with them; by default the workload's own for the devices at hand.
@@ -111,11 +96,11 @@ class SpaceRequest:
 
     space: Annotated[
         Space | str | Path | None,
-        Asked("A space in YAML, instead of the model's own.", metavar="FILE"),
+        Option("A space in YAML, instead of the model's own.", sent=True, metavar="FILE"),
     ] = field(default=None, kw_only=False)
     taken_from: Annotated[
         Any,
-        Asked(
+        Option(
             f"The file of another tuner: {either(each.name for each in FORMATS)}.",
             flag="from",
             metavar="FILE",
@@ -123,21 +108,24 @@ class SpaceRequest:
     ] = None
     allow: Annotated[
         str | Sequence[str],
-        Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="NAME", many=True),
+        Option(
+            "lossy: also values that trade accuracy for speed, such as bf16_pure.", sent=True, metavar="NAME", many=True
+        ),
     ] = ()
     baseline: Annotated[
         str | None,
-        Asked(
+        Option(
             "Format of the default configuration: fp32, tf32 or bf16.  [default: bf16 on GPUs that have it, otherwise "
             "fp32]",
+            sent=True,
             metavar="NAME",
         ),
     ] = None
     override: Annotated[
         Mapping[str, Sequence[Any]] | None,
-        Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,...", many=True),
+        Option("The values of a knob.", flag="set", sent=True, metavar="KNOB=A,B,...", many=True),
     ] = None
-    fix: Annotated[Mapping[str, Any] | None, Asked("A fixed knob.", metavar="KNOB=V", many=True)] = None
+    fix: Annotated[Mapping[str, Any] | None, Option("A fixed knob.", sent=True, metavar="KNOB=V", many=True)] = None
 
     @cached_property
     def given_space(self) -> Space | None:
@@ -217,19 +205,21 @@ def _begin_with(space: Space, baseline: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest(SpaceRequest, ModelRequest):
-    """What is trained, on how many devices, and what of it may vary."""
+    """The model, its devices and its search space."""
 
-    def check_knobs(self) -> None:
-        """Raises SpaceError if a knob is given that no default space has, before a model is built and traced."""
+    def check_values(self) -> None:
+        """Raises UsageError if a value is invalid by itself, or a knob is given that no default space has, before a
+        model is built and traced.
+        """
+        check_options(self)
         named = isinstance(self.target, ServerModel) or (
             isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
         )
         if not named or self.space is not None or self.taken_from is not None:
             return
-        known = (*STANDARD, *BLOCK_KNOBS)
         for name in (*(self.override or ()), *(self.fix or ())):
-            if name not in known:
-                raise SpaceError(unknown("knob", name, known))
+            if name not in STANDARD:
+                raise SpaceError(unknown("knob", name, STANDARD))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,14 +235,22 @@ class Resolved:
     """Notes for the user."""
 
 
-def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
+def resolve(request: TrainingRequest, device: Device, devices: int, known: Workload | None = None) -> Resolved:
     """Returns the workload and the space of a request, for a number of devices of a kind.
+
+    Args:
+        request: the request.
+        device, devices: the devices.
+        known: the workload of an earlier request of the same model, which is not built again.
 
     Raises:
         UsageError: a value is unknown or impossible, or contradicts the rest.
     """
-    sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
-    workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
+    if known is not None:
+        workload = known if request.global_batch is None else known.with_global_batch(request.global_batch)
+    else:
+        sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
+        workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
     accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
     notes: tuple[str, ...] = ()
     if accumulation is None:

@@ -31,6 +31,10 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
 
 def experts_of(workload: Workload) -> tuple[int, ...]:
     """Numbers of experts of the mixtures in a workload's model, unique and ascending; empty for none."""
+    return workload.once(_find_experts)
+
+
+def _find_experts(workload: Workload) -> tuple[int, ...]:
     return experts_in(skeleton(workload))
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from ..base.errors import SpaceError, UsageError, unknown
-from ..knobs.layers import ITEMS, Run, canonical, of_blocks, printed
+from ..knobs.layers import ITEMS, Run, of_blocks, printed
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..knobs.rules import RULES, Rule, RuleContext
-from ..knobs.strategy import BLOCK_KNOBS, STANDARD
+from ..knobs.strategy import ON_REQUEST, STANDARD, checked
 from ..space import Expression, Knob, Space
 from ..space.expression import negation
 from . import parallel
@@ -41,7 +41,7 @@ def make_space(
     """Returns a new space for `devices` devices like `device`: the workload's own space, or `default_space`.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         device, devices, grad_accum, allow: of `default_space`; the last two have no meaning for the workload's own
             space.
 
@@ -71,7 +71,7 @@ def default_space(
     `grad_accum` is free; and every one is the same training, unless lossy values are allowed.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         device: kind of device, and number of devices of a host.
         devices: devices of one trial.
         grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None derives it from
@@ -84,7 +84,7 @@ def default_space(
     """
     allow = checked_allowance(allow)
     space = Space()
-    facts = _schedule_facts(workload)
+    facts = workload.once_here(_schedule_facts)
     total = workload.global_batch
     own_loss = workload.loss is not None
     spread = parallel.declare(
@@ -132,6 +132,7 @@ def default_space(
             own_loss=own_loss,
             blocks=facts.blocks,
             no_runs=facts.no_runs,
+            no_stage_blocks=facts.no_stage_blocks,
             experts=facts.experts,
         ),
     )
@@ -262,29 +263,38 @@ def fix_knob(space: Space, name: str, value: Any) -> None:
 
 
 def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = False) -> None:
-    """Sets the values of a knob of a space. A knob that names blocks is added to it, together with its rules.
+    """Sets the values of a knob of a space. A knob that no default space has is added to it, together with its rules.
 
     Raises:
         SpaceError: unknown knob, a value of another kind, or no configuration is left.
     """
-    if name not in BLOCK_KNOBS or name in space.by_name:
+    if name not in ON_REQUEST or name in space.by_name:
         if fixed:
             space.fix(name, values[0])
         else:
             space.override(name, values)
         return
     try:
-        texts = list(dict.fromkeys(canonical(str(each)) for each in values))
+        given = list(dict.fromkeys(checked(name, each) for each in values))
     except UsageError as error:
         raise SpaceError(str(error)) from error
-    if "checkpoint_ratio" in space.by_name:
-        space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
-    space.choice(name, texts, help="what is done with each run of blocks")
     context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
-    if (blocks := context.blocks) is not None:
-        for text in texts:
-            of_blocks(text, blocks)
+    if name == "strategy":
+        if "checkpoint_ratio" in space.by_name:
+            space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
+        if (blocks := context.blocks) is not None:
+            for text in given:
+                of_blocks(text, blocks)
+    staged = name == "stage_blocks" and "pp" in space.by_name
+    space.choice(name, given, when=space["pp"] > 1 if staged else None, help=_HELP[name])
     require_rules(space, context, [rule for rule in RULES if name in rule.knobs])
+
+
+_HELP = {
+    "strategy": "what is done with each run of blocks",
+    "stage_blocks": "number of blocks of each pipeline stage",
+    "capacity_factor": "rows that an expert computes at most, relative to the mean; the others are dropped, which is lossy",
+}
 
 
 def micro_batches(samples: int) -> list[int]:
@@ -313,7 +323,7 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
     """Names of the allowed extensions of the default space.
 
     Raises:
-        SpaceError: there is no such extension, or the space is the user's own.
+        SpaceError: the extension does not exist, or the space is the user's own.
     """
     names = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in names:
@@ -346,7 +356,7 @@ def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> 
 
 def without_float8(workload: Workload, device: Device) -> str:
     """Reason why a workload's default space lacks fp8; empty if it has it."""
-    return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
+    return float8_obstacle(device) or workload.once_here(_schedule_facts).parallel.float8(1)
 
 
 def without_strategy(workload: Workload, space: Space) -> str:
@@ -438,6 +448,8 @@ class _Facts:
     """Numbers of experts of the model's mixtures, unique."""
     no_runs: str
     """Obstacle to cutting blocks unlike each other."""
+    no_stage_blocks: str
+    """Obstacle to stages with given numbers of blocks."""
 
 
 def _schedule_facts(workload: Workload) -> _Facts:
@@ -454,6 +466,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
             parallel=schedule.support(sch),
             experts=experts,
             no_runs=schedule.runs_obstacle(schedule.blocks(sch)),
+            no_stage_blocks=schedule.no_stage_blocks,
         )
     blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
@@ -478,4 +491,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
         ),
         experts=experts,
         no_runs=ignored("strategy"),
+        no_stage_blocks=ignored("stage_blocks"),
     )

@@ -47,7 +47,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """What is trained. Only `model`, `batch` and `loss` are needed; the rest has defaults for any model.
+    """The model and its training. Only `model`, `batch` and `loss` are needed; the rest has defaults for any model.
 
         Workload(
             model=lambda: Net(),
@@ -76,7 +76,7 @@ class Workload:
     repeated blocks, regardless of the model.
     """
     space: Space | Callable[..., Space] | None = None
-    """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the
+    """The search space: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None for the
     knobs that exist on the devices at hand.
     """
     seq_len: int | None = None
@@ -93,6 +93,8 @@ class Workload:
     """File that it comes from; if set, copies in other processes are made by running that text again."""
     known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """Cached findings about the workload, see `once`."""
+    here: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """The same for findings that stay in this process, see `once_here`."""
 
     def __post_init__(self) -> None:
         for name in ("model", "batch"):
@@ -138,6 +140,9 @@ class Workload:
         except ValueError:  # a builtin without a signature; errors show when it is called
             return
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "here": {}}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.source is None:
             return super().__reduce_ex__(protocol)
@@ -146,7 +151,15 @@ class Workload:
     @cached_property
     def id(self) -> str:
         """Ten hex digits of its identity: architecture, data, sizes, or the text of its file or functions."""
-        made = {"seq_len": self.seq_len, "global_batch": self.global_batch, "unit": self.unit}
+        return self._identity(global_batch=self.global_batch)
+
+    @cached_property
+    def model_id(self) -> str:
+        """The same without the global batch: identity of what a single sample passes through."""
+        return self._identity()
+
+    def _identity(self, **sizes: Any) -> str:
+        made = {"seq_len": self.seq_len, **sizes, "unit": self.unit}
         if self.source is not None:
             what: Any = {"file": self.source.digest, "name": self.source.name}
         elif self.identity is not None:
@@ -248,6 +261,22 @@ class Workload:
         if name not in self.known:
             self.known[name] = find(self)
         return self.known[name]
+
+    def once_here(self, find: "Callable[[Workload], Found]") -> "Found":
+        """As `once`, for results that other processes cannot have."""
+        name = f"{find.__module__}.{find.__qualname__}"
+        if name not in self.here:
+            self.here[name] = find(self)
+        return self.here[name]
+
+    def with_global_batch(self, samples: int) -> "Workload":
+        """A copy with this global batch; cached findings, which do not depend on it, are kept."""
+        if samples == self.global_batch:
+            return self
+        copy = replace(self, global_batch=samples)
+        copy.known.update(self.known)
+        copy.here.update(self.here)
+        return copy
 
     def with_optimizer(self, optimizer: "Callable[..., torch.optim.Optimizer]") -> "Workload":
         """A copy with an optimizer, if it has none of its own; cached findings are kept."""

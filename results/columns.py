@@ -13,13 +13,13 @@ from .measurement import Trial
 FIXED = (
     "trial", "status", "reason", "throughput", "unit", "samples_per_second", "tokens_per_second",
     "step_ms", "step_ms_spread", "peak_memory_mib", "memory_limit_mib", "tflops_per_device", "mfu",
-    "predicted_throughput", "predicted_memory_mib", "devices", "sampler", "loss", "expert_load",
+    "predicted_throughput", "predicted_memory_mib", "devices", "sampler", "loss", "expert_load", "expert_dropped",
     "started", "seconds_total", "seconds_overhead", "seconds_build", "seconds_warmup", "seconds_measure",
     "emulated_ranks", "seconds_modelled", "log",
 )  # fmt: skip
 """The columns before the knobs, in order. `started` is Unix time, s."""
 
-LATER = frozenset({"emulated_ranks", "seconds_modelled"})
+LATER = frozenset({"expert_dropped", "emulated_ranks", "seconds_modelled"})
 """The fixed columns that files of earlier versions lack."""
 
 TEXTS = frozenset({"status", "reason", "unit", "sampler", "emulated_ranks", "log"})

@@ -191,7 +191,7 @@ class Ledger:
             lossy: as for `open`.
 
         Raises:
-            StudyError: there is no such storage or study, or it is damaged.
+            StudyError: the storage or study does not exist, or it is damaged.
             MissingDependency: the storage needs a package that is not installed.
         """
         where = words(source)
@@ -232,7 +232,7 @@ class Ledger:
             lossy: as for `open`.
 
         Raises:
-            StudyError: it is damaged, or there is no such study.
+            StudyError: it is damaged, or the study does not exist.
         """
         studies = {study.name: study for study in replay(data, where).values()}
         study = studies[_named(name, studies, where)]
@@ -293,7 +293,7 @@ class Ledger:
         """Stores the number of attempts of the pending trial `number` and returns it.
 
         Raises:
-            StudyError: there is no such pending trial, or it cannot be stored.
+            StudyError: the pending trial does not exist, or it cannot be stored.
         """
         with self._lock, contained(self._where):
             storage = self._writable()
@@ -306,7 +306,7 @@ class Ledger:
         """Stores the outcome of the pending trial `number` and returns it.
 
         Raises:
-            StudyError: there is no such pending trial; an `ok` lacks a finite throughput; or the storage could not be
+            StudyError: the pending trial does not exist; an `ok` lacks a finite throughput; or the storage could not be
                 written. In the last case `trials()` has the outcome nevertheless, and so has the storage if the
                 reserve sufficed: the message states which.
         """
@@ -446,7 +446,7 @@ def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:
     """Returns the name of the requested study.
 
     Raises:
-        StudyError: there is no such study, or several and none is named.
+        StudyError: the study does not exist, or none is named and there are several.
     """
     if name is None and len(studies) == 1:
         return next(iter(studies))

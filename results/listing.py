@@ -40,7 +40,7 @@ def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
     name.
 
     Raises:
-        UsageError: there is no such column. The message names the nearest.
+        UsageError: the column does not exist. The message names the nearest.
     """
     known = header(knob_names(trials))
     out = []

@@ -178,6 +178,8 @@ class Measurement:
     expert_load: float | None = None
     """Rows of the busiest expert over the mean, averaged over the model's mixtures, on the probe's samples; None without
     experts."""
+    expert_dropped: float | None = None
+    """Share of rows that experts dropped in training because of their capacity, 0 to 1; None without one."""
     loss: float | None = None
     """Loss of the first step."""
     probe: Probe | None = None

@@ -222,7 +222,7 @@ class RunFolder:
         `Ledger.remeasure`).
 
         Raises:
-            StudyError: there is no such trial, or the ledger could not be written.
+            StudyError: the trial does not exist, or the ledger could not be written.
         """
         trial = self.ledger.remeasure(number, throughputs, failure)
         self._tabulate(trial)

@@ -18,6 +18,7 @@ COLUMNS = (
     "efficiency",
     "peak_memory_mib",
     "default_throughput",
+    "trainer_throughput",
     "predicted_throughput",
     "predicted_low",
     "predicted_high",
@@ -43,6 +44,8 @@ class ScalePoint:
     """Peak memory of the winner's fullest rank, MiB."""
     default_throughput: float | None = None
     """Throughput of the default configuration, which a trainer runs without tuning."""
+    trainer_throughput: float | None = None
+    """Throughput of `transformers.Trainer`, if it is the baseline: predicted where the winner is not measured."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Configuration of the winner, or the predicted one if none was measured."""
     predicted_throughput: float | None = None

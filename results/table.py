@@ -118,7 +118,7 @@ def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
     listed.
 
     Raises:
-        StudyError: there is no such file, or it lacks a column of `trial`, `status` and `throughput`.
+        StudyError: the file does not exist, or it lacks a column of `trial`, `status` and `throughput`.
     """
     path = path_of(path)
     try:

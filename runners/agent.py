@@ -1,10 +1,9 @@
 """The host agent: a fork server that has imported torch and transformers but never touched a device.
 
-Run as `python -m redline.runners.agent FD FOLDER` (see `HelperProcess`). Over the connection it receives its set-up
-and reports when it is ready; standard output goes to its log, since imported modules may print. It listens on a Unix
-socket in the folder and forks a process for every client, which supervises a job or runs a task. It ends, with
-everything it started, when the connection closes, that is, when its parent process ends for any reason. Until then it
-accepts further modules to import.
+Run as `python -m redline.runners.agent FD FOLDER` (see `HelperProcess`). Its parent calls it to import modules;
+standard output goes to its log, since these may print. It listens on a Unix socket in the folder and forks a process
+for every client, which replies to one call: to run a job or a task. It ends, with everything it started, when the
+connection closes, that is, when its parent process ends for any reason.
 """
 
 import ctypes
@@ -24,11 +23,15 @@ from pathlib import Path
 
 from ..base.errors import RunnerError
 from ..base.scratch import remove
-from .job import AgentTask, Job
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
+from .protocol import Channel, Received, receive_call
 
 SOCKET = "socket"
 """Name of its socket in its folder."""
+START, IMPORT = "start", "import"
+"""Calls of its parent: the first one, with an `AgentSetup`, and those with further modules to import."""
+RUN_JOB, RUN_TASK = "job", "task"
+"""Calls of a client, with a `Job` or an `AgentTask`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,27 +44,21 @@ class AgentSetup:
     """Modules that every rank needs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoreImports:
-    """A request to import further modules. The agent answers as it did when it became ready."""
-
-    imports: tuple[str, ...]
-    """Further modules that every rank needs."""
-
-
 def main() -> None:
     """Serves until the parent process closes the connection."""
-    parent, folder = Connection(int(sys.argv[1])), sys.argv[2]
+    parent, folder = Channel(Connection(int(sys.argv[1]))), sys.argv[2]
     os.set_inheritable(parent.fileno(), False)
-    setup: AgentSetup = parent.recv()
+    start = receive_call(parent)
+    setup: AgentSetup
+    (setup,) = start.arguments
     sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
     adopt_orphans()
     # torch.cuda.is_available() through NVML, so that no import initialises CUDA in the agent.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with _reporting(parent):
+    with _reporting(start):
         _import(setup.imports)
         listener = Listener(os.path.join(folder, SOCKET), "AF_UNIX", backlog=128)
-    parent.send({"ready": os.getpid()})
+    start.done()
     try:
         _serve(listener, parent)
     finally:
@@ -70,12 +67,12 @@ def main() -> None:
 
 
 @contextmanager
-def _reporting(parent: Connection) -> Iterator[None]:
-    """Reports any exception to the parent and ends the agent."""
+def _reporting(call: Received) -> Iterator[None]:
+    """Replies with any exception and ends the agent."""
     try:
         yield
     except Exception as error:
-        parent.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        call.fail(error)
         sys.exit(1)
 
 
@@ -104,7 +101,7 @@ def cuda_is_initialised() -> bool:
     return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == 0
 
 
-def _serve(listener: Listener, parent: Connection) -> None:
+def _serve(listener: Listener, parent: Channel) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(_socket_of(listener), selectors.EVENT_READ, "client")
         selector.register(parent, selectors.EVENT_READ, "parent")
@@ -112,12 +109,12 @@ def _serve(listener: Listener, parent: Connection) -> None:
             for key, _ in selector.select():
                 if key.data == "parent":
                     try:
-                        more: MoreImports = parent.recv()
-                    except (EOFError, OSError):  # the parent closed the connection
+                        call = receive_call(parent)
+                    except EOFError:
                         return
-                    with _reporting(parent):
-                        _import(more.imports)
-                    parent.send({"ready": os.getpid()})
+                    with _reporting(call):
+                        _import(*call.arguments)
+                    call.done()
                     continue
                 if key.data == "client":
                     with listener.accept() as client:
@@ -134,7 +131,7 @@ def _socket_of(listener: Listener) -> socket.socket:
     return listener._listener._socket  # type: ignore[attr-defined]  # not public
 
 
-def _fork(client: Connection, listener: Listener, parent: Connection) -> tuple[int, int]:
+def _fork(client: Connection, listener: Listener, parent: Channel) -> tuple[int, int]:
     me = os.getpid()
     pid = os.fork()
     if pid:
@@ -146,7 +143,7 @@ def _fork(client: Connection, listener: Listener, parent: Connection) -> tuple[i
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _socket_of(listener).close()
         parent.close()
-        _serve_client(client, os.path.dirname(listener.address))
+        _serve_client(Channel(client), os.path.dirname(listener.address))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -156,22 +153,20 @@ def _fork(client: Connection, listener: Listener, parent: Connection) -> tuple[i
     return 0, 0
 
 
-def _serve_client(client: Connection, folder: str) -> None:
+def _serve_client(client: Channel, folder: str) -> None:
     try:
-        request: Job | AgentTask = client.recv()
+        call = receive_call(client)
     except EOFError:
         return
-    if isinstance(request, AgentTask):
-        request.run(client)
+    (work,) = call.arguments
+    if call.method == RUN_TASK:
+        call.done(work.run(call))
         return
     from .supervisor import Supervisor
 
-    outcome = Supervisor(request, client, folder).run()
+    outcome = Supervisor(work, call, folder).run()
     if outcome is not None:
-        try:
-            client.send(outcome)
-        except BrokenPipeError:  # the client closed the connection meanwhile
-            return
+        call.done(outcome)
 
 
 if __name__ == "__main__":

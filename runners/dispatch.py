@@ -2,13 +2,14 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import psutil
 
 from ..base.device import Device
-from ..estimator.hardware import recognise
+from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from .dry_run import DryRun, DryRunReport
@@ -195,6 +196,7 @@ class DryRuns(Work):
         tflops = None
         if slowest.flops_per_step:
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
+        peak = peak_flops(terms.device, config)
         retries = sum(each.allocation_retries for each in reports)
         probe = numerics_check.together([each.probe for each in reports], [each.first for each in reports])
         wrong = numerics_check.numerics_mismatch(
@@ -210,6 +212,9 @@ class DryRuns(Work):
         load = numerics_check.expert_load([each.probe for each in reports])
         if load is not None and int(config.get("ep") or 1) > 1 and not wrong:
             notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
+        dropped = numerics_check.dropped_share([each.dropped for each in reports])
+        if dropped is not None and not wrong:
+            notes.append(f"experts dropped {100 * dropped:.1f} % of the rows")
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
         seconds_build = slowest.seconds_build + slowest.seconds_compile
@@ -225,10 +230,11 @@ class DryRuns(Work):
             step_ms_spread=slowest.spread_ms,
             peak_memory_mib=max(each.peak_memory_mib for each in reports),
             tflops_per_device=tflops,
-            mfu=_utilisation(terms.device, tflops, str(config.get("precision", "fp32"))),
+            mfu=None if tflops is None or peak is None else tflops * 1e12 / peak,
             loss=slowest.loss,
             probe=probe,
             expert_load=load,
+            expert_dropped=dropped,
             samples_per_step=slowest.samples_per_step,
             foreign_cores=foreign_cores([each.load for each in reports]),
             seconds_overhead=max(0.0, common["seconds_total"] - seconds_known),
@@ -264,12 +270,10 @@ def _at_settled_clocks(report: DryRunReport) -> str:
     return f"measured{at}{drew} after {report.seconds_settle:.0f} s for clocks to settle"
 
 
-def _utilisation(device: Device, tflops: float | None, precision: str) -> float | None:
-    """Returns the MFU; None if the device's peak is unknown, as for a CPU."""
-    if tflops is None or device.type != "cuda":
-        return None
-    hardware = recognise(device.name, device.memory_mib)
-    return None if hardware is None else tflops * 1e12 / hardware.rate(precision)
+def peak_flops(device: Device, config: Mapping[str, Any]) -> float | None:
+    """Returns the peak FLOP/s of a device in a configuration's number format; None if unknown, as for a CPU."""
+    hardware = table_entry(device)
+    return None if hardware is None else hardware.rate(str(config.get("precision", "fp32")))
 
 
 def _rank_report(outcome: RankOutcome) -> RankReport:

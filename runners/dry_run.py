@@ -70,6 +70,8 @@ class DryRunReport:
     """Load of the host's CPUs during warm-up and measurement; None if unknown."""
     note: str = ""
     """Why the measurement was cut short."""
+    dropped: tuple[int, int] | None = None
+    """Rows that experts dropped in training, and those that were routed; None without a capacity."""
     turns: tuple["TurnReport", ...] = ()
     """Result of each turn if the candidate was interleaved with others."""
     soak: SoakReport | None = None
@@ -141,6 +143,8 @@ class DryRun:
     """The soak after the measurement; None for none."""
 
     def __call__(self, context: RankContext) -> DryRunReport:
+        from ..schedule.parallel.experts import dropped_rows
+
         begin = time.perf_counter()
         compilation = Compilation(context.compiling, elsewhere=context.world_size > context.local_world_size)
         training = self._built(context)
@@ -204,6 +208,7 @@ class DryRun:
             allocation_retries=context.memory.allocation_retries() - retries_before,
             load=watch.load(),
             note=timing.stopped_early,
+            dropped=dropped_rows(training.model),
             # The first load is that of the warm-up.
             turns=tuple(map(TurnReport, timing.turns_ms, turns.loads[1:])) if turns else (),
             soak=soaked,

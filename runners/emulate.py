@@ -18,6 +18,7 @@ from ..estimator.estimate import Z80
 from ..estimator.wire import Price, Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
+from ..space import Config
 from ..training.world import World
 from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
 from .emulated_rank import EmulatedDryRun, EmulatedReport
@@ -169,13 +170,21 @@ class EmulateRunner(Runner):
     def _deadline(self, request: TrialRequest) -> float | None:
         return request.timeout_s or self.terms.timeout_s
 
+    def _runs_eagerly(self, config: Mapping[str, Any]) -> bool:
+        """True if a configuration with fusion is run without: code that is compiled for this CPU computes its products, which
+        takes hours for a large model, and has little in common with the code of a GPU."""
+        on_cpu = self.terms.device.type == "cpu" and self.emulation.hardware.kind != "cpu"
+        return on_cpu and self.emulation.memory_only and bool(config.get("fusion"))
+
     def _job(self, request: TrialRequest, rank: int, timeout_s: float | None, *, first: bool) -> Job:
         import cloudpickle
 
-        terms = self.terms
+        terms, config = self.terms, request.config
+        if self._runs_eagerly(config):
+            config = Config({**config, "fusion": False})
         program = EmulatedDryRun(
             workload=self.workload,
-            config=request.config,
+            config=config,
             plan=terms.plan,
             seed=terms.seed,
             memory_only=self.emulation.memory_only,
@@ -221,6 +230,8 @@ class EmulateRunner(Runner):
             step, spread = estimate.step_ms / 1e3, Z95 / Z80 * (estimate.step_ms_high - estimate.step_ms_low) / 2e3
             modelled = step
             notes.append("memory measured, time predicted")
+            if self._runs_eagerly(request.config):
+                notes.append("memory is that without fusion, which needs no more")
         else:
             step, spread, modelled = self._step(world, reports)
             notes.append(f"{1e3 * (step - modelled):,.1f} ms measured and {1e3 * modelled:,.1f} ms modelled")
@@ -326,8 +337,9 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
     within = world.replicas * world.tp
     if emulation.memory_only and emulation.ranks != "all":
         stages = sorted({0, fullest, world.pp - 1})
-    replicas = list(range(min(world.ep, MOST_SHARERS)))
-    places = [replica * world.tp for replica in replicas]
+    # Whole experts (`etp`) are on ranks that share a layer, too.
+    stride = 1 if config.get("etp") == 1 else world.tp
+    places = [sharer * stride for sharer in range(min(world.ep, MOST_SHARERS))]
     if emulation.ranks == "all":
         alike = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
         replicas = [0] if alike else list(range(world.replicas))

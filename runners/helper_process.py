@@ -2,18 +2,17 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
 
 from ..base.reading import tail_inside
 from ..base.scratch import Scratch
 from ..frameworks.setup import MEASURED_WITH
 from .process import kill_tree
+from .protocol import hang_up
 from .unix_user import UnixUser
 
 LAST_WORDS = 2000
@@ -67,16 +66,6 @@ class HelperProcess:
         """True if the process has not ended."""
         return self.process.poll() is None
 
-    def send(self, message: Any) -> None:
-        """Sends a message. If the process has ended, the reader of the connection detects it."""
-        with contextlib.suppress(ConnectionError):
-            self.connection.send(message)
-
-    def hang_up(self) -> None:
-        """Closes the connection for both ends and wakes up threads that wait on it."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
-
     def ended(self, within_s: float = 5.0) -> int:
         """Waits for the end and returns the exit code. Kills the process and everything it started after `within_s`."""
         try:
@@ -92,7 +81,7 @@ class HelperProcess:
 
     def close(self, within_s: float) -> None:
         """Ends the process, killing it after `within_s`, and removes its folder. May be called twice."""
-        self.hang_up()
+        hang_up(self.connection)
         self.ended(within_s)
         self._scratch.close()
 

@@ -7,21 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 
 import psutil
 
-from ..base.errors import RunnerError
+from ..base.errors import RedlineError, RunnerError
 from ..base.scratch import sweep
 from ..results import Status
 from . import failure
-from .agent import SOCKET, AgentSetup, MoreImports
+from .agent import IMPORT, RUN_JOB, RUN_TASK, SOCKET, START, AgentSetup
 from .helper_process import HelperProcess
-from .job import STOP, TEARDOWN_S, AgentTask, Begun, Compiling, Job, Outcome
+from .job import TEARDOWN_S, AgentTask, Begun, Compiling, Job, Outcome
 from .process import Deadline, kill_tree
+from .protocol import Call, Caller, RemoteError
 
 PLAIN_IMPORTS = (
     "torch",
@@ -64,17 +65,17 @@ class HostAgent:
         self._lock = threading.Lock()
         self._closed = False
         self._failure: RunnerError | None = None
-        self._running: dict[str, Connection] = {}
+        self._running: dict[str, Call] = {}
         self._stopped: set[str] = set()
         sweep()
         self._start()
 
     def _start(self) -> None:
-        self._awaited = 1  # pending answers, one for each request to import
         self._process = HelperProcess("redline.runners.agent", "agent", environment=self._environment)
         self._address = str(self._process.folder / SOCKET)
+        self._caller = Caller(self._process.connection, lambda error: "the host agent was lost")
         sys_path = tuple(os.path.abspath(each) for each in sys.path)
-        self._process.send(AgentSetup(sys_path=sys_path, imports=self._imports))
+        self._imports_begun = [self._caller.begin(START, AgentSetup(sys_path=sys_path, imports=self._imports))]
 
     def _restart(self) -> None:
         """Replaces an agent that has ended."""
@@ -92,8 +93,7 @@ class HostAgent:
             new = tuple(dict.fromkeys(each for each in imports if each not in self._imports))
             if new:
                 self._imports += new
-                self._awaited += 1
-                self._process.send(MoreImports(imports=new))
+                self._imports_begun.append(self._caller.begin(IMPORT, new))
 
     def wait_ready(self) -> None:
         """Waits until the agent accepts jobs. An agent that dies before that is restarted, up to `STARTS` starts.
@@ -104,44 +104,51 @@ class HostAgent:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if not self._awaited and not self._closed and not self._process.running:
+            if not self._imports_begun and not self._closed and not self._process.running:
                 self._restart()
             starts = 1
-            while self._awaited and not self._closed:
-                answer = self._start_message()
-                if answer is None and not self._closed:
+            while self._imports_begun and not self._closed:
+                if self._imported(self._imports_begun[0]):
+                    del self._imports_begun[0]
+                elif not self._closed:
                     how = failure.ended(self._process.ended())
                     if starts == STARTS:
                         text = f"the host agent died {STARTS} times before it was ready ({how})"
                         raise RunnerError(self._process.with_last_words(text))
                     starts += 1
                     self._restart()
-                elif answer is not None and "error" in answer:
-                    text = f"the host agent did not start: {answer['error']}\n{answer['traceback']}"
-                    self._failure = RunnerError(text)  # a restart would fail in the same way
-                    raise self._failure
-                elif answer is not None:
-                    self._awaited -= 1
             if self._closed:
                 self._end()  # this agent may have been started while another was being closed
                 raise RunnerError("the host agent is closed")
 
-    def _start_message(self) -> dict[str, str | int] | None:
-        """Returns the agent's next message about its start; None if it died before."""
-        connection = self._process.connection
+    def _imported(self, call: Call) -> bool:
+        """Waits until the agent has imported modules. Returns False if it died before.
+
+        Raises:
+            RunnerError: an import failed.
+        """
         active = time.monotonic()
-        try:
-            # Polls instead of waiting for the connection to close: a process left by an import may keep it open.
-            while not connection.poll(POLL_S):
-                if not self._process.running and not connection.poll():
-                    return None
-                now = time.monotonic()
-                active = active if _is_stopped(self.pid) else now
-                if now - active > BEGIN_S:
-                    self._process.kill()
-            return connection.recv()
-        except (EOFError, ConnectionError):
-            return None
+        # Polls instead of waiting for the connection to close: a process left by an import may keep it open.
+        while True:
+            running = self._process.running
+            try:
+                call.result(POLL_S)
+                return True
+            except TimeoutError:
+                if not running:
+                    return False
+            except RedlineError as error:
+                if not call.replied:
+                    return False
+                text = str(error)
+                if not isinstance(error, RemoteError):
+                    text = f"{type(error).__name__}: {text}\n{error.__cause__}"
+                self._failure = RunnerError(f"the host agent did not start: {text}")  # a restart would fail as well
+                raise self._failure from None
+            now = time.monotonic()
+            active = active if _is_stopped(self.pid) else now
+            if now - active > BEGIN_S:
+                self._process.kill()
 
     def run(self, job: Job, key: str = "") -> Outcome:
         """Runs a job and returns its outcome. A job with a key can be stopped.
@@ -155,47 +162,56 @@ class HostAgent:
         self.wait_ready()
         if job.log is not None:  # the agent's working directory may differ from this process's
             job = replace(job, log=os.path.abspath(job.log))
-        with self._reporting_loss(), self._connect(job) as connection:
+        call = self._begin(RUN_JOB, job)
+        with self._lock:
+            self._running[key] = call
+            if key in self._stopped:
+                call.cancel()
+        try:
+            return _outcome(call, job)
+        except TimeoutError:
+            raise self._took_no_job() from None
+        finally:
             with self._lock:
-                self._running[key] = connection
-                if key in self._stopped:
-                    connection.send(STOP)
-            try:
-                return _answer(connection, job)
-            finally:
-                with self._lock:
-                    self._running.pop(key, None)
-                    self._stopped.discard(key)
+                self._running.pop(key, None)
+                self._stopped.discard(key)
+            call.caller.close()
 
-    def begin(self, task: AgentTask) -> Connection:
-        """Runs a task in a fork of the agent and returns the connection to it, which closes when the task ends.
+    def begin(self, task: AgentTask) -> Call:
+        """Runs a task in a fork of the agent and returns the call. Its connection closes when the process ends.
 
         Raises:
             RunnerError: the agent was lost, or does not start.
         """
         self.wait_ready()
-        with self._reporting_loss():
-            return self._connect(task)
+        call = self._begin(RUN_TASK, task)
+        if call.over:
+            call.result()
+        return call
 
-    def _connect(self, request: Job | AgentTask) -> Connection:
-        connection = Client(self._address, "AF_UNIX")
-        _bound_sending(connection, BEGIN_S)
-        connection.send(request)
-        return connection
-
-    @contextmanager
-    def _reporting_loss(self) -> Iterator[None]:
-        """Converts failures to reach the agent to a `RunnerError`."""
-        agent = self._process
+    def _begin(self, method: str, work: Job | AgentTask) -> Call:
+        """Sends work to a fork of the agent over a connection of its own."""
         try:
-            yield
-        except (TimeoutError, BlockingIOError) as error:
-            agent.kill()
-            message = f"the host agent took no job within {BEGIN_S:g} s and was ended"
-            raise RunnerError(agent.with_last_words(message)) from error
-        except (EOFError, OSError) as error:
-            message = "closed" if self._closed else f"lost ({type(error).__name__})"
-            raise RunnerError(agent.with_last_words(f"the host agent was {message} during a trial")) from error
+            connection = Client(self._address, "AF_UNIX")
+        except OSError as error:
+            raise RunnerError(self._lost(error)) from error
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            # A send then fails with BlockingIOError if the agent does not read (`man 7 socket`).
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(BEGIN_S), 0))
+        return Caller(connection, self._lost).begin(method, work)
+
+    def _lost(self, error: Exception) -> str:
+        """Returns the error text of a connection that failed."""
+        if isinstance(error, BlockingIOError):
+            return str(self._took_no_job())
+        how = "closed" if self._closed else f"lost ({type(error).__name__})"
+        return self._process.with_last_words(f"the host agent was {how} during a trial")
+
+    def _took_no_job(self) -> RunnerError:
+        """Ends an agent that does not begin a job and returns the error."""
+        self._process.kill()
+        message = f"the host agent took no job within {BEGIN_S:g} s and was ended"
+        return RunnerError(self._process.with_last_words(message))
 
     def ended(self, within_s: float = 0.0) -> bool:
         """True if the agent has died, or dies within `within_s`."""
@@ -208,7 +224,7 @@ class HostAgent:
         """Stops the job of this key, or prevents it if it has not arrived yet. `run` returns the outcome so far."""
         with self._lock:
             if key in self._running:
-                self._running[key].send(STOP)
+                self._running[key].cancel()
             else:
                 self._stopped.add(key)
 
@@ -220,32 +236,35 @@ class HostAgent:
         self._end()
 
     def _end(self) -> None:
-        if self._awaited:  # it does not read the connection while it imports
+        if self._imports_begun:  # it does not read the connection while it imports
             self._process.process.terminate()
         self._process.close(CLOSE_S)
 
 
-def _answer(connection: Connection, job: Job) -> Outcome:
+def _outcome(call: Call, job: Job) -> Outcome:
     """Returns the outcome of a job, waiting no longer than the job may take.
 
     Raises:
         TimeoutError: the agent did not begin it.
     """
-    if not connection.poll(BEGIN_S):
-        raise TimeoutError
-    begun: Begun = connection.recv()
+    begun: Begun | None = call.note(BEGIN_S)
+    if begun is None:  # lost
+        call.result()
+    assert begun is not None
     deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
     while True:
         patience = ANSWER_S + job.teardown_s - TEARDOWN_S
         left = None if job.timeout_s is None else max(0.0, deadline.at + patience - time.monotonic())
-        if not connection.poll(left):
+        try:
+            note: Compiling | None = call.note(left)
+        except TimeoutError:
             kill_tree(begun.supervisor)
             silent = f"its supervisor did not answer for another {patience:g} s and was killed"
             return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
-        message: Compiling | Outcome = connection.recv()
-        if isinstance(message, Outcome):
-            return message
-        deadline.compiling(message.yes, time.monotonic())
+        if note is None:
+            outcome: Outcome = call.result()
+            return outcome
+        deadline.compiling(note.yes, time.monotonic())
 
 
 def _is_stopped(pid: int) -> bool:
@@ -253,11 +272,3 @@ def _is_stopped(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
-
-
-def _bound_sending(connection: Connection, seconds: float) -> None:
-    """Sets a time limit for sends, which fail with BlockingIOError if the peer does not read (`man 7 socket`,
-    SO_SNDTIMEO).
-    """
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))

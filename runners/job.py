@@ -3,13 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ..results import Status
+from .protocol import Received
 
-STOP = "stop"
-"""Message of a client that ends a job and still wants its outcome."""
 TEARDOWN_S = 10.0
 """Time for killed processes to end on a CPU, s."""
 CUDA_TEARDOWN_S = 60.0
@@ -98,18 +96,18 @@ class AgentTask(ABC):
     """
 
     @abstractmethod
-    def run(self, client: Connection) -> None:
-        """Runs the task.
+    def run(self, call: Received) -> Any:
+        """Runs the task and returns the value of the reply.
 
         Args:
-            client: connection to the process that requested it. It closes when that process ends; the task must react
+            call: from the process that requested it. Its channel closes when that process ends; the task must react
                 to that.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The first message to the client of a job or task."""
+    """The first note to the client of a job or task."""
 
     supervisor: int
     """Id of the process that runs it."""
@@ -117,7 +115,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """Sent at every change, since compilation does not count towards the deadline."""
+    """A note at every change, since compilation does not count towards the deadline."""
 
     yes: bool
     """True if any rank of the job compiles from now on."""

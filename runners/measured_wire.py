@@ -31,7 +31,7 @@ LATE_S = 0.3
 LATE_BYTES = 1 << 14
 """Bytes of the communications that start late."""
 VERSION = 6
-"""Of what is measured; a table that was cached under another is not used."""
+"""Version of the measurement; a table that was cached under another one is not used."""
 
 
 def group_sizes(world_size: int) -> list[int]:

@@ -51,6 +51,17 @@ def expert_load(parts: Sequence[ProbePart]) -> float | None:
     return sum(loads) / len(loads) if loads else None
 
 
+def dropped_share(parts: Sequence[tuple[int, int] | None]) -> float | None:
+    """Returns the share of rows that experts dropped in training on all ranks; None if they have no capacity.
+
+    Args:
+        parts: number of dropped and of routed rows of each rank.
+    """
+    known = [each for each in parts if each is not None]
+    routed = sum(rows for _, rows in known)
+    return sum(dropped for dropped, _ in known) / routed if routed else None
+
+
 def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
     """Returns the reason why a candidate's computation differs from the reference's; empty if it does not.
 

@@ -26,6 +26,7 @@ from ..base.scratch import remove
 from . import failure
 from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
+from .protocol import Channel, keep_alive, receive_call, serve
 from .ray_host import RayHost, RayWorker
 from .worker_group import Layout, WorkerGroup, lay_out
 
@@ -63,7 +64,7 @@ class RaySetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """The first answer, after the hosts of trials are placed."""
+    """The reply to `START`, after the hosts of trials are placed."""
 
     per_host: int
     """Devices of a trial on each host."""
@@ -71,27 +72,13 @@ class Placed:
     """Trials at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """Sent every `BEAT_S` if Ray and all hosts that were ready have answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The result of a request: a value or an error."""
-
-    request: int
-    value: Any = None
-    error: RedlineError | None = None
-
-
-READY = "ready"
-"""A request, besides jobs, that is answered when trials can start at once."""
+START, READY, RUN_JOB = "start", "ready", "job"
+"""Calls: the first one, with a `RaySetup`; one whose reply means that trials can start at once; one with a `Job`."""
 
 
 def main() -> None:
     """Uses Ray in a child process. Ends the child and its descendants when the parent closes the connection."""
-    parent = Connection(int(sys.argv[1]))
+    parent = Channel(Connection(int(sys.argv[1])))
     os.set_inheritable(parent.fileno(), False)
     adopt_orphans()
     me, child = os.getpid(), os.fork()
@@ -113,18 +100,21 @@ def main() -> None:
         sys.exit(failure.ended(os.waitstatus_to_exitcode(status)))
 
 
-def _use_ray(parent: Connection) -> NoReturn:
-    """Serves requests until the parent closes the connection."""
+def _use_ray(parent: Channel) -> NoReturn:
+    """Replies to calls until the parent closes the connection."""
     code = 1
     try:
-        setup: RaySetup = parent.recv()
+        start = receive_call(parent)
+        setup: RaySetup
+        (setup,) = start.arguments
         sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
         sys.argv = [setup.script]
         try:
             cluster = Cluster(setup)
         except RedlineError as error:
-            parent.send(Reply(0, error=error))
+            start.fail(error)
         else:
+            start.done(Placed(per_host=cluster.layout.per_host, slots=cluster.slots))
             try:
                 _serve(cluster, parent)
             finally:
@@ -137,38 +127,19 @@ def _use_ray(parent: Connection) -> NoReturn:
         os._exit(code)  # does not wait for threads of Ray
 
 
-def _serve(cluster: "Cluster", parent: Connection) -> None:
-    lock = threading.Lock()
-
-    def send(message: Reply | Alive) -> None:
-        with lock, contextlib.suppress(OSError):  # the parent closed the connection, which ends this process
-            parent.send(message)
-
-    def answer(number: int, request: Job | str) -> None:
-        try:
-            if isinstance(request, Job):
-                send(Reply(number, cluster.dispatch(request)))
-            else:
-                cluster.wait_ready()
-                send(Reply(number))
-        except RunnerError as error:
-            send(Reply(number, error=error))
-        except BaseException as error:  # a bug, reported to the process that sent the request
-            send(Reply(number, error=RunnerError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
-
-    send(Reply(0, Placed(per_host=cluster.layout.per_host, slots=cluster.slots)))
-
+def _serve(cluster: "Cluster", parent: Channel) -> None:
     def watch() -> None:
         try:
-            cluster.watch(lambda: send(Alive()))
+            cluster.watch(lambda: keep_alive(parent))
         except RunnerError as error:
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            threading.Thread(target=answer, args=parent.recv(), daemon=True).start()
+    serve(
+        parent,
+        lambda call: cluster.dispatch(*call.arguments) if call.method == RUN_JOB else cluster.wait_ready(),
+    )
 
 
 class Cluster:
@@ -399,6 +370,6 @@ def check_listens(address: str) -> None:
 
 if __name__ == "__main__":
     # Pickles must name this module by its import path, not as __main__.
-    from redline.runners.ray_driver import main as serve
+    from redline.runners import ray_driver
 
-    serve()
+    ray_driver.main()

@@ -1,11 +1,9 @@
 """Trials on devices that Ray allocates, of this machine or a cluster."""
 
 import importlib.util
-import itertools
 import os
 import sys
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 from ..base.errors import MissingDependency, RunnerError
@@ -15,7 +13,8 @@ from . import failure
 from .dispatch import DryRunner
 from .helper_process import HelperProcess
 from .job import Job, Outcome
-from .ray_driver import READY, Alive, Placed, RaySetup, Reply
+from .protocol import Call, Caller
+from .ray_driver import READY, RUN_JOB, START, Placed, RaySetup
 from .work import TrialTerms, Work
 
 STARTS = 3
@@ -67,7 +66,6 @@ class RayRunner(DryRunner):
             script=sys.argv[0] if sys.argv else "",
         )
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
         sweep()
         placed = self._start()
         self.per_host, self.slots = placed.per_host, placed.slots
@@ -77,29 +75,31 @@ class RayRunner(DryRunner):
         for start in range(1, STARTS + 1):
             self._driver = _Driver(self._setup)
             try:
-                return self._driver.answers[0].result()
+                placed: Placed = self._driver.start.result()
+                return placed
             except BaseException as error:
                 self._driver.close(0 if self._driver.lost else CLOSE_S)
-                if self._driver.refused or start == STARTS or not isinstance(error, RunnerError):
+                if self._driver.start.replied or start == STARTS or not isinstance(error, RunnerError):
                     raise
         raise AssertionError("unreachable")
 
     def wait_ready(self) -> None:
         """Waits until trials can start at once."""
-        self._request(READY).result()
+        self._call(READY)
 
     def dispatch(self, job: Job) -> Outcome:
-        return self._request(job).result()
+        outcome: Outcome = self._call(RUN_JOB, job)
+        return outcome
 
-    def _request(self, request: Job | str) -> Future[Any]:
-        """Sends a request and returns the future of its result: an `Outcome` for a job."""
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Calls the process, which is restarted if it was lost."""
         with self._lock:
             if self._driver.lost and not self.closed:
                 self._driver.close(0)
                 self._driver = _Driver(self._setup)
             driver = self._driver
-        driver.answers[0].result()
-        return driver.ask(next(self._numbers), request)
+        driver.start.result()
+        return driver.caller.call(method, *arguments)
 
     def close(self) -> None:
         self.closed = True
@@ -111,72 +111,34 @@ class _Driver:
     """One process that uses Ray."""
 
     def __init__(self, setup: RaySetup) -> None:
-        self._process = HelperProcess("redline.runners.ray_driver", "ray")
-        self._process.send(setup)
-        self._lock = threading.Lock()
-        self._why = ""
-        self.refused = False
-        """True if it reported why it does not start, so that a restart would fail as well."""
         self._closing = False
-        self.answers: dict[int, Future[Any]] = {0: Future()}
-        """Results of unanswered requests. The one under 0 is that of the start."""
-        self._reader = threading.Thread(target=self._read, daemon=True, name="ray")
-        self._reader.start()
+        self._process = HelperProcess("redline.runners.ray_driver", "ray")
+        self.caller = Caller(self._process.connection, self._lost, start_s=START_S, silence_s=SILENCE_S, watched="ray")
+        self.start: Call = self.caller.begin(START, setup)
+        """The start, whose result is a `Placed`. An error that the process replies would be that of a restart too."""
 
     @property
     def lost(self) -> bool:
         """True if it will not answer any more."""
-        return bool(self._why)
+        return self.caller.lost
 
-    def ask(self, number: int, request: Job | str) -> Future[Any]:
-        """Sends a request and returns the future of its result."""
-        answer: Future[Any] = Future()
-        with self._lock:
-            if self._why:
-                answer.set_exception(RunnerError(self._why))
-                return answer
-            self.answers[number] = answer
-            self._process.send((number, request))
-        return answer
-
-    def _read(self) -> None:
-        """Assigns answers to their requests until the process ends."""
-        connection, patience = self._process.connection, START_S
-        why = ""
-        try:
-            while not why:
-                if not connection.poll(patience):
-                    why = f"Ray has not answered for {patience:g} s"
-                    break
-                message: Reply | Alive = connection.recv()
-                if isinstance(message, Alive):
-                    patience = SILENCE_S
-                    continue
-                answer = self.answers[0] if message.request == 0 else self.answers.pop(message.request)
-                if message.error is None:
-                    answer.set_result(message.value)
-                else:
-                    self.refused |= message.request == 0
-                    answer.set_exception(message.error)
-        except (EOFError, OSError):
-            if not self._closing:
-                how = failure.ended(self._process.ended())
-                why = self._process.with_last_words(f"Ray was lost: {how}")
+    def _lost(self, error: Exception) -> str:
+        """Ends the process and everything it started. Returns the error text."""
         if self._closing:
-            why = "the Ray runner was closed during a trial"
+            return "the Ray runner was closed during a trial"
+        if isinstance(error, EOFError):
+            how = failure.ended(self._process.ended())
+            why = self._process.with_last_words(f"Ray was lost: {how}")
         else:
-            self._process.kill()
-        with self._lock:
-            self._why = why
-            left = [each for each in self.answers.values() if not each.done()]
-        for each in left:
-            each.set_exception(RunnerError(why))
+            why = f"Ray {error}"
+        self._process.kill()
+        return why
 
     def close(self, within_s: float) -> None:
-        """Ends the process and everything it started. Unanswered requests fail with a `RunnerError`."""
+        """Ends the process and everything it started. Open calls fail with a `RunnerError`."""
         self._closing = True
         self._process.close(within_s)
-        self._reader.join()
+        self.caller.close()
 
 
 def _joined() -> str | None:

@@ -36,7 +36,7 @@ def runner_on(
         shared: for `local`, the devices that it shares with other runners.
 
     Raises:
-        UsageError: there is no such runner, or it has fewer devices than a trial needs.
+        UsageError: the runner does not exist, or it has fewer devices than a trial needs.
         MissingDependency: an optional package is not installed.
     """
     if name not in RUNNERS:

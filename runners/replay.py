@@ -61,7 +61,7 @@ class _Transfer:
     cores: float
     """Cores that it uses meanwhile."""
     keys: tuple[object, ...]
-    """What is done when it ends."""
+    """Items that are done when it ends."""
     channel: object
 
 

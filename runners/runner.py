@@ -161,6 +161,9 @@ class Runner(ABC):
         """
         return None
 
+    def stop(self, log: str) -> None:
+        """Stops the trial that writes this log, if the runner can stop a single one."""
+
     def close(self) -> None:
         """Ends all trials and releases the runner's resources. May be called twice."""
 
@@ -169,3 +172,41 @@ class Runner(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class WrappingRunner(Runner):
+    """A runner that changes the trials of another one, and otherwise is like it.
+
+    Args:
+        runner: runs the trials.
+        beside: another runner that is started and ended with it.
+    """
+
+    def __init__(self, runner: Runner, beside: Runner | None = None) -> None:
+        self.name = runner.name  # type: ignore[misc]  # that of the trials
+        self.slots, self.isolated, self.confirms = runner.slots, runner.isolated, runner.confirms
+        self.settle_s, self.per_host, self.device = runner.settle_s, runner.per_host, runner.device
+        self._runner = runner
+        self._all = (runner,) if beside is None else (beside, runner)
+
+    @property
+    def takes_turns(self) -> bool:
+        return self._runner.takes_turns
+
+    def wait_ready(self) -> None:
+        for each in self._all:
+            each.wait_ready()
+
+    def take_turns(
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
+    ) -> list[list[Measurement]] | None:
+        return self._runner.take_turns(requests, alone, patience_s)
+
+    def stop(self, log: str) -> None:
+        for each in self._all:
+            each.stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        for each in self._all:
+            each.close()

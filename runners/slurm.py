@@ -1,7 +1,6 @@
 """Trials on the nodes of the Slurm allocation that this process runs in."""
 
 import contextlib
-import itertools
 import os
 import queue
 import re
@@ -11,10 +10,8 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -28,7 +25,8 @@ from ..models import Workload
 from .dispatch import DryRunner
 from .job import Job, Outcome
 from .process import kill_tree
-from .slurm_host import KEY
+from .protocol import Caller
+from .slurm_host import KEY, START
 from .work import TrialTerms, Work
 from .worker_group import HostWorker, Layout, WorkerGroup, lay_out
 
@@ -66,8 +64,8 @@ class SlurmRunner(DryRunner):
         concurrency: trials at once; by default as many as the devices allow, and one on CPUs.
 
     Raises:
-        MissingDependency: there is no `srun`.
-        UsageError: there is no allocation, or it has fewer devices than a trial needs.
+        MissingDependency: `srun` is not on the PATH.
+        UsageError: this is not an allocation, or it has fewer devices than a trial needs.
         RunnerError: Slurm did not start the tasks.
     """
 
@@ -248,12 +246,12 @@ class _Allocation:
                 if self._step.poll() is not None or time.monotonic() > end:
                     raise RunnerError(self._with_last_words(f"Slurm started {len(found)} of {self._count} tasks"))
                 continue
+            worker = _SlurmWorker(connection)
             try:
-                number, name = connection.recv()
-                connection.send((tuple(os.path.abspath(each) for each in sys.path), self._imports))
-            except (EOFError, OSError):  # the task ended, which shows in `srun`
+                number = worker.start(self._imports)
+            except RunnerError:  # the task ended, which shows in `srun`
                 continue
-            found[number] = _SlurmWorker(connection, name, here=name == os.environ.get("SLURMD_NODENAME"))
+            found[number] = worker
         self._server.close()
         self._workers = [found[number] for number in sorted(found)]
         return self._workers
@@ -329,54 +327,26 @@ class _Slice(HostWorker):
 
 
 class _SlurmWorker(HostWorker):
-    """A task of the job step.
+    """A task of the job step."""
 
-    Args:
-        connection: to the task.
-        name: of its node.
-        here: whether that is this machine.
-    """
+    def __init__(self, connection: Connection) -> None:
+        self._node = "that connected last"
+        self._caller = Caller(connection, self._lost, watched="slurm")
 
-    def __init__(self, connection: Connection, name: str, here: bool) -> None:
-        self._connection, self._name, self.here = connection, name, here
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, Future[Any]] = {}
-        self._lost = False
-        threading.Thread(target=self._read, daemon=True, name=f"slurm {name}").start()
+    def start(self, imports: tuple[str, ...]) -> int:
+        """Starts the host agent of the task's node and returns the node's number in the allocation."""
+        sys_path = tuple(os.path.abspath(each) for each in sys.path)
+        number, self._node = self._caller.call(START, sys_path, imports)
+        self.here = self._node == os.environ.get("SLURMD_NODENAME")
+        return int(number)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        answer: Future[Any] = Future()
-        with self._lock:
-            if self._lost:
-                raise RunnerError(f"Slurm lost the node {self._name}")
-            number = next(self._numbers)
-            self._answers[number] = answer
-            try:
-                self._connection.send((number, method, arguments))
-            except OSError as error:
-                raise RunnerError(f"Slurm lost the node {self._name}: {error.strerror or error}") from error
-        return answer.result()
+        return self._caller.call(method, *arguments)
 
-    def _read(self) -> None:
-        why = ""
-        try:
-            while True:
-                number, value, error = self._connection.recv()
-                answer = self._answers.pop(number)
-                if error is None:
-                    answer.set_result(value)
-                else:
-                    answer.set_exception(error)
-        except (EOFError, OSError):
-            pass  # the task has ended, or the connection was closed here
-        except Exception as error:  # an unreadable message, reported to the callers that wait
-            why = f": {type(error).__name__}: {error}"
-        with self._lock:
-            self._lost = True
-        for answer in list(self._answers.values()):
-            answer.set_exception(RunnerError(f"Slurm lost the node {self._name}{why}"))
+    def _lost(self, error: Exception) -> str:
+        # The task has ended, or the connection was closed here, or else a message was unreadable.
+        why = "" if isinstance(error, EOFError) else f": {type(error).__name__}: {error}"
+        return f"Slurm lost the node {self._node}{why}"
 
     def kill(self) -> None:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        self._caller.close()

@@ -1,25 +1,27 @@
 """A host of a trial in a Slurm allocation: a task of `srun` with a host agent, controlled over a connection.
 
 Run as `python -m redline.runners.slurm_host PORT` by `srun`, once on each node. It connects to the process that
-started `srun`, at the address set by Slurm and with the key in its environment, sends the number of its node, and
-serves requests until the connection closes.
+started `srun`, at the address set by Slurm and with the key in its environment, and replies to that process's calls
+until the connection closes.
 """
 
 import os
 import socket
 import sys
-import threading
 from dataclasses import replace
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 
 from ..base.device import visible_gpus
-from ..base.errors import RedlineError, RunnerError
+from ..base.errors import RunnerError
 from .job import Job, Outcome
 from .process import adopt_orphans, kill_descendants
+from .protocol import Channel, receive_call, serve
 from .worker_group import Host
 
 KEY = "REDLINE_SLURM_KEY"
 """Environment variable with the key of the connection, hexadecimal."""
+START = "start"
+"""The first call, with the import path and the imports of the agent. The reply is the number and name of the node."""
 
 
 class SlurmHost(Host):
@@ -56,46 +58,21 @@ def main() -> None:
     with Client((os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(sys.argv[1])), authkey=key) as connection:
         with socket.socket(fileno=os.dup(connection.fileno())) as mine:
             address = mine.getsockname()[0]
-        connection.send((int(os.environ["SLURM_NODEID"]), os.environ.get("SLURMD_NODENAME", address)))
-        sys_path, imports = connection.recv()
+        channel = Channel(connection)
+        start = receive_call(channel)
+        sys_path, imports = start.arguments
+        start.done((int(os.environ["SLURM_NODEID"]), os.environ.get("SLURMD_NODENAME", address)))
         sys.path[:] = list(dict.fromkeys([*sys_path, *sys.path]))
         host = SlurmHost(imports, address)
         try:
-            _serve(connection, host)
+            serve(channel, lambda call: getattr(host, call.method)(*call.arguments))
         finally:
             host.close()
             kill_descendants()
 
 
-def _serve(connection: Connection, host: SlurmHost) -> None:
-    lock = threading.Lock()
-
-    def answer(number: int, method: str, arguments: tuple[object, ...]) -> None:
-        value, raised = None, None
-        try:
-            value = getattr(host, method)(*arguments)
-        except RedlineError as error:
-            raised = error
-        except Exception as error:  # a bug, reported to the process that sent the request
-            raised = RunnerError(f"{type(error).__name__}: {error}")
-        with lock:
-            try:
-                connection.send((number, value, raised))
-            except OSError:  # the connection is closed, which `recv` detects
-                return
-            except Exception as error:  # the value cannot be pickled
-                connection.send((number, None, RunnerError(f"{type(error).__name__}: {error}")))
-
-    while True:
-        try:
-            request = connection.recv()
-        except (EOFError, OSError):
-            return
-        threading.Thread(target=answer, args=request, daemon=True).start()
-
-
 if __name__ == "__main__":
     # Pickles must name this module by its import path, not as __main__.
-    from redline.runners.slurm_host import main as serve
+    from redline.runners import slurm_host
 
-    serve()
+    slurm_host.main()

@@ -7,17 +7,17 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from ..results import Status
 from . import failure
-from .job import STOP, Begun, Compiling, Job, Outcome, RankOutcome
+from .job import Begun, Compiling, Job, Outcome, RankOutcome
 from .log import LogFile
 from .memory import SAMPLE_S, Shortage, wait_for_room
 from .process import Deadline, adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
+from .protocol import CANCEL, Received
 from .rank import DUMP_STACKS, run_rank
 
 GRACE_S = 0.2
@@ -49,8 +49,8 @@ class Supervisor:
     """Runs one job, in a process forked from the agent."""
 
     job: Job
-    client: Connection
-    """Connection to the client. If it closes, the trial is abandoned."""
+    call: Received
+    """From the client. If its channel closes, the trial is abandoned."""
     folder: str | None = None
     """Parent of the folder for the rendezvous of ranks; None for the system's temporary directory."""
     shortage: InitVar[Shortage | None] = None
@@ -66,7 +66,7 @@ class Supervisor:
     def run(self) -> Outcome | None:
         """Returns the job's outcome; None if the client closed the connection. All processes it started have ended."""
         adopt_orphans()
-        self._send(Begun(os.getpid()))
+        self.call.note(Begun(os.getpid()))
         folder = tempfile.mkdtemp(prefix="rendezvous-", dir=self.folder)
         try:
             with LogFile(self.job.log, continues=self.job.log_continues) as log:
@@ -88,7 +88,7 @@ class Supervisor:
         def say(message: str) -> None:
             log.write(f"redline: {message}\n".encode())
 
-        used_mib = wait_for_room(self.job.device_ids, self.folder, say, given_up=lambda: self.client.poll(0))
+        used_mib = wait_for_room(self.job.device_ids, self.folder, say, given_up=self.call.channel.poll)
         self.job = replace(self.job, used_mib=used_mib)
         self._deadline = Deadline(time.monotonic(), self.job.timeout_s, self.job.compile_timeout_s)
 
@@ -111,7 +111,7 @@ class Supervisor:
                 self._shortage.close()
                 os.dup2(stdout, 1)
                 os.dup2(stdout, 2)
-                for fd in (stdout, output, receiver.fileno(), self.client.fileno()):
+                for fd in (stdout, output, receiver.fileno(), self.call.channel.fileno()):
                     os.close(fd)
                 for other in self._ranks:
                     os.close(other.output)
@@ -132,7 +132,7 @@ class Supervisor:
     def _watch(self, log: LogFile) -> Outcome | None:
         look = 0.0
         with selectors.DefaultSelector() as selector:
-            selector.register(self.client, selectors.EVENT_READ, ("client", None))
+            selector.register(self.call.channel, selectors.EVENT_READ, ("client", None))
             for rank in self._ranks:
                 selector.register(rank.reports, selectors.EVENT_READ, ("reports", rank))
                 selector.register(rank.output, selectors.EVENT_READ, ("output", rank))
@@ -177,15 +177,11 @@ class Supervisor:
                 self._exited(rank, log)
         return True
 
-    def _send(self, message: Begun | Compiling) -> None:
-        with suppress(OSError):  # the client closed the connection, which `_turn` detects
-            self.client.send(message)
-
     def _stop_requested(self) -> bool:
         """True if the client wants an early outcome, False if it closed the connection."""
         try:
-            return self.client.recv() == STOP
-        except (EOFError, OSError):
+            return self.call.channel.receive()[0] == CANCEL
+        except EOFError:
             return False
 
     def _receive(self, rank: _Rank) -> bool:
@@ -201,7 +197,7 @@ class Supervisor:
             rank.compiling = value
             compiling = any(each.compiling for each in self._ranks)
             if self._deadline.compiling(compiling, time.monotonic()):
-                self._send(Compiling(compiling))
+                self.call.note(Compiling(compiling))
         elif rank.outcome is None:
             rank.outcome = value
         return True

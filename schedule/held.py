@@ -82,7 +82,7 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
     The tensors are the same objects, so that ties to the rest of the model remain.
 
     Returns:
-        What could not be kept, one sentence each.
+        A sentence for each that could not be kept.
     """
     notes = []
     fresh = dict(_tensors(new))

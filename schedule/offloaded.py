@@ -1,6 +1,6 @@
 """An optimizer with its state and arithmetic on the CPU."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,15 +20,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     since, as detected by versions and two checksums. `param_groups` and `state` are those of the inner optimizer, so
     schedulers work as usual.
 
+    Args:
+        params: all parameters that are updated.
+        make: makes the inner optimizer.
+        chosen: those whose state is in host memory; None for all. The inner optimizer steps the others in place.
+
     Source: Rajbhandari et al., ZeRO-Offload (2021).
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], make: Make) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], make: Make, chosen: Collection[nn.Parameter] | None = None
+    ) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        stepped: list[nn.Parameter] = []
+        self._others: list[nn.Parameter] = []
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         """Host memory for the gradient of each copy."""
         for param in params:
             if not param.requires_grad:
+                continue
+            if chosen is not None and param not in chosen:
+                self._others.append(param)
+                stepped.append(param)
                 continue
             # Each rank steps its own shard of FSDP, as a plain tensor: a DTensor on the CPU would
             # still belong to the mesh of the devices.
@@ -36,10 +49,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             host = nn.Parameter(_room_for(here))
             host.data.copy_(here, non_blocking=True)
             self.pairs.append((param, host))
+            stepped.append(host)
         self._remember()
         self._wait()
-        self.inner = make([host for _, host in self.pairs])
-        super().__init__([param for param, _ in self.pairs], {})
+        self.inner = make(stepped)
+        super().__init__([*(param for param, _ in self.pairs), *self._others], {})
         # Schedulers change the groups: they are the inner optimizer's own.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
@@ -113,8 +127,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model's own parameters."""
-        for param, host in self.pairs:
+        for _, host in self.pairs:
             host.grad = None
+        for param in (*(param for param, _ in self.pairs), *self._others):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:

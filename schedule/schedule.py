@@ -52,6 +52,7 @@ class Schedule(ScheduledModule):
     fused_gelu = primitives.fused_gelu
     fused_loss = primitives.fused_loss
     hook = primitives.hook
+    limit_experts = primitives.limit_experts
     offload = primitives.offload
     parallel_loss = primitives.parallel_loss
     pipeline = primitives.pipeline

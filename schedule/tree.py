@@ -130,7 +130,7 @@ class ScheduledModule:
         """A module below this one, by dotted path, or the direct child at a position; a slice gives a list of them.
 
         Raises:
-            ScheduleError: there is no such module; the message names the nearest one.
+            ScheduleError: the module does not exist; the message names the nearest one.
         """
         if isinstance(path, int | slice):
             names = [name for name, child in children_of(self.module).items() if child is not None]

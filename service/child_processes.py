@@ -1,9 +1,9 @@
 """Child processes of the server: a helper for slow imports and computations, and the server's own worker."""
 
+import contextlib
 import logging
-import multiprocessing
 import os
-import signal
+import select
 import subprocess
 import sys
 import threading
@@ -13,9 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..base import errors
-from ..base.errors import RedlineError, RunnerError, UsageError
+from ..base.errors import RunnerError, UsageError
+from ..base.scratch import remove
+from ..runners.helper_process import HelperProcess
 from ..runners.memory import HostMemoryMeter
+from ..runners.protocol import Caller, Channel, RemoteError, receive_call
 
 MEMORY_MIB = 8192.0
 """Memory limit of a helper, MiB. It traces models that users describe."""
@@ -37,8 +39,8 @@ class Helper:
         self._seconds, self._most_waiting = seconds, most_waiting
         self._slots = threading.BoundedSemaphore(1 + most_waiting)
         self._lock = threading.Lock()
-        self._process: Any = None
-        self._pipe: Connection | None = None
+        self._process: HelperProcess | None = None
+        self._caller: Caller | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns `function(*args)`, computed in the process. The function must be importable, its arguments and
@@ -58,76 +60,60 @@ class Helper:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with self._lock:
-            pipe = self._started()
+            caller = self._started()
             try:
-                pipe.send((function, args))
-                if not pipe.poll(self._seconds):
-                    self._end()
-                    raise UsageError(
-                        f"this takes longer than the limit of {self._seconds:g} s; request something smaller"
-                    )
-                kind, found = pipe.recv()
-            except (EOFError, OSError):
+                return caller.call("call", function, args, within_s=self._seconds)
+            except TimeoutError:
                 self._end()
-                raise RunnerError(
-                    "the process that computes this died during it; it may have run out of memory"
+                raise UsageError(
+                    f"this takes longer than the limit of {self._seconds:g} s; request something smaller"
                 ) from None
-        if kind == "done":
-            return found
-        if kind == "failed":
-            _log.error("a helper failed: %s", found)
-            raise RunnerError("the computation failed; the server's log has the traceback")
-        raise getattr(errors, kind, UsageError)(found)
+            except RemoteError as error:
+                _log.error("a helper failed: %s", error)
+                raise RunnerError("the computation failed; the server's log has the traceback") from None
 
     def close(self) -> None:
         """Ends the process."""
         with self._lock:
             self._end()
 
-    def _started(self) -> Connection:
-        if self._process is None or self._pipe is None or not self._process.is_alive():
+    def _started(self) -> Caller:
+        if self._caller is None or self._caller.look():
             self._end()
-            context = multiprocessing.get_context("spawn")
-            self._pipe, child_pipe = context.Pipe()
-            self._process = context.Process(target=_serve, args=(child_pipe,), daemon=True, name="redline-helper")
-            self._process.start()
-            child_pipe.close()
-        return self._pipe
+            self._process = HelperProcess("redline.service.child_processes", "helper")
+            self._caller = Caller(
+                self._process.connection,
+                lambda error: "the process that computes this died during it; it may have run out of memory",
+            )
+        return self._caller
 
     def _end(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        self._process = self._pipe = None
+        if self._process is not None and self._caller is not None:
+            self._process.close(0)
+            self._caller.close()
+        self._process = self._caller = None
 
 
-def _serve(pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main() -> None:
+    """Calls functions until the parent process closes the connection."""
+    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    os.set_inheritable(connection.fileno(), False)
+    channel = Channel(connection)
+    threading.Thread(target=_end_with_parent, args=(channel, folder), daemon=True).start()
     HostMemoryMeter().limit(MEMORY_MIB)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = ("done", function(*args))
-        except RedlineError as error:
-            answer = (type(error).__name__, str(error))
-        except Exception:
-            import traceback
-
-            answer = ("failed", traceback.format_exc())
-        pipe.send(answer)
+    with contextlib.suppress(EOFError):
+        while True:
+            receive_call(channel).reply(lambda call: call.arguments[0](*call.arguments[1]))
+    threading.Event().wait()  # the thread ends the process
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a helper has a parent"
-    parent.join()
-    os._exit(1)
+def _end_with_parent(channel: Channel, folder: Path) -> None:
+    """Ends this process, in whatever computation, when the parent has closed the connection."""
+    closed = select.poll()
+    closed.register(channel, select.POLLRDHUP)
+    closed.poll()
+    remove(folder)
+    os._exit(0)
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
@@ -214,3 +200,7 @@ class EmbeddedWorker:
             self._process.stdin.flush()
         except BrokenPipeError:  # it died at once, which `_run` detects
             return
+
+
+if __name__ == "__main__":
+    main()

@@ -324,7 +324,7 @@ class SearchRun:
 
     @property
     def why(self) -> str:
-        """Why there is no winner; empty if there is one."""
+        """Returns the reason for a missing winner; empty if there is a winner."""
         return str(self.summary()["why"] or "")
 
     def summary(self) -> dict[str, Any]:

@@ -5,20 +5,17 @@ more than those of a dry run: they can misreport its own search, but reach nothi
 following links.
 """
 
-import json
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import RunnerError
-from ..base.reading import Malformed, parse_json
 from ..runners.helper_process import HelperProcess
 from ..runners.local import SharedDevices
+from ..runners.protocol import Call, Caller
 from ..runners.unix_user import UnixUser
 from .records import Assignment
 
@@ -30,78 +27,52 @@ END_S = 15.0
 """Time that a process, or a dry run being stopped, has to end, s."""
 
 
-def send(connection: Connection, message: dict[str, Any]) -> None:
-    """Sends a mapping as JSON."""
-    connection.send_bytes(json.dumps(message).encode())
-
-
 class _Process:
     """The process of one search."""
 
     def __init__(self, user: UnixUser, devices: int) -> None:
         self.users = 0
         self._helper = HelperProcess("redline.service.code_process", "code", user=user)
-        self._lock = threading.Lock()
-        self._answers: dict[int, Future[dict[str, Any]]] = {}
-        self._number = 0
-        self.lost = False
-        self._send({"devices": devices})
-        threading.Thread(target=self._receive, daemon=True, name="code").start()
+        self._caller = Caller(self._helper.connection, self._lost, plain=True, largest=LARGEST_ANSWER, watched="code")
+        self._caller.begin("start", devices)
 
-    def begin(self, assignment: Assignment, ids: tuple[str, ...], logs: Path) -> tuple[int, "Future[dict[str, Any]]"]:
-        """Starts a run and returns its number and the future of its outcome."""
-        answer: Future[dict[str, Any]] = Future()
-        with self._lock:
-            self._number += 1
-            number = self._number
-            self._answers[number] = answer
-            if self.lost:
-                answer.set_exception(self._gone())
-            else:
-                task = {"assignment": asdict(assignment), "ids": ids, "logs": str(logs)}
-                self._send({"number": number, **task})
-        return number, answer
+    @property
+    def lost(self) -> bool:
+        return self._caller.lost
 
-    def stop(self, number: int) -> None:
-        """Stops the run of that number. A process that does not stop it in time is killed."""
-        with self._lock:
-            answer = self._answers.get(number)
-            self._send({"stop": number})
-        if answer is not None:
-            late = threading.Timer(END_S, lambda: answer.done() or self._helper.kill())
+    def begin(self, assignment: Assignment, ids: tuple[str, ...], logs: Path) -> Call:
+        """Starts a run and returns the call."""
+        return self._caller.begin("run", asdict(assignment), ids, str(logs))
+
+    def outcome(self, call: Call) -> dict[str, Any]:
+        """Waits for the outcome of a run.
+
+        Raises:
+            RunnerError: the process was lost, or its reply is invalid.
+        """
+        found = call.result()
+        if not isinstance(found, dict):
+            self._helper.kill()
+            raise RunnerError("the process that runs code sent an invalid reply")
+        return found
+
+    def stop(self, call: Call) -> None:
+        """Stops a run. A process that does not stop it in time is killed."""
+        call.cancel()
+        if not call.over:
+            late = threading.Timer(END_S, lambda: call.over or self._helper.kill())
             late.daemon = True
             late.start()
 
     def close(self) -> None:
         """Ends the process and everything it started."""
         self._helper.close(END_S)
+        self._caller.close()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            send(self._helper.connection, message)
-        except OSError:  # the process has ended, which `_receive` detects
-            return
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                message = parse_json(self._helper.connection.recv_bytes(LARGEST_ANSWER))
-                with self._lock:
-                    answer = self._answers.pop(message["number"])
-                if "outcome" in message:
-                    answer.set_result(dict(message["outcome"]))
-                else:
-                    answer.set_exception(RunnerError(str(message["lost"])[:2000]))
-        except (EOFError, OSError, Malformed, KeyError, TypeError, ValueError):  # it ended, or sent an invalid message
-            self._helper.kill()
-            with self._lock:
-                self.lost = True
-                left, self._answers = list(self._answers.values()), {}
-            for each in left:
-                each.set_exception(self._gone())
-
-    def _gone(self) -> RunnerError:
-        return RunnerError(self._helper.with_last_words("the process that runs code ended"))
+    def _lost(self, error: Exception) -> str:
+        """Ends a process that has closed its connection or sent an invalid message. Returns the error text."""
+        self._helper.kill()
+        return self._helper.with_last_words("the process that runs code ended")
 
 
 class CodeRunners:
@@ -138,12 +109,12 @@ class CodeRunners:
         ids = self._shared.take(assignment.devices)
         try:
             with self._process(assignment.search) as process:
-                number, answer = process.begin(assignment, ids, logs)
+                call = process.begin(assignment, ids, logs)
                 with self._lock:
-                    self._stops[assignment.dry_run] = lambda: process.stop(number)
+                    self._stops[assignment.dry_run] = lambda: process.stop(call)
                 if over.is_set():
-                    process.stop(number)
-                return answer.result()
+                    process.stop(call)
+                return process.outcome(call)
         finally:
             self._shared.give_back(ids, assignment.devices)
             with self._lock:

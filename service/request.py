@@ -18,30 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError
+from ..base.option import options_of
 from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..models.server_model import ServerModel
 from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
-from ..tuner.request import RunRequest
+from ..tuner.request import SECTIONS, RunRequest
 
-TRAVELLING = (
-    (
-        "devices",
-        "seq_len",
-        "global_batch",
-        "lora",
-        "allow",
-        "baseline",
-        "override",
-        "fix",
-        "trials",
-        "time",
-        "device_hours",
-    )
-    + ("patience", "sampler", "headroom", "layerwise", "soak", "seed", "runner", "hardware", "memory_limit")
-    + ("trial_timeout", "measure_time", "concurrency")
-)
-"""Fields of a request that are sent unchanged."""
+TRAVELLING = tuple(field.name for section in SECTIONS for field, option in options_of(section) if option.sent)
+"""Fields of a request that are sent. All but `space` are sent unchanged."""
 TARGETS = ("target", "model", "workload", "command")
 """Fields of which a request has exactly one: the target of the search."""
 LARGEST_FILE = 512 * 1024
@@ -163,7 +148,7 @@ def arguments(request: Mapping[str, Any], folder: Path, *, code: bool = True) ->
         raise UsageError(NO_WORKLOADS)
     if len(found := [name for name in TARGETS if name in request]) != 1:
         raise UsageError(f"a request must have one of {', '.join(TARGETS)}, but has {', '.join(found) or 'none'}")
-    out = {name: request[name] for name in TRAVELLING if name in request}
+    out = {name: request[name] for name in TRAVELLING if name in request and name != "space"}
     out["target"] = _found(request, folder)
     if "hardware" in out:
         from ..estimator.hardware import named_hardware

@@ -24,7 +24,7 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
         forget: deletes the ledger of a name.
 
     Raises:
-        NotFound: there is no such search.
+        NotFound: the search does not exist.
         UsageError: it has not ended, or its searcher is still ending.
     """
     folder = runs.folder(search)

@@ -6,7 +6,6 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..base.errors import AttemptOver
@@ -14,6 +13,7 @@ from ..runners.host import PLAIN_IMPORTS
 from ..runners.job import AgentTask, Begun
 from ..runners.memory import HostMemoryMeter
 from ..runners.process import call_this_process
+from ..runners.protocol import Channel, Received
 from .limits import SearcherLimits
 
 IMPORTS = (
@@ -46,7 +46,7 @@ def driver_of(url: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTask(AgentTask):
-    """One attempt at a search. Sends its process id (`Begun`), and its exit code when it ends on its own."""
+    """One attempt at a search. Sends its process id (`Begun`), and replies with its exit code if it ends on its own."""
 
     url: str
     """URL of the service's database. It may contain a password, so it never appears on a command line."""
@@ -60,7 +60,7 @@ class SearchTask(AgentTask):
     """True if it may run a workload file."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
 
-    def run(self, client: Connection) -> None:
+    def run(self, call: Received) -> int:
         call_this_process(f"rl-{self.search}")
         with open(self.log, "ab", buffering=0) as log:
             for stream in (1, 2):
@@ -68,13 +68,13 @@ class SearchTask(AgentTask):
         # No cleanup on a signal: a killed search continues when it is restarted.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Thread(target=_end_with, args=(client,), daemon=True, name="server").start()
-        client.send(Begun(os.getpid()))
+        threading.Thread(target=_end_with, args=(call.channel,), daemon=True, name="server").start()
+        call.note(Begun(os.getpid()))
         HostMemoryMeter().limit(self.limits.memory_mib)
         code = self._searched()
         sys.stdout.flush()
         sys.stderr.flush()
-        client.send(code)
+        return code
 
     def _searched(self) -> int:
         """Runs the search and returns the exit code."""
@@ -96,9 +96,9 @@ class SearchTask(AgentTask):
         return 0
 
 
-def _end_with(client: Connection) -> None:
-    """Ends this process when the server ends. The server sends nothing, so any event on the connection is its end."""
+def _end_with(server: Channel) -> None:
+    """Ends this process when the server ends. The server sends nothing more, so any event on the channel is its end."""
     try:
-        client.recv()
-    except (EOFError, OSError):
+        server.receive()
+    except EOFError:
         os._exit(128 + signal.SIGHUP)

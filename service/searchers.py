@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..base.errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
-from ..runners.job import AgentTask, Begun
+from ..runners.job import AgentTask
+from ..runners.protocol import Call
 from .limits import SearcherLimits
 from .logs import folder_of
 from .records import Contender, Search, SearchState, Share, Worker
@@ -119,8 +119,8 @@ class _Child:
 
     of_a_model: bool
     """True if it needs the imports of `OF_MODELS`."""
-    connection: Connection | None = None
-    """To the process; None while it does not run."""
+    call: Call | None = None
+    """The call that runs the process; None while it does not run."""
     pid: int | None = None
     """None until the process has sent it."""
     code: int | None = None
@@ -131,6 +131,22 @@ class _Child:
     deaths: int = 0
     again_at: float = 0.0
     """When to restart it, on the monotonic clock."""
+
+    def lives(self) -> bool:
+        """Reads the process's messages. Returns False if it has ended."""
+        assert self.call is not None
+        with suppress(TimeoutError):
+            while (note := self.call.note(0)) is not None:
+                self.pid = note.supervisor
+        if self.call.replied:
+            self.code = self.call.result()
+        return not self.call.caller.look()
+
+    def hang_up(self) -> None:
+        """Closes the connection, which ends the process."""
+        if self.call is not None:
+            self.call.caller.close()
+        self.call = self.pid = None
 
 
 @dataclass
@@ -177,8 +193,7 @@ class Searchers:
             self._thread.join()
         self.agent.close()  # the thread may have replaced the agent meanwhile
         for child in self._children.values():
-            if child.connection is not None:
-                child.connection.close()
+            child.hang_up()
         self._children.clear()
 
     def _run(self) -> None:
@@ -209,20 +224,19 @@ class Searchers:
         if not children or any(child.of_a_model for child in children):
             self.agent.also_import(self.of_models)  # without searches this happens ahead of time
         for name, child in self._children.items():
-            if child.connection is None and now >= child.again_at and not self._stopping.is_set():
+            if child.call is None and now >= child.again_at and not self._stopping.is_set():
                 self._begin(name, child)
 
     def _end(self, search: str) -> None:
         """Ends the process of a search that gave up its slot, by closing its connection."""
         child = self._children.pop(search, None)
-        if child is not None and child.connection is not None:
-            child.connection.close()
+        if child is not None:
+            child.hang_up()
 
     def _look_at(self, search: str, child: _Child, now: float) -> None:
-        if child.connection is None or _lives(child):
+        if child.call is None or child.lives():
             return
-        child.connection.close()
-        child.connection = child.pid = None
+        child.hang_up()
         if self._needs_none(search):
             del self._children[search]
             return
@@ -265,7 +279,7 @@ class Searchers:
             task = self.task(
                 url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
             )
-            child.connection = self.agent.begin(task)
+            child.call = self.agent.begin(task)
         except RunnerError as error:
             if not self._stopping.is_set():  # not the search's fault, so not counted as a death
                 child.again_at = time.monotonic() + LONGEST_PAUSE_S
@@ -290,18 +304,3 @@ class Searchers:
 def _of_a_model(search: Search) -> bool:
     command = search.request.get("command")
     return command is None or bool(command.get("model"))
-
-
-def _lives(child: _Child) -> bool:
-    """Reads the process's messages. Returns False if it has ended."""
-    assert child.connection is not None
-    try:
-        while child.connection.poll():
-            message: Begun | int = child.connection.recv()
-            if isinstance(message, Begun):
-                child.pid = message.supervisor
-            else:
-                child.code = message
-    except (EOFError, OSError):
-        return False
-    return True

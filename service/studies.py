@@ -85,7 +85,7 @@ def tell(url: str, study: str, number: int, outcome: Mapping[str, Any]) -> dict[
     """Records how a trial ended. Repeating the same report changes nothing.
 
     Raises:
-        NotFound: there is no such trial.
+        NotFound: the trial does not exist.
         KeyTaken: it has ended with another result.
     """
     found = _found(url, study)
@@ -145,7 +145,7 @@ def _found(url: str, study: str) -> _Study:
     """Returns a study, opened if necessary.
 
     Raises:
-        NotFound: there is no study of that id.
+        NotFound: no study has that id.
     """
     if (url, study) in _open:
         _open.move_to_end((url, study))

@@ -47,8 +47,8 @@ class Space:
         self._derived: list[str] = []  # in listing order
         self._constraints: list[Constraint] = []
         self.beyond: Any = None
-        """What the rules of a default space read beside knobs (`redline.knobs.rules.RuleContext`), for knobs that are added
-        later."""
+        """Facts that the rules of a default space read beside knobs (`redline.knobs.rules.RuleContext`), for knobs that
+        are added later."""
         self._valid: ValidSet | None = None
         # Choices that were valid at the last check: they answer most checks.
         self._witness: Mapping[str, Any] = {}

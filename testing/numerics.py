@@ -3,6 +3,10 @@
 A cell is a family at a tiny size and a combination of knobs. It passes if, without dropout and in float32, the loss of
 the first step, all its gradients, and all weights after three steps equal those of one process at the same global
 batch, up to rounding (`schedule/rounding.py`). For a combination that a family does not support there is a reason.
+
+A capacity drops rows of experts by the tokens of a forward pass on one rank, so one process is then given the same
+capacity and the same micro-batches: those of the first rank, then those of the second, and so on. Ranks must not share
+samples (`sp`, `cp`, runs of a smaller `tp`), which would divide these tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,6 +44,7 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "interleaved"},
     "pp2 zero bubble": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zero_bubble"},
     "pp2 zbv": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zbv"},
+    "pp2 uneven": {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3", "checkpoint_ratio": 0.5},
     "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
@@ -71,6 +76,14 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·dp2+zero3": {"dp": 4, "ep": 2, "zero": 3, "micro_batch": 2},
     "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
     "ep2·tp2+sp": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 3},
+    "tp2 etp1": {"tp": 2, "etp": 1},
+    "ep2·tp2 etp1": {"tp": 2, "ep": 2, "etp": 1, "grad_accum": 2},
+    "ep2·tp2 etp1+sp": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "ep2·tp2·dp2 etp1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 2},
+    "ep2·tp2·dp2 etp1+zero3": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3, "micro_batch": 2},
+    "ep4·tp2 etp1": {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "micro_batch": 2},
+    "ep4·tp2 etp1+sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "zero": 2, "sequence_parallel": True},
+    "ep2·tp2·pp2 etp1": {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "grad_accum": 4},
     "ep2·pp2": {"dp": 2, "ep": 2, "pp": 2, "grad_accum": 2},
     "ep2·pp2+zero2": {"dp": 2, "ep": 2, "pp": 2, "zero": 2, "grad_accum": 2},
     "ep2·pp2 zbv": {
@@ -79,6 +92,8 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "ep2·cp2": {"cp": 2, "ep": 2, "grad_accum": 2},
     "ep2·sp2": {"dp": 2, "sp": 2, "ep": 2, "zero": 3},
     "ep2+fusion": {"dp": 2, "ep": 2, "fusion": True},
+    "ep2+capacity": {"dp": 2, "ep": 2, "capacity_factor": 0.75, "micro_batch": 2},
+    "ep2·dp2+capacity": {"dp": 4, "ep": 2, "zero": 3, "capacity_factor": 1.0, "micro_batch": 2},
     "runs tp1/tp2": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,ckpt 1:-"},
     "runs zero2/zero3": {"dp": 2, "zero": 2, "micro_batch": 2, "strategy": "0:- 1:zero3,ckpt"},
     "runs zero1/zero3": {"dp": 2, "zero": 1, "micro_batch": 2, "strategy": "0:zero3 1:-"},
@@ -184,7 +199,7 @@ def tiny(family: str, combination: str = "") -> "Workload":
 
     task, arguments = FAMILIES[family]
     config = COMBINATIONS.get(combination, {})
-    if config.get("pp", 1) * config.get("virtual_stages", 1) > 2:
+    if is_deep(config):
         arguments = {**arguments, **_DEEPER.get(family, {"num_hidden_layers": 4})}
     if family == "wide_resnet":
         return wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
@@ -192,6 +207,11 @@ def tiny(family: str, combination: str = "") -> "Workload":
     return hugging_face_workload(
         architecture, name=family, spec=family, seq_len=None if task == "image" else 16, global_batch=SAMPLES
     )
+
+
+def is_deep(config: Mapping[str, Any]) -> bool:
+    """Returns True for a configuration whose workload has four blocks or more."""
+    return config.get("pp", 1) * config.get("virtual_stages", 1) > 2 or "stage_blocks" in config
 
 
 def ranks(combination: str) -> int:
@@ -218,16 +238,16 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
     reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
-    if config.get("ep", 1) > 1:
+    if config.get("ep", 1) > 1 or config.get("etp") or config.get("capacity_factor"):
         reasons.insert(0, broken_rule(Strategy.of(config), RuleContext(experts=experts_of(workload))))
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
     if config.get("zero"):
         reasons.append(support.zero)
-    if config.get("strategy") is not None:
+    if config.get("strategy") is not None or config.get("stage_blocks") is not None:
         blocks, no_runs = runs_of(workload)
-        said = broken_rule(Strategy.of(config), RuleContext(blocks=blocks, no_runs=no_runs))
-        reasons.append(said.partition(": ")[2])
+        known = RuleContext(blocks=blocks, no_runs=no_runs, no_stage_blocks=workload.schedule.no_stage_blocks)
+        reasons.append(broken_rule(Strategy.of(config), known).partition(": ")[2])
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):
@@ -261,13 +281,13 @@ def departure(
         workload: the workload to train.
         config: its configuration, of precision fp32 or bf16; on several ranks, called alike on every rank.
         seed: seed of weights and data.
-        expected: the result of `reference` for the workload and the seed, if known.
+        expected: the result of `reference` for the workload, the seed and `for_one_process(config)`, if known.
     """
     import torch
 
     from ..base._torch import dynamo
 
-    expected = expected or reference(workload, seed)
+    expected = expected or reference(workload, seed, for_one_process(config))
     workload = replace(workload, optimizer=adamw)
     if config.get("fusion"):
         # The limit on compilations counts per function, and models share functions; beyond it nothing is compiled.
@@ -277,6 +297,12 @@ def departure(
     exact = config.get("precision", "fp32") == "fp32"
     allowed = expected.allowed if exact else expected.allowed_half
     return compare(expected.trained, found, allowed, workload.global_batch * (workload.seq_len or 1))
+
+
+def for_one_process(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration in which one process trains the same as ranks in another one."""
+    same = ("capacity_factor", "micro_batch") if config.get("capacity_factor") else ()
+    return {name: config[name] for name in same}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,13 +317,13 @@ class Reference:
     """Allowed rounding error of a gradient in bfloat16."""
 
 
-def reference(workload: "Workload", seed: int = 0) -> Reference:
-    """Returns the results of one process, computed on each rank by itself."""
+def reference(workload: "Workload", seed: int = 0, config: Mapping[str, Any] | None = None) -> Reference:
+    """Returns the results of one process, computed on each rank by itself; `config` has knobs that are not neutral."""
     import torch
 
     from ..schedule.rounding import allowance
 
-    numbers, model = _train(replace(workload, optimizer=adamw), {}, seed, alone=True)
+    numbers, model = _train(replace(workload, optimizer=adamw), config or {}, seed, alone=True)
     batch = workload.batch(workload.global_batch, 0)
     rows = max(each.numel() for each in (batch.values() if isinstance(batch, Mapping) else batch))
     exact, half = (allowance(model, rows, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))

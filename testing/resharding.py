@@ -25,6 +25,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "zero3": {"dp": 2, "zero": 3},
     "zero3+bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
     "pp2": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
+    "pp2 uneven": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b", "stage_blocks": "3,1"},
     "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "interleaved"},
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
     "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2, "pipeline_schedule": "1f1b"},
@@ -33,6 +34,8 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ep2+zero3": {"dp": 2, "ep": 2, "zero": 3},
     "ep4+zero1": {"dp": 4, "ep": 4, "zero": 1, "micro_batch": 1},
     "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "ep2·tp2 etp1": {"tp": 2, "ep": 2, "etp": 1},
+    "ep2·tp2·dp2 etp1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 2},
     "runs": {"tp": 2, "micro_batch": 4, "strategy": "0-1:tp1,zero3 2:ckpt 3:-"},
     "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
 }

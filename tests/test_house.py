@@ -136,3 +136,17 @@ def test_the_glossary_names_files_that_are_there_and_no_word_twice():
     assert len(rows) > 30
     assert [where for _, where in rows if not (ROOT / where).exists()] == []
     assert len({word for word, _ in rows}) == len(rows)
+
+
+def test_the_lines_of_a_knob_are_those_of_the_architecture_page():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    lines = re.findall(r"^(\w+/\w+\.py) +(.*fused_optimizer.*)$", page, re.M)
+    found = [
+        (str(path.relative_to(ROOT)), line)
+        for path in sources(ROOT).values()
+        for line in path.read_text().splitlines()
+        if re.search(r"\bfused_optimizer\b", line) and path.relative_to(ROOT).parts[0] != "frameworks"
+    ]
+    assert len(lines) == len(found) >= 8
+    for name, text in lines:
+        assert any(path == name and text in line for path, line in found), (name, text)

@@ -52,7 +52,7 @@ def apply_schedule(
     strategy = Strategy.of({**knobs, "dp": 1})
     if strategy.offload == "optimizer":
         sch.offload("optimizer")
-    if replicas > 1 or sch.tree.shared:
+    if has_replicas(sch):
         share_out(sch, strategy.replace(dp=replicas // strategy.replicas), [each.path for each in blocks])
     return sch
 
@@ -71,6 +71,15 @@ def _check_mesh(mesh: Any, config: Mapping[str, Any]) -> int:
                 f"{name} of that size, but has {sizes or 'no axes'}"
             )
     return int(sizes.get("dp", 1))
+
+
+def has_replicas(sch: "Schedule") -> bool:
+    """True if ranks have copies of a weight that they train on different samples or tokens."""
+    from ..schedule.parallel.collectives import axis_of
+    from ..schedule.parallel.experts import copied_experts
+
+    along = axis_of(sch.mesh, "dp")
+    return (along is not None and along.size > 1) or bool(sch.tree.shared) or copied_experts(sch.module)
 
 
 def share_out(sch: "Schedule", strategy: Strategy, blocks: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..base.errors import Diverged, StudyError, UsageError
+from ..base.errors import Diverged, StudyError
+from ..base.option import Option, check_options
 from ..models.batches import each_tensor, to_device
-from ..models.request import Asked
 from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
@@ -39,38 +39,31 @@ class LoopPlan:
         UsageError: a value is out of its range.
     """
 
-    log_every: Annotated[int, Asked("Steps between two lines of the log.", type=int, metavar="N")] = 10
-    """Steps between two lines of the log."""
+    log_every: Annotated[int, Option("Steps between two lines of the log.", type=int, least=1, metavar="N")] = 10
     eval_every: Annotated[
-        int, Asked("Steps between two evaluations on held-out samples; 0 for none.", type=int, metavar="N")
+        int, Option("Steps between two evaluations on held-out samples; 0 for none.", type=int, least=0, metavar="N")
     ] = 0
-    """Steps between two evaluations; 0 for none."""
-    eval_steps: Annotated[int, Asked("Largest number of global batches in an evaluation.", type=int, metavar="N")] = 16
-    """Largest number of global batches in an evaluation."""
-    save_every: Annotated[int, Asked("Steps between two checkpoints; 0 for none by steps.", type=int, metavar="N")] = 0
-    """Steps between two checkpoints; 0 for none by steps."""
+    eval_steps: Annotated[
+        int, Option("Largest number of global batches in an evaluation.", type=int, least=1, metavar="N")
+    ] = 16
+    save_every: Annotated[
+        int, Option("Steps between two checkpoints; 0 for none by steps.", type=int, least=0, metavar="N")
+    ] = 0
     save_minutes: Annotated[
-        float, Asked("Minutes between two checkpoints; 0 for none by time.", type=float, metavar="N")
+        float, Option("Minutes between two checkpoints; 0 for none by time.", type=float, least=0, metavar="N")
     ] = 10.0
-    """Minutes between two checkpoints; 0 for none by time."""
-    keep: Annotated[int, Asked("Number of checkpoints to keep.", type=int, metavar="N")] = 3
-    """Number of checkpoints to keep."""
+    keep: Annotated[int, Option("Number of checkpoints to keep.", type=int, least=1, metavar="N")] = 3
 
     soak: Annotated[
         bool,
-        Asked(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
+        Option(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
     ] = True
     """True if a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save after its
     first step.
     """
 
     def __post_init__(self) -> None:
-        for name, least in (("log_every", 1), ("eval_every", 0), ("eval_steps", 1), ("save_every", 0), ("keep", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name} must be a whole number of at least {least}, but got {value!r}")
-        if not self.save_minutes >= 0:
-            raise UsageError(f"save_minutes must be at least 0, but got {self.save_minutes!r}")
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -132,8 +132,8 @@ class ProbePart:
     size: float
     """Its part of the squared logits."""
     by_batch: bool
-    """True if training computes statistics over the samples of a micro-batch, like batch normalisation, so that
-    results depend on their number. Then only results without these statistics can be compared.
+    """True if training computes statistics over the samples of a micro-batch, like batch normalisation, or drops rows
+    of experts by them, so that results depend on their number. Then only results without that can be compared.
     """
     rows: Mapping[str, list[int]] = field(default_factory=dict)
     """Number of its rows routed to each expert, by the path of the mixture; replicas and stages add up."""
@@ -189,8 +189,10 @@ def take(training: "Training") -> ProbePart:
         WorkloadError: the workload's batch or loss is invalid.
     """
     probed = _Probed(training)
+    from ..schedule.parallel.experts import counted_rows, dropped_rows
+
     by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
-    from ..schedule.parallel.experts import counted_rows
+    by_batch = by_batch or dropped_rows(training.model) is not None
 
     counted = counted_rows(training.model, hooks=not training.compiled)
     with _undisturbed(training), perturbed(training), counted as rows:

@@ -17,7 +17,7 @@ from ..models.flops import flops_of
 from ..models.skeleton import experts_of
 from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
-from .applying import share_out
+from .applying import has_replicas, share_out
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
 from .seeds import step_seed
@@ -79,7 +79,7 @@ class Training:
     because a dry run times steps and not the data.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         config: its configuration. Missing knobs have their neutral value.
         device: device of this rank.
         seed: seed of weights and data.
@@ -323,11 +323,14 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
-        if self.strategy.ep > 1 and self.strategy.strategy is None and "shard_experts" not in done:
-            sch.shard_experts(self.strategy.ep)
+        whole = self.strategy.etp == 1
+        if (self.strategy.ep > 1 or whole) and self.strategy.strategy is None and "shard_experts" not in done:
+            sch.shard_experts(self.strategy.ep, whole=whole)
+        if self.strategy.capacity_factor and "limit_experts" not in done:
+            sch.limit_experts(self.strategy.capacity_factor)
         if self.strategy.offload == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
-        if (self.world.replicas > 1 or sch.tree.shared) and "shard_data" not in done:
+        if has_replicas(sch) and "shard_data" not in done:
             share_out(sch, self.strategy, self.outline.blocks)
 
     def _make_data(self) -> list[list[Batch]]:
@@ -368,7 +371,8 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
     except UsageError as error:
         raise WorkloadError(str(error)) from None
-    blocks, no_runs = runs_of(workload) if strategy.strategy is not None else (None, "")
+    named = strategy.strategy is not None or strategy.stage_blocks is not None
+    blocks, no_runs = runs_of(workload) if named else (None, "")
     context = RuleContext(
         devices=ranks,
         seq_len=workload.seq_len,
@@ -376,13 +380,13 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         own_loss=workload.loss is not None,
         blocks=blocks,
         no_runs=no_runs,
-        experts=experts_of(workload) if strategy.spreads_experts else None,
+        no_stage_blocks=getattr(workload.schedule, "no_stage_blocks", ""),
+        experts=experts_of(workload) if strategy.needs_experts else None,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
-    if own_schedule and strategy.strategy is not None:
-        raise WorkloadError(
-            "strategy: the workload has a schedule of its own, which does not follow a strategy for each run"
-        )
+    if own_schedule and named:
+        knob = "stage_blocks" if strategy.strategy is None else "strategy"
+        raise WorkloadError(f"{knob}: the workload has a schedule of its own, which does not follow it")
     if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
         raise WorkloadError(why)
     return strategy

@@ -17,11 +17,7 @@ _SIZES |= {"KIB": 1 / 1024, "TIB": 1024.0**2, "TB": 1e12 / 2**20}
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of a search. The first one that is reached ends it.
-
-    Raises:
-        UsageError: a limit is not positive.
-    """
+    """Limits of a search. The first one that is reached ends it."""
 
     trials: int | None = None
     """Number of trials, including the earlier ones of a resumed run; None for no limit."""
@@ -33,18 +29,6 @@ class Budget:
     """Stop when this many of the most promising candidates together are unlikely to gain another 1 %; 0 never stops
     early.
     """
-
-    def __post_init__(self) -> None:
-        if self.trials is not None and (isinstance(self.trials, bool) or int(self.trials) != self.trials):
-            raise UsageError(f"trials must be a whole number, but got {self.trials!r}")
-        if self.trials is not None and self.trials < 1:
-            raise UsageError(f"trials must be at least 1, but got {self.trials}")
-        if self.seconds is not None and not (self.seconds > 0 and math.isfinite(self.seconds)):
-            raise UsageError(f"time must be more than 0, but got {self.seconds:g} s")
-        if self.device_hours is not None and not (self.device_hours > 0 and math.isfinite(self.device_hours)):
-            raise UsageError(f"device-hours must be more than 0, but got {self.device_hours!r}")
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 0:
-            raise UsageError(f"patience must be a whole number, 0 for no early stop, but got {self.patience!r}")
 
     def check_against(self, timeout_s: float | None, at_once: int, devices: int) -> None:
         """Raises UsageError if limits contradict each other.

@@ -12,7 +12,7 @@ import numpy as np
 from ..base.device import Device
 from ..estimator import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
 from ..estimator.facts.model_facts import FLASH
-from ..estimator.hardware import recognise
+from ..estimator.measuring import table_entry
 from ..knobs.strategy import DEGREES, STANDARD
 from ..space import Config, Space
 from .samplers.prior import ShapePrior
@@ -77,7 +77,7 @@ def default_prior(space: Space, devices: int, hardware: Hardware) -> "DefaultPri
 def assumed_hardware(device: Device, space: Space, devices: int) -> Hardware:
     """Hardware that trials probably run on: the devices here, or GPUs elsewhere if there are too few devices here."""
     if device.type == "cuda":
-        return recognise(device.name, device.memory_mib) or find_hardware(GPU)
+        return table_entry(device) or find_hardware(GPU)
     degrees = [value for knob in space.free if knob.name in DEGREES for value in knob.values]
     elsewhere = any(isinstance(degree, int) and degree > devices for degree in degrees)
     return find_hardware(GPU) if elsewhere else CPU

@@ -1,7 +1,7 @@
 """Emulated trials of a search: their runner, their memory, and the checks of a request for them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ..runners import Runner, TimingPlan, TrialTerms
 from ..runners.command.command import Command
 from ..runners.emulate import EmulateRunner, EmulationTerms, wire_here
 from ..runners.host import HostAgent
-from ..runners.runner import TrialRequest
+from ..runners.runner import TrialRequest, WrappingRunner
 from ..space import Space
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def check_emulate_first(request: "Request", task: "Task") -> None:
         )
 
 
-class EmulateFirst(Runner):
+class EmulateFirst(WrappingRunner):
     """Emulates a candidate's deciding ranks on one device, and runs the trial on all devices only if they fit.
 
     Args:
@@ -160,19 +160,10 @@ class EmulateFirst(Runner):
     """
 
     def __init__(self, emulated: Runner, devices: Runner) -> None:
-        self.name = devices.name  # type: ignore[misc]  # that of the trials
-        self.isolated, self.confirms, self.settle_s = devices.isolated, devices.confirms, devices.settle_s
-        self.per_host, self.device, self.slots = devices.per_host, devices.device, 1
-        self._emulated, self._devices = emulated, devices
+        super().__init__(devices, beside=emulated)
+        self.slots = 1
+        self._emulated = emulated
         self._known: dict[Any, Measurement] = {}
-
-    @property
-    def takes_turns(self) -> bool:
-        return self._devices.takes_turns
-
-    def wait_ready(self) -> None:
-        self._emulated.wait_ready()
-        self._devices.wait_ready()
 
     def run(self, request: TrialRequest) -> Measurement:
         begin = time.perf_counter()
@@ -183,25 +174,9 @@ class EmulateFirst(Runner):
             return replace(known, status=Status.SKIPPED, reason=f"not tried on the devices: {known.reason}")
         # Other failures of an emulated rank need not occur on a real one.
         spent = time.perf_counter() - begin
-        measured = self._devices.run(request)
+        measured = self._runner.run(request)
         total = None if measured.seconds_total is None else measured.seconds_total + spent
         return replace(measured, seconds_total=total, seconds_overhead=(measured.seconds_overhead or 0.0) + spent)
-
-    def take_turns(
-        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
-    ) -> list[list[Measurement]] | None:
-        return self._devices.take_turns(requests, alone, patience_s)
-
-    def stop(self, log: str) -> None:
-        """Stops the trial that writes this log."""
-        for each in (self._emulated, self._devices):
-            if (stop := getattr(each, "stop", None)) is not None:
-                stop(log)
-
-    def close(self) -> None:
-        self.closed = True
-        self._emulated.close()
-        self._devices.close()
 
 
 def corrected_by_emulation(
@@ -239,7 +214,7 @@ def emulates_command(request: "Request") -> bool:
     return True
 
 
-class EmulatedCommands(Runner):
+class EmulatedCommands(WrappingRunner):
     """Runs of a command's first rank alone. Its memory is the measured one; the missing time of communication is the
     estimate's share of links and bubble.
 
@@ -250,12 +225,13 @@ class EmulatedCommands(Runner):
     """
 
     def __init__(self, runner: Runner, task: "Task", estimator: "Estimator | None") -> None:
-        self.name = runner.name  # type: ignore[misc]  # that of the trials
-        self.slots, self.confirms, self.settle_s = runner.slots, False, runner.settle_s
-        self._runner, self._task, self._estimator = runner, task, estimator
+        super().__init__(runner)
+        self.confirms = False
+        self._task, self._estimator = task, estimator
 
-    def wait_ready(self) -> None:
-        self._runner.wait_ready()
+    @property
+    def takes_turns(self) -> bool:
+        return False
 
     def run(self, request: TrialRequest) -> Measurement:
         measured = self._runner.run(request)
@@ -290,15 +266,6 @@ class EmulatedCommands(Runner):
         if measured.status is Status.CRASH and (option in measured.reason or (value and value in measured.reason)):
             return f"this version of {command.requested.launcher} has no {mode}: {measured.reason}"
         return measured.reason
-
-    def stop(self, log: str) -> None:
-        """Stops the trial that writes this log."""
-        if (stop := getattr(self._runner, "stop", None)) is not None:
-            stop(log)
-
-    def close(self) -> None:
-        self.closed = True
-        self._runner.close()
 
 
 def communicated(estimate: "Estimate") -> float:

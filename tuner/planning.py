@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import Device, detect
 from ..base.errors import NothingFound, RunnerError, SpaceError, UsageError
 from ..knobs.lossy import LOSSY
+from ..knobs.strategy import ON_REQUEST
 from ..models import Workload
 from ..models.spaces import fix_knob, make_space
 from ..results import Trial
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ..estimator.survey import Ranked, Survey
 
 
-COMPUTED: Mapping[str, str] = {"precision": "fp32", "reduce_dtype": "fp32"}
+COMPUTED: Mapping[str, Any] = {"precision": "fp32", "reduce_dtype": "fp32", "capacity_factor": 0}
 """Knobs of `LOSSY`, which change the results of the computation, with the value that a configuration without them
 has. Attention, fusion and kernels compute the same up to rounding.
 """
@@ -60,9 +61,11 @@ def training_space(
     notes = []
     for name, plain in COMPUTED.items() if like is not None else ():
         assert like is not None
+        value = like.get(name, plain)
+        if name in ON_REQUEST and value != plain and name not in fixed:
+            fix_knob(space, name, value)
         if name not in space.by_name or space[name].derived or name in fixed:
             continue
-        value = like.get(name, plain)
         try:
             space.fix(name, value)
         except SpaceError as error:
@@ -79,7 +82,7 @@ def with_samples_of(workload: Workload, like: Mapping[str, Any] | None) -> Workl
     if like is None or "micro_batch" not in like or "grad_accum" not in like:
         return workload
     total = like["micro_batch"] * like["grad_accum"] * like.get("dp", 1)
-    return workload if total == workload.global_batch else replace(workload, global_batch=total)
+    return workload.with_global_batch(total)
 
 
 def beginning_with(space: Space, config: Config) -> Space:

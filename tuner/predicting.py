@@ -47,7 +47,7 @@ def estimator_of(
     """Returns an estimator of a task's trials; nothing is traced yet.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         space: what may vary.
         devices: devices of a trial.
         hardware: a name, a file or `Hardware`; None for this machine, which is measured for a second if it is not in

@@ -1,5 +1,6 @@
 """Request of a search: the arguments of `redline.tune` and of the command line."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from ..base.errors import RedlineError, UsageError, nearest, unknown
+from ..base.option import Option, either
 from ..models import Workload
-from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest, either
+from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
 from ..runners import Runner
 from ..runners.command.command import Command
 from ..runners.registry import RUNNERS
@@ -26,6 +28,12 @@ DEFAULT_PATIENCE = 5
 SEARCH_RUNNERS = (*RUNNERS, "simulate", "emulate")
 IN_PROCESS = "function"
 """Runner of a callable that is not isolated."""
+
+
+def known_sampler(name: str, what: str = "sampler") -> None:
+    """Raises UsageError if the sampler does not exist."""
+    if name not in sampler_names():
+        raise UsageError(unknown(what, name, sampler_names()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,40 +65,67 @@ class SearchRequest:
 
     trials: Annotated[
         int | None,
-        Asked("Trials in all.  [default: 16, or no limit with --time or --device-hours]", type=int, metavar="N"),
-    ] = None
-    time: Annotated[
-        str | float | None,
-        Asked("Wall time to the winner, such as 90s, 30m or 1h30m.", metavar="TIME"),
-    ] = None
-    device_hours: Annotated[float | None, Asked("Device time of all trials, hours.", type=float, metavar="N")] = None
-    patience: Annotated[
-        int | None,
-        Asked(
-            "Stop once N further trials are unlikely to gain another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
-            type=range(1 << 31),
+        Option(
+            "Trials in all.  [default: 16, or no limit with --time or --device-hours]",
+            type=int,
+            least=1,
+            sent=True,
+            sent_most=100_000,
             metavar="N",
         ),
     ] = None
-    sampler: Annotated[str, Asked(f"How candidates are chosen: {either(sampler_names())}.")] = "bayes"
+    time: Annotated[
+        str | float | None,
+        Option(
+            "Wall time to the winner, such as 90s, 30m or 1h30m.",
+            check=parse_duration,
+            sent=True,
+            sent_most=1e9,
+            metavar="TIME",
+        ),
+    ] = None
+    device_hours: Annotated[
+        float | None,
+        Option(
+            "Device time of all trials, hours.",
+            type=float,
+            above=0,
+            below=math.inf,
+            sent=True,
+            sent_most=1e9,
+            metavar="N",
+        ),
+    ] = None
+    patience: Annotated[
+        int | None,
+        Option(
+            "Stop once N further trials are unlikely to gain another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
+            type=int,
+            least=0,
+            sent=True,
+            sent_most=1 << 30,
+            metavar="N",
+        ),
+    ] = None
+    sampler: Annotated[
+        str, Option(f"How candidates are chosen: {either(sampler_names())}.", check=known_sampler, sent=True)
+    ] = "bayes"
     prior: Any = None
     begin_with: Sequence[Mapping[str, Any]] = ()
     warm_start: Annotated[
         str | Path | Sequence[str | Path],
-        Asked("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
+        Option("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
     ] = ()
-    headroom: Annotated[float, Asked("Share of memory to keep free.", type=float)] = 0.05
-    layerwise: Annotated[bool, Asked("Refine the winner block by block, and try that beside it.")] = False
-    soak: Annotated[bool, Asked("Run the winner for 200 steps of varied lengths before naming it.")] = False
-    seed: Annotated[int, Asked("Seed of weights, data and proposals.", type=range(1 << 63))] = 0
+    headroom: Annotated[float, Option("Share of memory to keep free.", type=float, least=0, most=0.5, sent=True)] = 0.05
+    layerwise: Annotated[bool, Option("Refine the winner block by block, and try that beside it.", sent=True)] = False
+    soak: Annotated[bool, Option("Run the winner for 200 steps of varied lengths before naming it.", sent=True)] = False
+    seed: Annotated[
+        int, Option("Seed of weights, data and proposals.", type=int, least=0, sent=True, sent_most=1 << 53)
+    ] = 0
 
     @cached_property
     def budget(self) -> Budget:
-        """Limits of the search.
-
-        Raises:
-            UsageError: a limit is invalid.
-        """
+        """Limits of the search. Raises UsageError if one is invalid."""
         trials, patience = self.trials, self.patience
         if trials is None and self.time is None and self.device_hours is None:
             trials = DEFAULT_TRIALS
@@ -102,7 +137,7 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """Where trials run, and within which limits.
+    """Runner of the trials, and their limits.
 
     Args:
         runner: `ray` or `local`; `slurm` on the nodes of this process's allocation; `simulate` answers with
@@ -132,34 +167,52 @@ class RunRequest:
 
     runner: Annotated[
         str | Runner | None,
-        Asked(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", metavar="NAME"),
+        Option(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", sent=True, metavar="NAME"),
     ] = None
     isolate: bool = True
-    ranks: Annotated[str, Asked("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="NAME")] = (
-        "deciding"
-    )
-    memory_only: Annotated[bool, Asked("With emulate: measure memory, predict the time.")] = False
-    emulate_first: Annotated[bool, Asked("Emulate a candidate's ranks on one device before its trial.")] = False
+    ranks: Annotated[
+        str, Option("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="NAME")
+    ] = "deciding"
+    memory_only: Annotated[bool, Option("With emulate: measure memory, predict the time.")] = False
+    emulate_first: Annotated[bool, Option("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
         Any,
-        Asked("Hardware to simulate or emulate, or to assume for the estimate.", metavar="NAME|FILE"),
+        Option("Hardware to simulate or emulate, or to assume for the estimate.", sent=True, metavar="NAME|FILE"),
     ] = None
     memory_limit: Annotated[
         str | float | None,
-        Asked("Memory of a device, such as 8GiB.  [default: what it has]", metavar="SIZE"),
+        Option(
+            "Memory of a device, such as 8GiB.  [default: what it has]",
+            check=parse_memory,
+            sent=True,
+            sent_most=1e12,
+            metavar="SIZE",
+        ),
     ] = None
     trial_timeout: Annotated[
         str | float | None,
-        Asked("Deadline of one trial, compilation apart.", metavar="TIME"),
+        Option(
+            "Deadline of one trial, compilation apart.", check=parse_duration, sent=True, sent_most=1e9, metavar="TIME"
+        ),
     ] = "5m"
-    measure_time: Annotated[str | float, Asked("Time to measure one candidate.", metavar="TIME")] = "3s"
+    measure_time: Annotated[
+        str | float,
+        Option("Time to measure one candidate.", check=parse_duration, sent=True, sent_most=1e9, metavar="TIME"),
+    ] = "3s"
     concurrency: Annotated[
         int | None,
-        Asked("Trials at once.  [default: what the devices allow]", type=int, metavar="N"),
+        Option(
+            "Trials at once.  [default: what the devices allow]",
+            type=int,
+            least=1,
+            sent=True,
+            sent_most=4096,
+            metavar="N",
+        ),
     ] = None
     ray_address: Annotated[
         str | None,
-        Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS"),
+        Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS"),
     ] = None
 
     @cached_property
@@ -180,7 +233,7 @@ class RunRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputRequest:
-    """What is saved, and who receives events.
+    """Outputs of a search, and the listener of its events.
 
     Args:
         out: folder for the run's files; None saves nothing.
@@ -192,16 +245,16 @@ class OutputRequest:
 
     out: Annotated[
         str | Path | None,
-        Asked("Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]", metavar="DIR"),
+        Option("Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]", metavar="DIR"),
     ] = None
-    resume: Annotated[bool, Asked("Continue the run in --out.")] = False
+    resume: Annotated[bool, Option("Continue the run in --out.")] = False
     storage: Annotated[
         str | None,
-        Asked("An Optuna storage for the ledger, instead of a file in --out.", metavar="URL"),
+        Option("An Optuna storage for the ledger, instead of a file in --out.", metavar="URL"),
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked(f"Log each trial to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
+        Option(f"Log each trial to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
     ] = ()
     listener: SearchListener | None = None
 
@@ -229,7 +282,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         """Name of the runner: the requested or the default one, or `function` without isolation.
 
         Raises:
-            UsageError: there is no such runner, or it contradicts `isolate`.
+            UsageError: the runner does not exist, or it contradicts `isolate`.
         """
         if isinstance(self.runner, Runner):
             return self.runner.name
@@ -247,9 +300,8 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         return IN_PROCESS
 
     def check_values(self) -> None:
-        """Raises UsageError if a value is invalid by itself."""
-        self.check_knobs()
-        for each in ("given_space", "source", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
+        super().check_values()
+        for each in ("given_space", "source", "runs_on"):
             getattr(self, each)
 
     def given(self, *names: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Result:
     default: Candidate | None
     """The default configuration; None if it was not tried or did not run."""
     why: str
-    """Why there is no winner; empty if there is one."""
+    """Reason for a missing winner; empty if there is a winner."""
     ended: str
     """Why the search ended."""
     interrupted: bool

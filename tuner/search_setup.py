@@ -312,8 +312,6 @@ def check_honoured(request: Request, task: Task) -> None:
     """
     given = request.given("trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address")
     at_once = given.get("concurrency", 1)
-    if at_once < 1:
-        raise UsageError(f"concurrency must be at least 1, but got {at_once}")
     if "ray_address" in given and request.runs_on != "ray":
         raise UsageError(
             f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; request the runner "
@@ -445,7 +443,7 @@ def make_runner(
 
     Args:
         request: the request.
-        task: what is tuned.
+        task: the target of the search.
         work: of `make_work`.
         limit_mib: memory of a rank, MiB; None for all of the device's memory.
         estimator: predicts simulated trials.

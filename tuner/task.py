@@ -1,4 +1,4 @@
-"""Resolves what is tuned (a workload, a callable or a command), its space, and its devices."""
+"""Resolves the target of a search (a workload, a callable or a command), its space, and its devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import SpaceError, UsageError, WorkloadError
+from ..base.option import check_options
 from ..frameworks.registry import find_launcher
 from ..frameworks.stated_space import declare
 from ..models import Workload
@@ -107,7 +108,7 @@ def resolve_task(
     """
     from ..estimator.survey import device_of
 
-    request.check_numbers()
+    check_options(request)
     target = request.target
     if simulated is not None:
         device = device_of(simulated)

@@ -33,8 +33,8 @@ def tune(request: Request) -> Result:
         request: the fields of `redline.tuner.request.Request`, by name.
 
     Returns:
-        The result; `result.best` is None if no trial succeeded, and `result.why` says why, as does a warning if there
-            is no listener. After Ctrl-C it contains the trials so far, with `result.interrupted` set.
+        The result; `result.best` is None if no trial succeeded; `result.why` has the reason, as does a warning without a
+            listener. After Ctrl-C it contains the trials so far, with `result.interrupted` set.
 
     Raises:
         UsageError: the request is invalid; nothing was written.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_COLOURS = {
+STATUS_STYLES = {
     Status.OK: "green",
     Status.OOM: "yellow",
     Status.TIMEOUT: "magenta",
@@ -22,6 +22,7 @@ _COLOURS = {
     Status.WRONG: "red",
     Status.SKIPPED: "dim",
 }
+"""Style of each status in a terminal."""
 
 SIMULATED = "simulated, nothing was run"
 """Text shown with every simulated run."""
@@ -230,7 +231,7 @@ def _draw(
     for (status, reason), numbers in given.items():
         which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         reason = reason if len(reason) <= _SHOWN_REASON else reason[: _SHOWN_REASON - 1] + "…"
-        console.print(Text.assemble((str(status), _COLOURS[status]), f" ({which}): {reason}"))
+        console.print(Text.assemble((str(status), STATUS_STYLES[status]), f" ({which}): {reason}"))
 
 
 def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
@@ -242,7 +243,7 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
     for each in columns:
         drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
     for i, trial in enumerate(trials):
-        style = "" if trial.pending else _COLOURS[trial.measured.status]
+        style = "" if trial.pending else STATUS_STYLES[trial.measured.status]
         drawn.add_row(*(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns))
     return drawn
 

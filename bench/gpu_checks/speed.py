@@ -12,8 +12,7 @@ import cloudpickle
 import torch
 from redline.base.device import detect
 from redline.estimator import Estimator
-from redline.estimator.hardware import recognise
-from redline.estimator.measuring import measure as measure_device, this_machine
+from redline.estimator.measuring import measure as measure_device, table_entry, this_machine
 from redline.models.resolve import workload as preset
 from redline.runners.dispatch import DryRuns
 from redline.runners.job import Job
@@ -217,7 +216,7 @@ def _median_ms(step: Callable[[], object], setting: Setting) -> float:
 def measured(setting: Setting) -> Iterator[Row]:
     """The measurement of the device by `redline scale`, compared with the entry of the table."""
     found = measure_device(short=setting.tiny)
-    known = recognise(found.device.name, found.device.memory_mib) if setting.cuda else None
+    known = table_entry(found.device)
     for dtype, rates in found.tflops.items():
         best = max(rates.values())
         peak = known.rate(dtype) / 1e12 if known is not None else None

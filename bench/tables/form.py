@@ -216,6 +216,19 @@ def degrees(
     return {"tp": tp, "pp": pp, "cp": cp, "dp": made}
 
 
+def spread_of(ep: int, tp: int, etp: int, split: Mapping[str, int]) -> dict[str, int]:
+    """Returns the knobs of experts that are spread over `ep` groups of `etp` ranks each; empty for experts on all ranks.
+
+    Raises:
+        Left: experts are cut over another number of ranks than 1 or tp, or the ranks do not share them evenly.
+    """
+    if ep == 1 and etp in (1, tp):
+        return {"etp": 1} if etp < tp else {}
+    if etp not in (1, tp) or split["dp"] * split.get("cp", 1) * (tp // etp) % ep:
+        raise Left(f"experts over {ep} * {etp} ranks, where tp is {tp} and dp {split['dp']}")
+    return {"ep": ep, **({"etp": 1} if etp < tp else {})}
+
+
 def batches(dp: int, micro: int | None, total: int | None, accum: int | None) -> dict[str, int]:
     """Returns micro-batch and accumulation: any two of micro-batch, global batch and accumulation give the third.
 

@@ -8,7 +8,21 @@ from typing import Any
 
 from redline.estimator import Shape, find_hardware
 
-from .form import Left, Rows, Run, batches, columns, degrees, number, plain, read_csv, read_markdown, step_of, whole
+from .form import (
+    Left,
+    Rows,
+    Run,
+    batches,
+    columns,
+    degrees,
+    number,
+    plain,
+    read_csv,
+    read_markdown,
+    spread_of,
+    step_of,
+    whole,
+)
 from .models import model_of
 
 INFERRED = (
@@ -21,7 +35,9 @@ INFERRED = (
     "sequence parallelism wherever tp > 1; chunks of pipelines (VP) as stated, else the fastest that divide the layers",
     "GB200 and GB300 have 72 devices in one NVLink domain, the others 8",
     "where pp * VP is more than the layers, embedding and head are layers of their own: VP is what the blocks allow",
-    "left out: mixtures of experts, LoRA, and pages that repeat an earlier page's row",
+    "mixtures of experts: experts are whole (etp=1), their products grouped; their gradients are exchanged among replicas with "
+    "the same experts, tokens are spread as evenly as anywhere, and sent once to each node (DeepEP, HybridEP)",
+    "left out: multi-head latent attention, Mamba layers, LoRA, and pages that repeat an earlier page's row",
 )
 _SYSTEMS = {"h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200", "b300": "b300", "gb200": "gb200", "gb300": "gb300",
             "a100": "a100-80gb"}  # fmt: skip
@@ -86,9 +102,8 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
         raise Left("devices or sequence is not stated")
     fsdp = whole(cells.get("fsdp"), 1)
     tp, pp, cp, ep, chunks = (whole(cells.get(each), 1) for each in ("tp", "pp", "cp", "ep", "chunks"))
-    if ep > 1:
-        raise Left("expert parallelism")
     split = degrees(devices, tp=tp, pp=pp, cp=cp)
+    spread = spread_of(ep, tp, 1, split) if model.experts else {}
     sizes = batches(split["dp"], whole(cells.get("micro_batch"), 1), whole(cells.get("global_batch")), None)
     if pp * chunks > model.layers:
         chunks = model.layers // pp  # embedding and head counted as separate layers
@@ -100,7 +115,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
     if precision is None:
         raise Left(f"the precision '{word}' is not known")
     config = {
-        **split, **sizes, "zero": 3 if fsdp > 1 else 1, "sequence_parallel": tp > 1,
+        **split, **sizes, **spread, "zero": 3 if fsdp > 1 else 1, "sequence_parallel": tp > 1,
         **({"virtual_stages": chunks, "pipeline_schedule": "interleaved"} if several else {}),
     }  # fmt: skip
     rate, flops = number(cells.get("tokens_per_device")), number(cells.get("tflops"))
@@ -122,6 +137,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
             "overlap_gathers": True,
             "overlap_transfers": pp > 1,
             "overlap_tensor": tp > 1,
+            "rows_once_a_node": True,
             **({} if precision == "bf16" else {"products": precision}),
         },
         config=config,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from redline.estimator import Shape, find_hardware
 
-from .form import Left, Rows, Run, batches, degrees, flag, number, read_csv, whole
+from .form import Left, Rows, Run, batches, degrees, flag, number, read_csv, spread_of, whole
 
 INFERRED = (
     "8 devices of a node, of GB200 4; where the degrees need more, as many as they need",
@@ -17,7 +17,9 @@ INFERRED = (
     "distributed optimizer is ZeRO 1; weights bf16 or fp16, gradients and master weights fp32, added up by the kernels of "
     "products (gradient accumulation fusion)",
     "iteration times of a 512-wide model are launches; deterministic mode has slower kernels",
-    "left out: mixtures of experts, T5, hybrid and multimodal models, inference, FSDP of Megatron's own",
+    "mixtures of experts: every block has one, of the inner size of a dense block; experts are cut over tp ranks where "
+    "expert-tensor-parallel-size is not stated; one expert a token where topk is not",
+    "left out: multi-head latent attention, T5, hybrid and multimodal models, inference, FSDP of Megatron's own",
 )
 _NEEDED = {"suite", "iteration_time_s_median", "tensor-model-parallel-size"}
 _DEVICES = {"a100": "a100-80gb", "h100": "h100-80gb", "gb200": "gb200", "b200": "b200", "h200": "h200-141gb"}
@@ -33,9 +35,11 @@ def read(path: Path, source: str) -> Rows:
 
 
 def _run(row: dict[str, str], source: str, where: str) -> Run:
-    suite = row["suite"]
-    if suite not in ("gpt", "bert", "mixtral", "nemotron") or row.get("num-experts") or "moe" in row.get("case", ""):
+    suite, case, experts = row["suite"], row.get("case", ""), whole(row.get("num-experts"), 0)
+    if suite not in ("gpt", "bert", "mixtral", "nemotron", "moe") or ("moe" in (suite, case) and not experts):
         raise Left(f"suite '{suite}' with experts '{row.get('num-experts', '')}'")
+    if experts and (suite == "nemotron" or "deepseek" in case or "grpo" in case):
+        raise Left("a mixture with latent attention or Mamba layers")
     if row.get("use-megatron-fsdp") or row.get("use-torch-fsdp2") or row.get("data-parallel-sharding-strategy"):
         raise Left("Megatron's own FSDP")
     if "inference" in row.get("transformer-impl", "") or row.get("cpu-offloading") or row.get("optimizer-cpu-offload"):
@@ -55,6 +59,8 @@ def _run(row: dict[str, str], source: str, where: str) -> Run:
     hardware = find_hardware(_DEVICES[row["device"]])
     devices = max(4 if row["device"] == "gb200" else 8, tp * pp * cp)
     split = degrees(devices, tp=tp, pp=pp, cp=cp)
+    ep = whole(row.get("expert-model-parallel-size"), 1)
+    spread = spread_of(ep, tp, whole(row.get("expert-tensor-parallel-size"), tp), split) if experts else {}
     total = whole(row["global-batch-size"])
     if total is None:
         raise Left("the global batch is not stated")
@@ -79,6 +85,7 @@ def _run(row: dict[str, str], source: str, where: str) -> Run:
         biases=True,
         positions=0 if rope else seq_len,
         dropout=True,
+        **({"experts": experts, "experts_per_token": whole(row.get("moe-router-topk"), 1)} if experts else {}),
     )
     return Run(
         source=source,
@@ -98,6 +105,7 @@ def _run(row: dict[str, str], source: str, where: str) -> Run:
         },
         config={
             **split,
+            **spread,
             **batches(split["dp"], micro, total, None),
             "zero": 1 if flag(row.get("use-distributed-optimizer")) else 0,
             "sequence_parallel": flag(row.get("sequence-parallel")) and tp > 1,

@@ -54,8 +54,15 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "phi-4": _llama(40, 5120, 40, 10, 17920, 100352),
     "bert-base": _gpt(12, 768, 12, 30522, positions=512, causal=False, dropout=True),
     "bert-large": _gpt(24, 1024, 16, 30522, positions=512, causal=False, dropout=True),
-}
-"""Shapes by the name that `key` returns, dense models only."""
+    # Mixtures: experts, experts of a token, inner size of each.
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, 151936, head_dim=128, experts=128, experts_per_token=8,
+                            expert_intermediate=768),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, 151936, head_dim=128, experts=128, experts_per_token=8,
+                              expert_intermediate=1536),
+    "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=128, experts_per_token=4),
+}  # fmt: skip
+"""Shapes by the name that `key` returns."""
 
 # Mosaic's MPT: layers, width, heads.
 MPT = {
@@ -89,10 +96,10 @@ def model_of(name: str) -> Shape:
     text = key(name)
     if name in SHAPES:
         text = name
-    if _MIXTURES.search(text):
-        raise Left(f"'{name}' is a mixture of experts")
     if text in SHAPES:
         return Shape(name=text, **SHAPES[text])  # type: ignore[arg-type]
+    if _MIXTURES.search(text):
+        raise Left(f"'{name}' is a mixture of experts whose shape is not listed")
     preset = PRESETS.get(preset_of(text) or "")
     if preset is None or preset.task != "causal" or "num_key_value_heads" not in preset.arguments:
         raise Left(f"the model '{name}' is not known")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ...base._transformers import quiet
 from ...models import Workload
 from ...models.architecture import Architecture
+from ...models.skeleton import skeleton
 from .model_facts import ModelFacts, Part, PerToken
 from .step_trace import Product, Segment, Spec, StepTrace
-from .tracing import HALVES, cast, fake_model
+from .tracing import HALVES, cast, fake_model, give_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,9 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
     config = {**workload.probe, "precision": precision, **_attention(workload, facts)}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), quiet():
-        model = fake_model(workload, config, fake).train()
+        # Of transformers' models only the blocks that are compiled need tensors.
+        bare = isinstance(workload.model, Architecture)
+        model = (skeleton(workload, config) if bare else fake_model(workload, config, fake)).train()
     segments = {segment.path: segment for segment in seen.segments if segment.block}
     parts, notes = [], list(facts.notes)
     left = list(layout.blocks)
@@ -50,6 +53,8 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
         left = [each for each in left if each != path]
         block = model.get_submodule(path)
         with fake:
+            if bare:
+                give_tensors(block)
             graphs = _compile(block, segments[path].inputs, precision)
         if isinstance(graphs, str):
             parts.append(part)
@@ -57,6 +62,15 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
             continue
         parts.append(_counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1))
     return replace(facts, parts=tuple(parts), notes=tuple(notes))
+
+
+def prepare() -> None:
+    """Imports and makes what every compilation needs, which takes a second."""
+    from ...base._torch import aot_autograd, dynamo, min_cut_rematerialization_partition, select_decomp_table
+
+    del aot_autograd, dynamo, min_cut_rematerialization_partition
+    select_decomp_table()
+    _attention_op()
 
 
 def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Traces several variants at the same time, in one process each, before they are requested one by one."""
 
+import gc
 import multiprocessing
 import signal
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
+from ...base.collection import without_collection
 from ...base.device import usable_cores
 from ...base.errors import WorkloadError
 from ...space import Space
@@ -45,6 +47,13 @@ def trace_concurrently(
     workers = min(usable_cores(), len(groups))
     if workers < 2 or sys.platform != "linux" or threading.active_count() > 1:
         return
+    try:
+        with without_collection():
+            source.prepare(any(variant[2] for some in groups.values() for variant in some))
+    except WorkloadError:
+        return  # raised again when a variant is requested
+    if threading.active_count() > 1:
+        return
     context = multiprocessing.get_context("fork")
     # A process that is terminated before it has its own handlers would run this one's, and stay.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -75,6 +84,7 @@ def _begin(source: TracedFacts) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    gc.freeze()  # the parent's objects are no garbage here
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 
 

@@ -24,9 +24,9 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "redline"
 
 
-def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
-    """Name of a cache file: digest of the workload's id, the variant, and the versions of the packages involved."""
-    return digest({"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": _versions()})
+def key_of(model_id: str, variant: Mapping[str, Any]) -> str:
+    """Name of a cache file: digest of the workload's `model_id`, the variant, and the versions of the packages involved."""
+    return digest({"version": VERSION, "workload": model_id, "variant": dict(variant), "versions": _versions()})
 
 
 @cache

@@ -1,16 +1,19 @@
 """Repeated blocks of a model and their division by tensor parallelism."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...base.errors import ScheduleError
 from ...models import Workload
 from ...models.families import StandardSchedule, generic_schedule
-from ...models.skeleton import skeleton
+from ...models.skeleton import shorten, skeleton, stand_ins_for
 from .step_trace import Product
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...schedule import Schedule
 
 _TRIED_RANKS = (2, 3, 5)
@@ -40,7 +43,7 @@ class Layout:
         sch = create_schedule(skeleton(workload, workload.probe))
         schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
         blocks = tuple(each.path for each in schedule.blocks(sch))
-        cuts = _cuts(schedule, sch)
+        cuts = _cuts(schedule, sch, blocks)
         notes = [] if cuts is not None else ["tensor parallelism: assumed to divide the products as Megatron does"]
         return cls(blocks, cuts, notes)
 
@@ -60,16 +63,39 @@ class Layout:
         return "row" if attended or product.k != width else "column"
 
 
-def _cuts(schedule: StandardSchedule, sch: "Schedule") -> dict[str, int] | None:
+def _cuts(schedule: StandardSchedule, sch: "Schedule", blocks: tuple[str, ...]) -> dict[str, int] | None:
+    """Sharded dimension of each sharded parameter. Equal blocks are sharded alike, so a copy with a few of each kind is tried
+    first."""
+    from ...schedule.parallel.partition import meta_copy
+
+    if schedule.tensor_parallel is None:
+        return None
+    twins = stand_ins_for(sch.tree.module, blocks)
+    if twins:
+        short = meta_copy(sch.tree.module)
+        left = set(shorten(short, blocks))
+        with suppress(ScheduleError, LookupError, AttributeError):  # also for a missing block
+            found = _sharded(schedule, short)
+            if found is not None:
+                return found | {
+                    path + name.removeprefix(twin): dim
+                    for path, twin in twins.items()
+                    if path not in left
+                    for name, dim in found.items()
+                    if name.startswith(f"{twin}.")
+                }
+    return _sharded(schedule, sch.tree.module)
+
+
+def _sharded(schedule: StandardSchedule, model: "nn.Module") -> dict[str, int] | None:
+    """Sharded dimension of each sharded parameter of a model; None if no degree that is tried divides it."""
     from ...schedule import create_schedule
     from ...schedule.parallel.collectives import PlannedMesh
     from ...schedule.parallel.partition import meta_copy
     from ...schedule.parallel.sharding import shards_of
 
-    if schedule.tensor_parallel is None:
-        return None
     for ranks in _TRIED_RANKS:
-        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(tp=ranks))
+        tried = create_schedule(meta_copy(model), PlannedMesh(tp=ranks))
         try:
             schedule(tried, {"tp": ranks})
         except ScheduleError:

@@ -1,7 +1,7 @@
 """Facts of a model that the estimator uses: parameters, products, saved activations, part by part."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ...base.errors import UsageError, unknown
@@ -255,15 +255,37 @@ class Shape:
     """True if products and norms have biases (GPT-2)."""
     dropout: bool = False
     """True if the model has dropout, which keeps a mask of a byte an element."""
+    experts: int = 0
+    """Experts of the feed-forward network of a block; 0 for a dense model."""
+    experts_per_token: int = 1
+    """Experts that a token is sent to."""
+    expert_intermediate: int | None = None
+    """Inner size of an expert; None: `intermediate`."""
+    shared_intermediate: int = 0
+    """Inner size of the experts that every token passes through, together."""
+    dense_layers: int = 0
+    """First blocks without experts."""
     name: str = "shape"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "head_dim", "intermediate"):
-            value = getattr(self, name)
-            if value is None and name in ("kv_heads", "head_dim", "intermediate"):
+        least = {"experts": 0, "shared_intermediate": 0, "dense_layers": 0}
+        optional = ("kv_heads", "head_dim", "intermediate", "expert_intermediate")
+        for name in ("layers", "hidden", "heads", "vocabulary", "experts_per_token", *optional, *least):
+            value, low = getattr(self, name), least.get(name, 1)
+            if value is None and name in optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"Shape: {name} must be an integer of at least 1, but got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise UsageError(f"Shape: {name} must be an integer of at least {low}, but got {value!r}")
+        if self.experts and not (self.experts > 1 and self.experts_per_token <= self.experts):
+            raise UsageError(
+                f"Shape: experts must be 2 or more, of which a token has at most all, but got experts={self.experts}, "
+                f"experts_per_token={self.experts_per_token}"
+            )
+        if self.dense_layers > (self.layers - 1 if self.experts else 0):
+            raise UsageError(
+                f"Shape: dense_layers must leave a block with experts, but got dense_layers={self.dense_layers}, "
+                f"layers={self.layers}, experts={self.experts}"
+            )
         if self.head_dim is None and self.hidden % self.heads:
             raise UsageError(
                 f"Shape: heads must divide hidden where head_dim is not given, but got hidden={self.hidden}, "
@@ -295,6 +317,9 @@ def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kern
     of plain operators that transformers runs, which keep more and read memory more often; with either they are one kernel each.
     In the functions below, b and r are the bytes of a value in products and in the residual stream, and `lean` means that either
     is on.
+
+    A block with experts has a router and, for each token, the products of its experts: their inputs, the rows between both
+    products, and the rows that are returned are kept for each of them.
     """
     if attention not in ("eager", *FLASH):
         raise UsageError(unknown("attention", attention, ("eager", *FLASH)))
@@ -304,7 +329,7 @@ def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kern
         name=shape.name,
         parts=(
             _embedding(shape, r),
-            _block(shape, b, r, attention, lean),
+            *_blocks(shape, b, r, attention, lean),
             _last_norm(shape, b, r, lean),
             _head(shape),
             _loss(shape, b, lean),
@@ -383,11 +408,71 @@ def _norm_traffic(h: int, b: int, r: int, lean: bool) -> float:
     return float((r + b) * h if lean else (2 * r + 20 + b) * h)
 
 
-def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
+def _blocks(shape: Shape, b: int, r: int, attention: str, lean: bool) -> list[Part]:
+    """The repeated blocks, the dense ones of a mixture first."""
+    if not shape.experts:
+        return [_block(shape, b, r, attention, lean, "block", shape.layers)]
+    dense = shape.dense_layers
+    first = [_block(shape, b, r, attention, lean, "block", dense)] if dense else []
+    mixed = _with_experts(
+        _block(shape, b, r, attention, lean, f"block{' 2' * bool(dense)}", shape.layers - dense), shape, b, lean
+    )
+    return [*first, mixed]
+
+
+def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
+    """A dense block whose feed-forward network is replaced by a mixture of experts."""
+    h, gates, count, chosen = shape.hidden, 2 if shape.gated else 1, shape.experts, shape.experts_per_token
+    before, inner, shared = _inner(shape), shape.expert_intermediate or _inner(shape), shape.shared_intermediate
+    weights, bias = (gates + 1) * h, gates if shape.biases else 0
+    # Inputs and results of the experts, those between their products, and the router's logits and shares in fp32.
+    kept = _kept_inside(shape, b, lean)
+    rows = float(chosen * b * 2 * h + 8 * count)
+    moved = float(chosen * 4 * b * h)
+    matmuls = [
+        *block.matmuls[:ATTENDING],
+        Matmul(k=h, n=count),
+        Matmul(k=h, n=gates * inner, split="column", rows=chosen / count, count=count, experts=count),
+        Matmul(k=inner, n=h, split="row", rows=chosen / count, count=count, experts=count),
+    ]
+    if shared:
+        matmuls += [Matmul(k=h, n=gates * shared, split="column"), Matmul(k=shared, n=h, split="row")]
+    own = count * (weights * inner + bias * inner)
+    changed = own + shared * (weights + bias) - before * (weights + bias)
+    inside = kept * (chosen * inner + shared - before)
+    return replace(
+        block,
+        parameters=block.parameters + changed + count * h,
+        sharded=block.sharded + changed,
+        experts=own,
+        routed=float(chosen * h),
+        matmuls=tuple(matmuls),
+        saved=replace(block.saved, whole=block.saved.whole + rows, sharded=block.saved.sharded + inside),
+        transient=replace(block.transient, sharded=float(b * gates * max(chosen * inner + shared, before))),
+        traffic=replace(block.traffic, whole=block.traffic.whole + moved, sharded=block.traffic.sharded + inside),
+        kernels=block.kernels + (20.0 if lean else 40.0),
+    )
+
+
+ATTENDING = 2
+"""The first products of a block, those of attention."""
+
+
+def _inner(shape: Shape) -> int:
+    return shape.intermediate or 4 * shape.hidden
+
+
+def _kept_inside(shape: Shape, b: int, lean: bool) -> float:
+    """Bytes kept for an element between the products of a feed-forward network. SwiGLU keeps gate, up, act(gate) and the product;
+    fused, it recomputes act(gate). GELU keeps its input and output."""
+    return float(b * ((3 if lean else 4) if shape.gated else 2))
+
+
+def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, count: int) -> Part:
     h, heads = shape.hidden, shape.heads
     kv_heads = shape.kv_heads or heads
     dim = shape.head_dim or h // heads
-    inner = shape.intermediate or 4 * h
+    inner = _inner(shape)
     q, kv = heads * dim, kv_heads * dim
     gates = 2 if shape.gated else 1
     matmuls = (
@@ -408,9 +493,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
         sharded += b * 2 * (q - kv)  # keys and values repeated for every query head
-    # SwiGLU keeps gate, up, act(gate) and the product; fused, it recomputes act(gate). GELU keeps its
-    # input and output.
-    sharded += b * inner * ((3 if lean else 4) if shape.gated else 2)
+    sharded += inner * _kept_inside(shape, b, lean)
     # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
     scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))
 
@@ -418,9 +501,9 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
     activation = b * inner * ((3 if lean else 5) if shape.gated else 2)
     score_traffic = 0.0 if fused_attention else float((4 if lean else 10) * b)
     return Part(
-        name="block",
+        name=name,
         role="block",
-        count=shape.layers,
+        count=count,
         parameters=weights + sharded_biases + whole,
         sharded=weights + sharded_biases,
         matmuls=matmuls,

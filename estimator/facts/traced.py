@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...base.collection import without_collection
 from ...base.errors import WorkloadError
 from ...models import Workload
 from ...models.architecture import Architecture
@@ -39,6 +40,7 @@ class TracedFacts:
     _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
     _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
+    _layout: Layout | None = field(default=None, init=False, repr=False)
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -60,12 +62,25 @@ class TracedFacts:
             try:
                 self._known[variant] = trace_facts(
                     self.workload, precision=precision, attention=attention, fusion=fusion,
-                    device_type=self.device_type, folder=self.folder, steps=self._steps,
+                    device_type=self.device_type, folder=self.folder, steps=self._steps, layout=self._layout,
                 )  # fmt: skip
             except WorkloadError as error:
                 self._failed[variant] = error
                 raise
         return self._known[variant]
+
+    def prepare(self, fusion: bool) -> None:
+        """Does what all variants have in common, with `fusion` also for those that compile blocks: copies of this source in other
+        processes need not do it again.
+
+        Raises:
+            WorkloadError: the model cannot be built.
+        """
+        self._layout = self._layout or Layout.of(self.workload)
+        if fusion:
+            from .compiled import prepare
+
+            prepare()
 
     def is_known(self, variant: Variant) -> bool:
         """True if (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on disk; facts with
@@ -76,7 +91,9 @@ class TracedFacts:
         if formed in self._known:
             return True
         named = {"precision": precision, "attention": attention, "fusion": fusion}
-        found = disk_cache.load(disk_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder)
+        found = disk_cache.load(
+            disk_cache.key_of(self.workload.model_id, {**named, "device": self.device_type}), self.folder
+        )
         if found is not None:
             self._known[formed] = found
         return found is not None
@@ -97,6 +114,7 @@ def trace_facts(
     folder: Path | None = None,
     cached: bool = True,
     steps: "dict[tuple[str, str], tuple[Layout, StepTrace]] | None" = None,
+    layout: Layout | None = None,
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
 
@@ -111,6 +129,7 @@ def trace_facts(
         cached: True to read and write the cache.
         steps: steps that were traced, by precision and attention; a variant with fusion starts from the one
             without.
+        layout: the model's blocks and their division, if known.
 
     Raises:
         TracingError: the model cannot be traced; names the operator, and has the facts that are known without
@@ -131,14 +150,16 @@ def trace_facts(
             folder=folder,
             cached=cached,
             steps=steps,
+            layout=layout,
         )
         return unformed(formed)
     variant = {"precision": precision, "attention": attention, "fusion": fusion, "device": device_type}
-    key = disk_cache.key_of(workload.id, variant)
+    key = disk_cache.key_of(workload.model_id, variant)
     found = disk_cache.load(key, folder) if cached else None
     if found is not None:
         return found
-    made = _trace(workload, precision, attention, fusion, device_type, {} if steps is None else steps)
+    with without_collection():
+        made = _trace(workload, precision, attention, fusion, device_type, {} if steps is None else steps, layout)
     if cached:
         disk_cache.store(key, made, folder)
     return made
@@ -151,9 +172,10 @@ def _trace(
     fusion: bool,
     device_type: str,
     steps: "dict[tuple[str, str], tuple[Layout, StepTrace]]",
+    layout: Layout | None,
 ) -> ModelFacts:
     if (precision, attention) not in steps:
-        layout = next((known for known, _ in steps.values()), None) or Layout.of(workload)
+        layout = layout or next((known for known, _ in steps.values()), None) or Layout.of(workload)
         steps[precision, attention] = (
             layout,
             trace_step(

@@ -106,26 +106,36 @@ def _traced_config(workload: Workload, precision: str, attention: str | None) ->
 def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.Module":
     """The workload's module with fake CPU tensors as weights.
 
-    Fake CPU tensors are used rather than meta tensors, which autocast ignores.
+    Fake CPU tensors are used rather than meta tensors, which autocast ignores. The models of transformers are built on the meta
+    device first, where they are not initialised.
 
     Raises:
         WorkloadError: the model cannot be built.
     """
+
+    if isinstance(workload.model, Architecture):
+        model = skeleton(workload, config)
+    else:
+        try:
+            with fake:
+                return workload.build_model(config)
+        except RuntimeError:  # its constructor reads values, as drawing from a truncated distribution does
+            model = skeleton(workload, config)
+    with fake:
+        give_tensors(model)
+    return model
+
+
+def give_tensors(model: "nn.Module") -> None:
+    """Replaces the parameters and buffers of a module by CPU tensors without values of the same form, within a fake mode."""
     import torch
 
-    try:
-        with fake:
-            return workload.build_model(config)
-    except RuntimeError:  # its constructor reads values, as drawing from a truncated distribution does
-        model = skeleton(workload, config)
-    with fake:
-        _replace(model, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype))
-    return model
+    _replace(model, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype))
 
 
 def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
     """Equivalent of `model.to(dtype)` for a model of fake tensors, whose parameters cannot be swapped in place."""
-    _replace(model, lambda each: each.to(dtype) if each.is_floating_point() else each)
+    _replace(model, lambda each: each.detach().to(dtype) if each.is_floating_point() else each.detach())
 
 
 def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]") -> None:
@@ -137,7 +147,7 @@ def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]
         for name, each in parameters_of(module).items():
             if each is not None:
                 if id(each) not in done:
-                    done[id(each)] = torch.nn.Parameter(change(each.detach()), requires_grad=each.requires_grad)
+                    done[id(each)] = torch.nn.Parameter(change(each), requires_grad=each.requires_grad)
                 parameters_of(module)[name] = done[id(each)]
         for name, each in buffers_of(module).items():
             if each is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ScheduleError, UsageError
 from ...knobs.layers import BlockStrategy, of_blocks
 from ...knobs.meaning import recomputed, stage_sizes
-from ...knobs.pipeline import Placement
+from ...knobs.pipeline import Placement, blocks_of_stages
 from ..skeleton import shorten
 
 if TYPE_CHECKING:
@@ -66,11 +66,14 @@ class StandardSchedule:
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis according to the family |
     | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
     | `ep` | neighbours along the mesh's `dp` axis share the experts of mixtures |
+    | `etp` | 1: experts are not cut over the `tp` axis, whose ranks share them too and divide the tokens |
+    | `capacity_factor` | experts drop rows beyond their capacity |
     | `cp` | like `sp`, but keys and values are passed around a ring (ring attention) |
     | `pp` | stages over the mesh's `pp` axis, with even shares of the blocks; the caller calls `sch.pipeline` |
     | `virtual_stages` | number of stages on each of its ranks |
+    | `stage_blocks` | number of blocks of each stage, in place of even shares |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; its blocks with `ckpt` are recomputed |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; `ckpt` recomputes, `offload` offloads |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
@@ -92,23 +95,35 @@ class StandardSchedule:
     """Paths of modules after the blocks that the model registers before them."""
     no_runs: str = ""
     """Obstacle to runs of blocks with unlike `tp` (`strategy`)."""
+    no_stage_blocks: str = ""
+    """Obstacle to stages with given numbers of blocks (`stage_blocks`)."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
+        from ...schedule.parallel.balance import balances
+
         blocks = self.blocks(sch)
         layers = strategies_of(config, len(blocks))
         ranks = config.get("pp", 1)
-        ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
-        if config.get("tp", 1) > 1:
+        stages = ranks * config.get("virtual_stages", 1) if ranks > 1 else 1
+        ends = self._stage_ends(sch, blocks, stages, config.get("stage_blocks"))
+        tp, ep = config.get("tp", 1), config.get("ep", 1)
+        whole_experts = tp > 1 and config.get("etp", 0) == 1
+        if tp > 1:
             degrees = [layer.tp for layer in layers or ()]
-            self._share_samples(sch, _between(blocks, ends), degrees, config["tp"])
-            whole = [block for block, tp in zip(blocks, degrees) if tp == 1]
+            self._share_samples(sch, _between(blocks, ends), degrees, tp)
+            whole = [block for block, degree in zip(blocks, degrees) if degree == 1]
             cut = [block for block in blocks if all(block.path != each.path for each in whole)]
-            self._cut(sch, cut, bool(config.get("sequence_parallel", False)))
-        if layers is None:
-            if config.get("ep", 1) > 1:
-                sch.shard_experts(config["ep"])
-        else:
+            sequence_parallel = bool(config.get("sequence_parallel", False))
+            if whole_experts:
+                # Before layers are cut, so that experts are left whole. A loss that balances them is of all tokens.
+                sch.shard_experts(ep, whole=True, divided=sequence_parallel and not balances(sch.module))
+            self._cut(sch, cut, sequence_parallel)
+        if layers is not None and not whole_experts:
             self._spread_experts(sch, blocks, [layer.ep for layer in layers])
+        elif ep > 1 and not whole_experts:
+            sch.shard_experts(ep)
+        if config.get("capacity_factor", 0):
+            sch.limit_experts(config["capacity_factor"])
         if config.get("sp", 1) * config.get("cp", 1) > 1:
             sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         for each in ends:
@@ -116,6 +131,8 @@ class StandardSchedule:
         for block, layer in zip(blocks, layers or ()):
             if layer.ckpt:
                 block.checkpoint()
+        if away := [block.path for block, layer in zip(blocks, layers or ()) if layer.offload]:
+            sch.offload("optimizer", blocks=away)
         for stage in _between(blocks, ends) if layers is None else ():
             for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
@@ -195,16 +212,27 @@ class StandardSchedule:
                 if degree < tp:
                     block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
-    def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
+    def _stage_ends(
+        self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, given: str | None
+    ) -> "list[Schedule]":
         from ...schedule.parallel.balance import pipeline_obstacle
 
         if stages == 1:
             return []
         if why := pipeline_obstacle(sch.module):
             raise ScheduleError(f"pp: {why}")
-        if self.stage_ends is not None:
-            return self.stage_ends(sch, stages)
-        return even_ends(blocks, stages)
+        ends = even_ends(blocks, stages) if self.stage_ends is None else self.stage_ends(sch, stages)
+        if given is None:
+            return ends
+        if self.no_stage_blocks:
+            raise ScheduleError(f"stage_blocks: {self.no_stage_blocks}")
+        sizes = blocks_of_stages(given)
+        if (len(sizes), sum(sizes)) != (stages, len(blocks)):
+            raise ScheduleError(
+                f"stage_blocks: {given} is for {len(sizes)} stages of {sum(sizes)} blocks, but there are {stages} stages "
+                f"and the model has {len(blocks)} blocks"
+            )
+        return _ends(blocks, sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,7 +393,12 @@ def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
         raise ScheduleError(
             f"pp: each of {stages} stages needs a repeated block, but the model has {len(blocks) or 'none'}"
         )
-    return [blocks[end - 1] for end in accumulate(stage_sizes(len(blocks), stages)[:-1])]
+    return _ends(blocks, stage_sizes(len(blocks), stages))
+
+
+def _ends(blocks: "Sequence[Schedule]", sizes: Sequence[int]) -> "list[Schedule]":
+    """The last block of each stage but the last."""
+    return [blocks[end - 1] for end in accumulate(sizes[:-1])]
 
 
 def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[list[Schedule]]":

@@ -73,5 +73,9 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
 
 
 schedule = StandardSchedule(
-    blocks, cut, stage_ends=stage_ends, no_runs="blocks of the decoder attend to what the encoder gives"
+    blocks,
+    cut,
+    stage_ends=stage_ends,
+    no_runs="blocks of the decoder attend to what the encoder gives",
+    no_stage_blocks="its decoder is in one stage",
 )

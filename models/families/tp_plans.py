@@ -99,7 +99,7 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
                 )
             _cut_alone(sch, place, style, sequence_parallel, drops)
     if sequence_parallel:
-        _cut_sequence(sch, blocks, [*done, *_mixtures(sch, places)])
+        _cut_sequence(sch, blocks, [*done, *_mixtures(sch)])
 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
@@ -113,10 +113,16 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
 
 
 def _whole_here(sch: "Schedule", place: str) -> bool:
-    """True if ranks share the samples of the block around a place, and none of its layers."""
+    """True if ranks share the samples of the block around a place and none of its layers, or if it is in experts that are
+    whole.
+    """
+    from ...schedule.parallel.experts import is_spread
     from ...schedule.primitives.tensor_parallel import sharing_around
 
     holder = place if place in sch else place.rpartition(".")[0]
+    parts = holder.split(".")
+    if any(is_spread(sch[".".join(parts[:depth])].module) for depth in range(len(parts), 0, -1)):
+        return True
     sharing = sharing_around(sch[holder])
     return sharing is not None and sharing.tp is None
 
@@ -265,10 +271,10 @@ def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
         vocabulary(sch, [embedding], head)
 
 
-def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
+def _mixtures(sch: "Schedule") -> list[str]:
     """Paths of modules with only a router and its experts."""
     found = []
-    for place in (path for path, style in places.items() if style == "moe_tp_experts"):
+    for place, _ in _experts(sch):
         parent = place.rpartition(".")[0]
         others = {name for name, _ in sch[parent].module.named_children()} - {place.rpartition(".")[2]}
         if others <= {"gate", "router", "act_fn"}:
@@ -278,17 +284,25 @@ def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
 
 def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str]) -> None:
     """Cuts the sequence between regions, and around mixtures of experts, whose router sees the whole sequence on
-    every rank and has a part of its gradient on each.
+    every rank and has a part of its gradient on each. Where experts are whole, a mixture gets the rank's tokens; if they
+    are divided only behind the router, every rank has the whole gradient.
     """
+    from ...schedule.parallel.experts import divides_tokens, is_spread
+
     experts = [path for path, style in _experts(sch)]
     for path in experts:
         mixture = sch[path.rpartition(".")[0]]
         if mixture.path not in regions:
             raise ScheduleError(f"sequence_parallel: '{mixture.name}' contains more than a router and experts")
+        whole = is_spread(sch[path].module)
+        if whole and divides_tokens(sch[path].module):
+            mixture.sync("fwd_pre", "all_gather", axis=1, gradient="scatter").sync("fwd_post", "scatter", axis=1)
+            continue
         for each in mixture:
             if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
                 each.sync("bwd_post", "all_reduce", on="parameters")
-        mixture.sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+        if not whole:
+            mixture.sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
     if not blocks:
         raise ScheduleError("sequence_parallel: the model has no repeated blocks that are alike")
     norms = []

@@ -30,7 +30,7 @@ class Weights(ABC):
         """Returns a box of a tensor, or all of it: a copy on the CPU. No more of the file is read than the box needs.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            KeyError: no tensor has this name.
             ValueError: it is not a box of this tensor.
             WorkloadError: the file is damaged.
         """

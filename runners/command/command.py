@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...base.errors import UsageError, WorkloadError, unknown
+from ...base.option import Option, either
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ...frameworks.registry import LAUNCHERS
-from ...models.request import Asked, either
 from ...models.server_model import ServerModel
 
 HIDDEN = "***"
@@ -47,40 +47,48 @@ class Command:
         emulate: run its first rank alone on one device, by the launcher's own mode for that (`megatron`, `torchtitan`).
     """
 
-    command: Annotated[str | Sequence[str], Asked("A command to tune, with {knob} for values.", metavar="COMMAND")]
+    command: Annotated[
+        str | Sequence[str], Option("A command to tune, with {knob} for values.", metavar="COMMAND", sent=True)
+    ]
     launcher: Annotated[
         str | None,
-        Asked(f"The trainer that it starts: {either(LAUNCHERS)}.", metavar="NAME"),
+        Option(f"The trainer that it starts: {either(LAUNCHERS)}.", metavar="NAME", sent=True),
     ] = None
     model: Annotated[
         str | None,
-        Asked("The model that it trains; an estimate then guides the search.", metavar="MODEL"),
+        Option("The model that it trains; an estimate then guides the search.", metavar="MODEL", sent=True),
     ] = None
     env: Annotated[
-        Sequence[str], Asked("A variable of its environment; repeatable.", metavar="NAME=VALUE", many=True)
+        Sequence[str], Option("A variable of its environment; repeatable.", metavar="NAME=VALUE", many=True, sent=True)
     ] = ()
     render: Annotated[
         Sequence[str],
-        Asked("A file it reads, written to {trial_dir}; repeatable.", metavar="FILE[:PATH=VALUE]", many=True),
+        Option("A file it reads, written to {trial_dir}; repeatable.", metavar="FILE[:PATH=VALUE]", many=True),
     ] = ()
     metric: Annotated[
         Sequence[str],
-        Asked(
+        Option(
             "The metric to read from its output: a name, or a regular expression with a named group; repeatable.",
             metavar="NAME|RE",
+            sent=True,
             many=True,
         ),
     ] = ()
     metric_file: Annotated[
-        str | None, Asked("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="FILE")
+        str | None, Option("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="FILE", sent=True)
     ] = None
-    direction: Annotated[str | None, Asked("max or min, for a metric that is not a throughput.", metavar="NAME")] = None
-    samples: Annotated[str | None, Asked("Samples of a step, such as '{micro_batch * 2}'.", metavar="N")] = None
+    direction: Annotated[
+        str | None, Option("max or min, for a metric that is not a throughput.", metavar="NAME", sent=True)
+    ] = None
+    samples: Annotated[
+        str | None, Option("Samples of a step, such as '{micro_batch * 2}'.", metavar="N", sent=True)
+    ] = None
     require: Annotated[
-        Sequence[str], Asked("A bound on a metric, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True)
+        Sequence[str],
+        Option("A bound on a metric, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True, sent=True),
     ] = ()
-    shell: Annotated[bool, Asked("Start it in a shell.")] = False
-    emulate: Annotated[bool, Asked("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
+    shell: Annotated[bool, Option("Start it in a shell.", sent=True)] = False
+    emulate: Annotated[bool, Option("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
 
     @property
     def name(self) -> str:
@@ -101,8 +109,8 @@ class Command:
         return False
 
     def named(self, model: str) -> str | ServerModel | None:
-        """Returns the model of a name given by it or in its text, for `redline.workload`; None if there is no such
-        model.
+        """Returns the model of a name given by it or in its text, for `redline.workload`; None if it
+        names none.
 
         Raises:
             WorkloadError: `model` was given explicitly and does not exist.
@@ -118,7 +126,7 @@ class Command:
         """Reads a command from a file with the fields of this class.
 
         Raises:
-            UsageError: there is no such file, or a field is missing or unknown.
+            UsageError: the file does not exist, or a field is missing or unknown.
         """
         where = path_of(path)
         try:

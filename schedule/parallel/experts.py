@@ -10,13 +10,16 @@ torch has these.
 | T, K, D | tokens on this rank; experts of a token; features |
 | E, P | experts of the layer; ranks that share them (`ep`), each with E / P |
 | N | rows that arrive at this rank: those of its experts, from all P ranks |
+| f, C | capacity factor, and capacity: rows of this rank that an expert computes, ceil(f T K / E) |
 
-No token is dropped. The only synchronization with the device is for the row counts, which the exchange needs on the host.
+Without a capacity no row is dropped, and the only synchronization with the device is for the row counts, which the exchange needs
+on the host. With one (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known.
 
 Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,8 +29,10 @@ import torch
 from torch import nn
 
 from ...base._torch import parameters_of
+from ...base.errors import ScheduleError
+from .. import collectives as differentiable
 from ..forward import Layer, layers_of
-from .collectives import Axis, all_to_all_rows, through
+from .collectives import Axis, all_to_all_rows, axis_of, through
 from .sharing import Sharing, copies_with_parts, shared_parameters
 
 
@@ -53,20 +58,29 @@ class ExpertParallel(Layer):
         if hidden.is_meta:
             # Only the shape is needed.
             return hidden.clone()
-        return self._spread(inner, hidden, index, weights)
+        limited = bool(layers_of(module, ExpertCapacity)) and module.training
+        return self._spread(inner, hidden, index, weights, limited)
 
     @torch.compiler.disable
     def _spread(
-        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, equal: bool
     ) -> torch.Tensor:
-        """Sends rows to their experts, computes them there, and returns the weighted sums of the results."""
+        """Sends rows to their experts, computes them there, and returns the weighted sums of the results.
+
+        `equal` is True if all experts have equally many rows."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen = index.reshape(-1)
-        order = chosen.argsort(stable=True)
         self.rows = rows_of_experts(chosen, self.experts)
+        if self.axis.size == 1:
+            return inner(hidden, index, weights)
+        order = chosen.argsort(stable=True)
         sending = self.rows.view(self.axis.size, -1)
-        arriving = all_to_all_rows(sending, [1] * self.axis.size, [1] * self.axis.size, self.axis)
-        sent, received = torch.stack([sending.sum(1), arriving.sum(1)]).tolist()
+        if equal:
+            arriving, sent = sending, [len(chosen) // self.axis.size] * self.axis.size
+            received = sent
+        else:
+            arriving = all_to_all_rows(sending, [1] * self.axis.size, [1] * self.axis.size, self.axis)
+            sent, received = torch.stack([sending.sum(1), arriving.sum(1)]).tolist()
         there = partial(all_to_all_rows, sent=sent, received=received, axis=self.axis)
         back = partial(all_to_all_rows, sent=received, received=sent, axis=self.axis)
         rows = through(tokens[order // index.shape[-1]], there, back)
@@ -82,8 +96,107 @@ class ExpertParallel(Layer):
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         parts = returned[place].view(*index.shape, -1)
-        sums = (parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
-        return sums if sums.shape == hidden.shape else sums.reshape(hidden.shape)
+        return _shaped((parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
+
+
+class ExpertCapacity(Layer):
+    """Wraps an experts module: in training each expert computes C rows of this rank, and rows beyond these are dropped.
+
+    The rows of an expert with the largest weights are kept, the first of equal ones; Megatron-LM calls this drop policy
+    `probs`. A dropped row adds nothing to its token, whose other weights stay as they are. Experts with fewer rows compute
+    zeros in their place, as with Megatron-LM's `--moe-pad-expert-input-to-capacity`. In evaluation no row is dropped.
+    """
+
+    order = 12
+
+    def __init__(self, factor: float, experts: int) -> None:
+        self.factor = factor
+        """f."""
+        self.experts = experts
+        """E."""
+        self.rows = 0
+        """The number of rows that were routed in training."""
+        self.dropped: torch.Tensor | None = None
+        """The number of them that were dropped, a scalar on the device."""
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden, index, weights = routed(module, args, kwargs)
+        if not module.training or hidden.is_meta:
+            return inner(*args, **kwargs)
+        return self._limited(inner, hidden, index, weights)
+
+    @torch.compiler.disable
+    def _limited(
+        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        chosen, count = index.reshape(-1), math.ceil(self.factor * index.numel() / self.experts)
+        order = weights.detach().reshape(-1).argsort(descending=True, stable=True)
+        order = order[chosen[order].argsort(stable=True)]
+        routed_to = rows_of_experts(chosen, self.experts)
+        numbers = torch.arange(len(order), device=order.device)
+        # The place of each row among those of its expert; dropped rows are in one place behind those of all experts.
+        behind = numbers - (routed_to.cumsum(0) - routed_to)[chosen[order]]
+        end = self.experts * count
+        place = torch.empty_like(order)
+        place[order] = torch.where(behind < count, chosen[order] * count + behind, end)
+        token = place.new_full((end + 1,), len(tokens))
+        token[place] = numbers // index.shape[-1]
+        rows = nn.functional.pad(tokens, (0, 0, 0, 1))[token[:end]]
+        expert = torch.arange(self.experts, device=rows.device).repeat_interleave(count)
+        computed = inner(rows, expert.unsqueeze(1), weights.new_ones(end, 1))
+        parts = nn.functional.pad(computed, (0, 0, 0, 1))[place].view(*index.shape, -1)
+        dropped = (routed_to - count).clamp_(min=0).sum()
+        self.rows += len(chosen)
+        self.dropped = dropped if self.dropped is None else self.dropped + dropped
+        return _shaped((parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
+
+
+class DividedTokens(Layer):
+    """Wraps experts that are whole on each rank of the `tp` axis: a rank takes a part of the tokens, all of which it has."""
+
+    order = 14
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden, index, weights = routed(module, args, kwargs)
+        if hidden.is_meta:
+            return hidden.clone()
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        count, ranks = len(tokens), self.axis.size
+        if count % ranks:
+            raise ScheduleError(f"{ranks} ranks divide the tokens of whole experts, so they must divide {count} tokens")
+        found = inner(
+            differentiable.scatter(tokens, 0, self.axis),
+            index.reshape(count, -1).chunk(ranks)[self.axis.rank],
+            differentiable.scatter(weights.reshape(count, -1), 0, self.axis),
+        )
+        return _shaped(differentiable.all_gather(found, 0, self.axis), hidden)
+
+
+def divides_tokens(module: nn.Module) -> bool:
+    """Returns True for an experts module of which each rank takes a part of the tokens."""
+    return bool(layers_of(module, DividedTokens))
+
+
+def dropped_rows(root: nn.Module) -> tuple[int, int] | None:
+    """Returns how many rows experts dropped in training on this rank so far, and how many were routed; None without a
+    capacity."""
+    found = [layer for each in root.modules() for layer in layers_of(each, ExpertCapacity)]
+    if not found:
+        return None
+    return sum(int(each.dropped) for each in found if each.dropped is not None), sum(each.rows for each in found)
+
+
+def _shaped(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the shape of another one; not a view where it has that, which FSDP's hooks would lose."""
+    return tensor if tensor.shape == like.shape else tensor.reshape(like.shape)
 
 
 def routed(
@@ -160,9 +273,19 @@ def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Returns True for an experts module that is spread over ranks."""
+    return bool(layers_of(module, ExpertParallel))
+
+
 def spread_experts(module: nn.Module) -> list[nn.Module]:
     """Returns the experts modules in a module that are spread over ranks."""
-    return [each for each in mixtures_of(module).values() if layers_of(each, ExpertParallel)]
+    return [each for each in mixtures_of(module).values() if is_spread(each)]
+
+
+def copied_experts(module: nn.Module) -> bool:
+    """Returns True if several ranks have the same experts of a mixture that is spread over ranks."""
+    return any(layer.replicas.size > 1 for each in spread_experts(module) for layer in layers_of(each, ExpertParallel))
 
 
 def cut_copies(
@@ -192,8 +315,9 @@ def cut_copies(
     )
     # A gradient is a mean over all replicas; it already includes those that share the experts, through their rows.
     # (`set_gradient_divide_factor` divides twice in torch 2.13 if one rank has the experts, or gloo refuses it.)
-    parts = 1 if sharing is None else sharing.parts.size
-    made.set_all_reduce_hook(lambda gradients: gradients.mul_(parts / layer.axis.size))
+    replicas = axis_of(mesh, "dp")
+    factor = axis.size / (1 if replicas is None else replicas.size)
+    made.set_all_reduce_hook(lambda gradients: gradients.mul_(factor))
 
 
 def copies_of_experts(module: nn.Module, mesh: Any) -> dict[nn.Parameter, Axis]:

@@ -2,7 +2,7 @@
 
 from .checkpoint import checkpoint
 from .data_parallel import cut_sequence, offload, shard_data
-from .experts import shard_experts
+from .experts import limit_experts, shard_experts
 from .formats import cast, float8
 from .fused import fused_attention, fused_gelu, fused_loss
 from .graphs import decompose, find, fuse, trace
@@ -26,6 +26,7 @@ __all__ = [
     "fused_gelu",
     "fused_loss",
     "hook",
+    "limit_experts",
     "offload",
     "parallel_loss",
     "pipeline",

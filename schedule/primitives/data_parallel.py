@@ -16,7 +16,7 @@ from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
 from ..parallel.balance import BalancedTogether, balances
 from ..parallel.collectives import Axis, axis_of, divided, neighbours
-from ..parallel.experts import copies_of_experts, cut_copies, spread_experts
+from ..parallel.experts import copied_experts, copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
 from ..parallel.sharding import is_dtensor
@@ -127,8 +127,8 @@ def is_replicated(sch: ScheduledModule) -> bool:
 
 def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
     found = axis_of(sch.mesh, "dp")
-    if found is None and sch.tree.shared:
-        return Axis("dp", 1, 0, "")  # ranks that share samples are replicas of each other
+    if found is None and (sch.tree.shared or copied_experts(sch.tree.module)):
+        return Axis("dp", 1, 0, "")  # ranks that share samples or tokens are replicas of each other
     if found is None:
         raise ScheduleError(f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)")
     return found
@@ -424,16 +424,18 @@ WHAT = ("activations", "optimizer")
 
 
 @primitive
-def offload(sch: ScheduledModule, what: str = "activations") -> None:
+def offload(sch: ScheduledModule, what: str = "activations", blocks: Sequence[str] | None = None) -> None:
     """Keeps state in host memory while the device does not need it.
 
     Args:
         what: `activations`: tensors that this module saves for the backward pass are copied out in the forward and
             back in the backward. `optimizer` (on the root): the optimizer's state and step are on the CPU, on copies
             of the weights; each step copies the gradients out and the weights in.
+        blocks: with `optimizer`, paths of the modules of whose parameters it is; None for all.
 
     Raises:
-        ScheduleError: neither of these; `optimizer` elsewhere than on the root; or called before.
+        ScheduleError: neither of these; `optimizer` elsewhere than on the root; blocks of activations, or that are not
+            there; or called before.
     """
     label = f"offload on '{sch.name}'"
     if what not in WHAT:
@@ -443,8 +445,15 @@ def offload(sch: ScheduledModule, what: str = "activations") -> None:
     apply = _activations if what == "activations" else _optimizer
     if sch.deferred(apply):
         raise ScheduleError(f"{label}: {what} are offloaded already")
+    if blocks is not None and what != "optimizer":
+        raise ScheduleError(f"{label}: activations are offloaded module by module, so call it on each of the blocks")
+    for path in blocks or ():
+        sch[path]
     check_called(sch, "offload")
-    sch.defer("offload", apply)
+    if what == "optimizer":
+        sch.defer("offload", apply, blocks=blocks)
+    else:
+        sch.defer("offload", apply)
 
 
 class OffloadedActivations(Layer):
@@ -464,7 +473,18 @@ def _activations(sch: ScheduledModule, module: nn.Module, context: Any) -> None:
     add_layer(module, OffloadedActivations())
 
 
-def _optimizer(sch: ScheduledModule, module: nn.Module, context: Any) -> None:
+def _optimizer(sch: ScheduledModule, module: nn.Module, context: Any, blocks: Sequence[str] | None) -> None:
     make = context.optimizer
-    if make is not None:
+    if make is None:
+        return
+    if blocks is None:
         context.optimizer = lambda params: OffloadedOptimizer(params, make)
+        return
+    inside = [sch[path].module for path in blocks]
+
+    def partly(params: Iterable[nn.Parameter]) -> Any:
+        # By now parameters are those that FSDP has put in place.
+        chosen = {param for each in inside for param in each.parameters()}
+        return OffloadedOptimizer(params, partial(_in_groups, make), chosen)
+
+    context.optimizer = partly

@@ -46,7 +46,7 @@ def fused_attention(sch: ScheduledModule) -> None:
     the same dropout masks; other kernels draw others.
 
     Raises:
-        ScheduleError: nothing is traced; there is no such attention, or its weights are used elsewhere, and the
+        ScheduleError: nothing is traced; no such attention is found, or its weights are used elsewhere, and the
             message says where (modules of transformers return them: trace the block above with `flatten=True`); or
             `replace` refuses.
 
@@ -169,7 +169,7 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
 
 
 def _before(value: Any, module: nn.Module) -> list[Step] | None:
-    """Operations from the product of queries and keys to a value; None if there is no such product."""
+    """Operations from the product of queries and keys to a value; None if none is found."""
     what = operation(value, module) if isinstance(value, fx.Node) else None
     if what is None or len(value.users) - len(_asking(value)) != 1:
         return None

@@ -141,7 +141,7 @@ def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[.
             new one.
 
     Raises:
-        ScheduleError: there is no such module, or `replace` refuses.
+        ScheduleError: the module does not exist, or `replace` refuses.
     """
     if not isinstance(type, _CLASS) or not issubclass(type, nn.Module):
         raise ScheduleError(f"replace_all on '{sch.name}': type must be a subclass of nn.Module, but got {type!r}")

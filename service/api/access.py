@@ -196,4 +196,3 @@ def _formed(form: type[Body], text: bytes) -> Body:
 Reader = Annotated[User, Depends(Needs(Role.READER))]
 Submitter = Annotated[User, Depends(Needs(Role.SUBMITTER))]
 Joiner = Annotated[User, Depends(Needs(Role.WORKER))]
-Admin = Annotated[User, Depends(Needs(Role.ADMIN))]

@@ -3,11 +3,18 @@
 import json
 import math
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field as DataclassField
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, create_model, model_validator
 
-from ...base.errors import UsageError, unknown
+from ...base.errors import UsageError
+from ...base.option import Option, options_of
+from ...models.request import ModelRequest, SpaceRequest
+from ...runners.command.command import Command
+from ...tuner.request import RunRequest, SearchRequest, known_sampler
 from ..request import LARGEST_FILE, TARGETS, digest
 
 MOST_DEVICES = 1 << 20
@@ -62,36 +69,17 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-def checked(check: Any) -> AfterValidator:
-    """Returns a validator that calls a function, which raises UsageError for an invalid value."""
+def checked(check: Callable[..., Any], *what: str) -> AfterValidator:
+    """Returns a validator that calls a function with a value and more, which raises UsageError if it is invalid."""
 
     def validate(value: Any) -> Any:
         try:
-            check(value)
+            check(value, *what)
         except UsageError as error:
             raise ValueError(str(error)) from None
         return value
 
     return AfterValidator(validate)
-
-
-def _duration(value: str | float) -> None:
-    from ...tuner.budget import parse_duration
-
-    parse_duration(value)
-
-
-def _memory(value: str | float) -> None:
-    from ...tuner.budget import parse_memory
-
-    parse_memory(value)
-
-
-def _sampler(value: str) -> None:
-    from ...tuner.samplers import sampler_names
-
-    if value not in sampler_names():
-        raise UsageError(unknown("sampler", value, sampler_names()))
 
 
 def _hardware(value: str) -> None:
@@ -123,12 +111,87 @@ Whole = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Knob = Annotated[str, Field(min_length=1, max_length=80)]
 Value = bool | int | float | Annotated[str, Field(max_length=2000)]
-Duration = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e9)], checked(_duration)]
-Memory = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e12)], checked(_memory)]
 Hardware = Annotated[Word, checked(_hardware)]
 Target = Annotated[Word, checked(_target)]
 SpaceDocument = Annotated[dict[str, JsonValue], checked(_space)]
-Mapping = dict[Knob, Value]
+Knobs = Annotated[dict[Knob, Value], Field(max_length=200)]
+
+_OWN: Mapping[str, tuple[Any, Any]] = {
+    "space": (SpaceDocument | None, None),
+    "allow": (Annotated[list[Literal["lossy"]], Field(max_length=1)], []),
+    "override": (
+        Annotated[dict[Knob, Annotated[list[Value], Field(min_length=1, max_length=1000)]], Field(max_length=200)],
+        {},
+    ),
+    "fix": (Knobs, {}),
+    "runner": (Literal["simulate"] | None, None),
+    "hardware": (Hardware | None, None),
+    "command": (
+        Annotated[str, Field(min_length=1, max_length=20_000)]
+        | Annotated[list[Annotated[str, Field(max_length=4000)]], Field(min_length=1, max_length=500)],
+        ...,
+    ),
+    "model": (Target | None, None),
+    "env": (Annotated[list[Annotated[str, Field(max_length=4000)]], Field(max_length=200)], []),
+    "direction": (Literal["max", "min"] | None, None),
+}
+"""Types and defaults of options that a server does not take as `redline.tune` does: no file, no path, no object."""
+
+
+def form(name: str, *sections: type, only: Collection[str] | None = None, without: Collection[str] = ()) -> type[Body]:
+    """Returns a body with the options of requests that are sent to a server: with their names, defaults, bounds and help.
+
+    Args:
+        name: of the class.
+        sections: requests, or sections of one.
+        only, without: names of options.
+    """
+    found: dict[str, Any] = {}
+    for field, option in (each for section in sections for each in options_of(section)):
+        if option.sent and field.name not in without and (only is None or field.name in only):
+            kind, default = _OWN.get(field.name) or _type(field, option)
+            found[field.name] = (kind, Field(default, description=option.help))
+    made: type[Body] = create_model(name, __base__=Body, **found)
+    return made
+
+
+def _type(field: DataclassField[Any], option: Option) -> tuple[Any, Any]:
+    """Returns the type and the default of an option's value."""
+    default: Any = field.default
+    given = get_args(field.type)[0]
+    kinds = get_args(given) or (given,)
+    kind: Any = Word
+    if option.many:
+        return Annotated[list[Word], Field(max_length=50)], list(default)
+    if bool in kinds:
+        kind = bool
+    elif option.type is not None:
+        most = option.most if option.sent_most is None else option.sent_most
+        kind = Annotated[option.type, Field(ge=option.least, gt=option.above, le=most)]
+    elif option.check is not None:
+        text = Word | Annotated[float, Field(gt=0, le=option.sent_most)] if float in kinds else Word
+        kind = Annotated[text, checked(option.check, field.name.replace("_", " "))]
+    return (kind | None if NoneType in kinds else kind), default
+
+
+if TYPE_CHECKING:
+
+    class _CommandOptions(Body): ...
+
+    class _SpaceOptions(Body): ...
+
+    class _ModelOptions(Body): ...
+
+    class _SearchOptions(Body): ...
+
+    class _EstimateOptions(Body): ...
+
+else:
+    _CommandOptions = form("CommandOptions", Command)
+    _SpaceOptions = form("SpaceOptions", SpaceRequest)
+    _ModelOptions = form("ModelOptions", ModelRequest, without=("devices",))
+    _SearchOptions = form("SearchOptions", SearchRequest, RunRequest)
+    _EstimateOptions = form("EstimateOptions", SearchRequest, RunRequest, only=("layerwise", "memory_limit"))
 
 
 class Code(Body):
@@ -148,76 +211,26 @@ class Code(Body):
         return self
 
 
-class CommandForm(Body):
-    """A command to tune, with the fields of `redline.Command`."""
-
-    command: (
-        Annotated[str, Field(min_length=1, max_length=20_000)]
-        | Annotated[list[Annotated[str, Field(max_length=4000)]], Field(min_length=1, max_length=500)]
-    )
-    launcher: Word | None = None
-    model: Target | None = None
-    """The model that it trains: a preset's name or a hub id."""
-    env: Annotated[list[Annotated[str, Field(max_length=4000)]], Field(max_length=200)] = []
-    metric: Annotated[list[Word], Field(max_length=50)] = []
-    metric_file: Word | None = None
-    direction: Literal["max", "min"] | None = None
-    samples: Word | None = None
-    require: Annotated[list[Word], Field(max_length=50)] = []
-    shell: bool = False
+class CommandForm(_CommandOptions):
+    """A command to tune: the options of `redline.Command` that can be sent to a server."""
 
 
-class SpaceForm(Body):
-    """Changes to the model's default space."""
-
-    space: SpaceDocument | None = None
-    """Replaces the default space; a document of `Space.to_dict`."""
-    allow: Annotated[list[Literal["lossy"]], Field(max_length=1)] = []
-    baseline: Word | None = None
-    """Number format of the default configuration, which the gain refers to."""
-    override: Annotated[
-        dict[Knob, Annotated[list[Value], Field(min_length=1, max_length=1000)]], Field(max_length=200)
-    ] = {}
-    """Values of knobs, replacing those of the space."""
-    fix: Annotated[Mapping, Field(max_length=200)] = {}
-    """Knobs with a fixed value."""
-
-
-class TrainingForm(SpaceForm):
-    """The training: one of `target`, `model`, `workload` and `command`."""
+class TrainingForm(_ModelOptions, _SpaceOptions):
+    """The training: one of `target`, `model`, `workload` and `command`, and changes to the default space."""
 
     target: Target | None = None
     """A preset's name or a hub id."""
     model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), checked(_contents)] | None = None
     """Contents of a Hugging Face config.json."""
     devices: Count = 1
-    """Devices of one trial."""
-    seq_len: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
-    global_batch: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
-    lora: Word | None = None
+    """Devices of one trial. A server does not know those of the client."""
 
 
-class SearchForm(TrainingForm):
-    """A search: the arguments of `redline.tune` that can be sent to a server."""
+class SearchForm(_SearchOptions, TrainingForm):
+    """A search: the options of `redline.tune` that can be sent to a server."""
 
     workload: Code | None = None
     command: CommandForm | None = None
-    trials: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    time: Duration | None = None
-    device_hours: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    patience: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
-    sampler: Annotated[Word, checked(_sampler)] = "bayes"
-    headroom: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    layerwise: bool = False
-    soak: bool = False
-    seed: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)] = 0
-    runner: Literal["simulate"] | None = None
-    """`simulate` returns predictions for `hardware`, which need not be in the pool."""
-    hardware: Hardware | None = None
-    memory_limit: Memory | None = None
-    trial_timeout: Duration | None = None
-    measure_time: Duration | None = None
-    concurrency: Annotated[int, Field(ge=1, le=4096)] | None = None
 
     @model_validator(mode="after")
     def _one_target(self) -> "SearchForm":
@@ -385,15 +398,13 @@ class ErrorAnswer(Answer):
     error: ErrorDetail
 
 
-class EstimateForm(TrainingForm):
+class EstimateForm(_EstimateOptions, TrainingForm):
     """A request for predictions without a device."""
 
     hardware: Hardware
-    memory_limit: Memory | None = None
-    config: Annotated[Mapping, Field(max_length=200)] | None = None
+    config: Knobs | None = None
     """Predicts this configuration instead of the best ones."""
     top: Annotated[int, Field(ge=1, le=100)] = 5
-    layerwise: bool = False
 
     @model_validator(mode="after")
     def _one_target(self) -> "EstimateForm":
@@ -406,7 +417,7 @@ class StudyForm(Body):
     """A study whose trials the client runs."""
 
     space: SpaceDocument
-    sampler: Annotated[Word, checked(_sampler)] = "bayes"
+    sampler: Annotated[Word, checked(known_sampler)] = "bayes"
     seed: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)] = 0
     name: Annotated[str, Field(max_length=100)] = ""
 

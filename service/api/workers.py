@@ -107,7 +107,7 @@ def _leased(parts: Parts, user: User, dry_run: int, lease: int) -> DryRun:
     """Returns a dry run that a worker of this user has or had.
 
     Raises:
-        LeaseOver: there is no such lease.
+        LeaseOver: the lease does not exist.
     """
     found = parts.store.dry_run(dry_run)
     if found.worker is None or found.lease < lease:

@@ -83,7 +83,7 @@ class DryRuns(Part):
         known.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             AttemptOver: the search has ended, or a later attempt has it.
         """
         owner = locked(connection, searches, search)
@@ -112,7 +112,7 @@ class DryRuns(Part):
         """Returns the outcome of a dry run; None if it has none yet.
 
         Raises:
-            NotFound: there is no such dry run.
+            NotFound: the dry run does not exist.
             LeaseOver: it was withdrawn, so it will get none.
         """
         row = one(connection, select(dry_runs.c.state, dry_runs.c.outcome).where(dry_runs.c.id == dry_run))
@@ -158,7 +158,7 @@ class DryRuns(Part):
         determines the kind: throughput on different devices is not comparable.
 
         Raises:
-            NotFound: there is no such dry run or worker.
+            NotFound: the dry run or worker does not exist.
             LeaseOver: the dry run does not wait any more.
             Refused: the worker has not enough free devices, or another kind than the search.
         """
@@ -209,7 +209,7 @@ class DryRuns(Part):
         worker has the dry run.
 
         Raises:
-            NotFound: there is no such dry run.
+            NotFound: the dry run does not exist.
             LeaseOver: the number is not that of the latest lease, or the dry run has ended, was withdrawn or given
                 back.
         """
@@ -228,7 +228,7 @@ class DryRuns(Part):
         """Stores the outcome of a dry run. A repeated answer changes nothing.
 
         Raises:
-            NotFound: there is no such dry run.
+            NotFound: the dry run does not exist.
             LeaseOver: the number is not that of the latest lease, or the dry run was withdrawn.
         """
         row = _held(connection, dry_run, lease)
@@ -241,7 +241,7 @@ class DryRuns(Part):
         """Returns a dry run to the queue without counting it as lost.
 
         Raises:
-            NotFound: there is no such dry run.
+            NotFound: the dry run does not exist.
             LeaseOver: as for `renew`.
         """
         row = _held(connection, dry_run, lease)
@@ -359,7 +359,7 @@ def _held(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
     """Returns a dry run as `_locked` does, after checking that `lease` is its latest lease.
 
     Raises:
-        NotFound: there is no such dry run.
+        NotFound: the dry run does not exist.
         LeaseOver: it is not.
     """
     row = _locked(connection, dry_run)

@@ -70,7 +70,7 @@ class People(Part):
                 `priority`, `disabled` (a boolean).
 
         Raises:
-            NotFound: there is no such user.
+            NotFound: the user does not exist.
             UsageError: a value is invalid, or there would be no admin left.
         """
         found = one(connection, select(users).where(users.c.name == name).with_for_update())
@@ -114,7 +114,7 @@ class People(Part):
             expires: when it stops being accepted, s since 1970; None for never.
 
         Raises:
-            NotFound: there is no such user.
+            NotFound: the user does not exist.
         """
         number, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
         text = f"{PREFIX}{number}_{secret}"
@@ -266,13 +266,7 @@ class People(Part):
         connection.execute(insert(audit).values(time=self.clock(), **values))
 
     @reads
-    def audited(self, connection: Connection, *, after: int = 0, limit: int = 1000) -> list[Audited]:
-        """Returns the entries of the audit log after entry `after`, in order."""
-        query = select(audit).where(audit.c.id > after).order_by(audit.c.id).limit(limit)
-        return [Audited(**each._mapping) for each in connection.execute(query)]
-
-    @reads
-    def audited_last(self, connection: Connection, limit: int, *, user: str | None = None) -> list[Audited]:
+    def audited(self, connection: Connection, limit: int = 1000, *, user: str | None = None) -> list[Audited]:
         """Returns the latest entries of the audit log, in order, of all users or of the user of that name."""
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:

@@ -57,7 +57,7 @@ class Searches(Part):
         Raises:
             KeyTaken: the key belongs to another request.
             UsageError: a value is invalid.
-            NotFound: there is no such user.
+            NotFound: the user does not exist.
             Refused: the user has reached `most_queued`.
         """
         number = new_id()
@@ -131,7 +131,7 @@ class Searches(Part):
             limit: maximum number.
 
         Raises:
-            NotFound: there is no search `after`.
+            NotFound: the search `after` does not exist.
         """
         query = _search_rows().order_by(searches.c.created.desc(), searches.c.id.desc()).limit(limit)
         if user is not None:
@@ -171,7 +171,7 @@ class Searches(Part):
         """Ends a search: its waiting and running dry runs are withdrawn. Does nothing if it has ended.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
         """
         row = _locked(connection, search)
         if SearchState(row.state).ended:
@@ -184,7 +184,7 @@ class Searches(Part):
         over.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             AttemptOver: it has ended.
         """
         row = _locked(connection, search)
@@ -207,7 +207,7 @@ class Searches(Part):
         the earlier one if it was fixed before: throughput on different devices is not comparable.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             AttemptOver: it has ended, or a later attempt has it.
         """
         row = _locked(connection, search)
@@ -228,7 +228,7 @@ class Searches(Part):
             False if it does not run any more, or a worker has a dry run of it, which is never interrupted.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
         """
         row = _locked(connection, search)
         leased = select(dry_runs.c.id).where(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
@@ -244,7 +244,7 @@ class Searches(Part):
         if it has ended.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
         """
         row = _locked(connection, search)
         if not SearchState(row.state).ended and row.held != held:
@@ -259,7 +259,7 @@ class Searches(Part):
         """Changes a search's priority or visibility.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             UsageError: a value is invalid.
         """
         _locked(connection, search)
@@ -279,7 +279,7 @@ class Searches(Part):
         it is queued or running.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             UsageError: it is done.
         """
         row = _locked(connection, search)
@@ -297,7 +297,7 @@ class Searches(Part):
         if it was visible to all.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             UsageError: it has not ended.
         """
         row = _locked(connection, search)
@@ -330,7 +330,7 @@ class Searches(Part):
         """Records a heartbeat of an attempt and returns the search, whose state shows if it was cancelled.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             AttemptOver: a later attempt has it.
         """
         row = _locked(connection, search)
@@ -352,7 +352,7 @@ class Searches(Part):
         """Records how a search ended. A cancelled search stays cancelled and gets the best so far.
 
         Raises:
-            NotFound: there is no such search.
+            NotFound: the search does not exist.
             AttemptOver: a later attempt has it.
             UsageError: `state` is not a final state.
         """

@@ -39,7 +39,7 @@ class Workers(Part):
 
         Raises:
             UsageError: a value is invalid.
-            NotFound: there is no such user.
+            NotFound: the user does not exist.
         """
         values = {
             "id": new_id(),
@@ -71,7 +71,7 @@ class Workers(Part):
         """Records that a worker reported. One that was considered gone is back in the pool.
 
         Raises:
-            NotFound: there is no such worker.
+            NotFound: the worker does not exist.
         """
         row = _locked(connection, worker)
         now = self.clock()
@@ -85,7 +85,7 @@ class Workers(Part):
         """Removes a worker from the pool. Its dry runs return to the queue and do not count as lost.
 
         Raises:
-            NotFound: there is no such worker.
+            NotFound: the worker does not exist.
         """
         row = one(connection, select(workers).where(workers.c.id == worker))
         if row is None:

@@ -417,17 +417,21 @@ def test_ticks_say_where_they_stand(tab, made):
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
+def show_table(tab, folder, rows):
+    with open(folder / "x.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    tab.goto(write_report(folder / "x.csv").as_uri())
+
+
 def test_what_a_table_says_is_never_executed(tab, tmp_path):
     rows = [
         {"trial": n, "status": "ok" if n < 3 else "crash", "throughput": n + 1 if n < 3 else "", "unit": HOSTILE, "reason": HOSTILE,
          "sampler": HOSTILE, "knob.a": HOSTILE if n % 2 else "plain", f"knob.{HOSTILE}": n, "peak_memory_mib": 5 + n}
         for n in range(5)
     ]  # fmt: skip
-    with open(tmp_path / "x.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    tab.goto(write_report(tmp_path / "x.csv").as_uri())
+    show_table(tab, tmp_path, rows)
     tab.locator("tr[data-trial='4']").click()
     tab.mouse.move(640, 400)
     assert tab.title() == "x: redline report"
@@ -447,11 +451,7 @@ def test_numbers_without_measure_break_no_figure(tab, tmp_path, overflow):
             {"trial": n, "status": status} | {name: rng.choice(NUMBERS) for name in COLUMNS}
             for n, status in enumerate(statuses)
         ]
-        with open(tmp_path / "x.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        tab.goto(write_report(tmp_path / "x.csv").as_uri())
+        show_table(tab, tmp_path, rows)
         tab.locator("footer").wait_for()
         tab.wait_for_timeout(30)
         broken = "[...document.querySelectorAll('svg *')].filter(e => [...e.attributes].some(a => /NaN|Infinity|undefined/.test(a.value))).map(e => e.outerHTML)"

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from redline.estimator import Estimator, TrainingSetup
+from redline.base.errors import UsageError
+from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.estimator.constants import Constants
 from redline.estimator.experts import imbalance
 from redline.estimator.facts.model_facts import Matmul, ModelFacts
@@ -79,6 +80,17 @@ def test_the_fullest_rank_waits_for_and_keeps_what_the_routing_gives_it():
     assert memory("activations", ep=8) > memory("activations", ep=8, constants=even) > memory("activations")
 
 
+def test_a_reported_rank_need_not_be_the_one_with_the_most_rows():
+    setup = TrainingSetup(devices=64, seq_len=4096, global_batch=512)
+    config = {"micro_batch": 1, "ep": 8}
+    fullest, last, even = (
+        Estimator(FACTS, H100, setup.replace(reported_rank=rank), constants=Constants(expert_spread=spread))
+        for rank, spread in (("fullest", 0.25), ("last", 0.25), ("fullest", 0.0))
+    )
+    assert fullest(config).peak_memory_mib > last(config).peak_memory_mib == even(config).peak_memory_mib
+    assert last.table([config]).fullest_memory_mib == fullest.table([config]).fullest_memory_mib
+
+
 def test_imbalance_grows_with_ranks_and_is_that_of_one_expert_at_most():
     ranks = np.array([1, 2, 8, 64])
     found = imbalance(64, ranks, Constants())
@@ -106,6 +118,18 @@ def test_rows_between_nodes_go_by_each_ranks_own_share_of_the_network():
     assert moved < far < 1.2 * moved and far > 4 * near
 
 
+def test_rows_that_are_sent_once_to_each_node_take_less_of_the_network():
+    """Four choices among eight nodes meet 8 (1 - (7 / 8)^4) of them, 3.31 instead of 4 rows."""
+    setup = TrainingSetup(devices=64, seq_len=4096, global_batch=512)
+    config = {"micro_batch": 1, "ep": 64}
+    each, once = (
+        Estimator(FACTS, H100, setup.replace(rows_once_a_node=known))(config).breakdown["time.expert exchange"]
+        for known in (False, True)
+    )
+    fixed = 512 / 64 * LAYERS * 4 * (2 * Constants().collective_us + H100.inter_node.latency_us) * 1e-3
+    assert (once - fixed) / (each - fixed) == pytest.approx(8 * (1 - (7 / 8) ** 4) / 4)
+
+
 def test_products_of_experts_with_more_rows_each_are_faster():
     """The same arithmetic: as many experts fewer as there are rows more."""
     item = next(each for part in FACTS.parts for each in part.matmuls if each.experts > 1)
@@ -117,3 +141,99 @@ def test_products_of_experts_with_more_rows_each_are_faster():
     assert seconds(64) < seconds(8) < seconds(1)
     rate = 2 * 8192 * CHOSEN * HIDDEN * 2 * INNER / seconds(64)
     assert 0.5 < rate / (H100.rate("bf16") * H100.achievable * Constants().matmul_efficiency) < 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sizes"),
+    [
+        # Mixtral-8x7B and Qwen3-30B-A3B, whose norms of queries and keys shape numbers do not know.
+        (46_702_792_704, {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,
+                          "vocabulary": 32000, "experts": 8, "experts_per_token": 2}),
+        (30_532_122_624 - 48 * 256, {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128,
+                                     "vocabulary": 151936, "experts": 128, "experts_per_token": 8,
+                                     "expert_intermediate": 768}),
+    ],
+)  # fmt: skip
+def test_shape_numbers_of_published_mixtures_give_their_parameters(parameters, sizes):
+    facts = Shape(**sizes).facts(precision="bf16", attention="sdpa", fusion=False)
+    assert facts.parameters == parameters and facts.experts == (sizes["experts"],)
+    stacks = sizes["layers"] * sizes["experts"] * 3 * sizes["hidden"] * sizes.get("expert_intermediate", 14336)
+    assert sum(part.count * part.experts for part in facts.parts) == stacks
+
+
+def test_first_blocks_may_be_dense_and_experts_shared():
+    sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 16, "vocabulary": 32000, "experts": EXPERTS,
+             "experts_per_token": CHOSEN, "expert_intermediate": INNER, "intermediate": 4 * INNER}  # fmt: skip
+    more, some = (
+        Shape(**sizes, **each).facts(precision="bf16", attention="sdpa", fusion=False)
+        for each in ({}, {"dense_layers": 3, "shared_intermediate": INNER})
+    )
+    assert [part.count for part in some.parts if part.role == "block"] == [3, LAYERS - 3] and some.blocks == LAYERS
+    mixed = LAYERS - 3
+    dense = 3 * (EXPERTS * 3 * INNER + EXPERTS - 3 * 4 * INNER) * HIDDEN
+    assert more.parameters - some.parameters == dense - mixed * 3 * INNER * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"experts": 1}, "experts must be 2 or more"),
+        ({"experts": 4, "experts_per_token": 5}, "a token has at most all"),
+        ({"dense_layers": 1}, "dense_layers must leave a block with experts"),
+        ({"experts": 4, "dense_layers": 2}, "dense_layers must leave a block with experts"),
+        ({"experts": -1}, "experts must be an integer of at least 0"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(wrong, words):
+    with pytest.raises(UsageError, match=words):
+        Shape(layers=2, hidden=8, heads=2, vocabulary=8, **wrong)
+
+
+def test_with_a_capacity_rows_follow_it_and_no_rank_waits_for_another():
+    """Exchanges carry f times the rows, by one collective instead of two, as their sizes are known."""
+    link = H100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
+    moved = 4096 * CHOSEN * HIDDEN * 2 * 7 / 8 / link
+    fixed = Constants().collective_us * 1e-6 + H100.intra_node.latency_us / 4 * 1e-6
+    for factor in (0.5, 1.0, 2.0):
+        found = time("expert exchange", ep=8, capacity_factor=factor)
+        assert found == pytest.approx(512 / 64 * LAYERS * 4 * (factor * moved + fixed) * 1e3, rel=1e-6)
+        assert time("expert imbalance", ep=8, capacity_factor=factor) == 0
+    for ep in (1, 8):
+        half, one, two = (time("matmul", ep=ep, capacity_factor=factor) for factor in (0.5, 1.0, 2.0))
+        assert half < one < two
+        # As many rows; clocks are a little higher while ranks wait.
+        assert one == pytest.approx(time("matmul", ep=ep), rel=0.02)
+
+
+def test_with_a_capacity_a_rank_keeps_its_rows_and_the_returned_ones():
+    tokens, width = 4096, 2
+    products = HIDDEN + 2 * INNER + INNER + HIDDEN
+    for ep in (1, 8):
+        kept = {factor: memory("activations", ep=ep, capacity_factor=factor) for factor in (0, 0.5, 1.0, 2.0)}
+        # Inputs and outputs of experts' products, and rows that come back to be weighed.
+        assert kept[2.0] - kept[1.0] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN))
+        assert kept[1.0] - kept[0.5] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN) / 2)
+        # Instead of the rows of the fullest rank; a rank that has all experts weighs what it computes at once.
+        assert kept[1.0] > kept[0] if ep == 1 else kept[1.0] < kept[0]
+
+
+def test_whole_experts_are_on_ranks_of_a_layer_and_their_tokens_are_divided():
+    rest = FACTS.parameters - STACKS
+    cut = {"tp": 4, "ep": 4}
+    sharded = memory("parameters", **cut)
+    # As many ranks have a share of all experts, by experts or by their columns.
+    assert memory("parameters", **{**cut, "ep": 16}, etp=1) == pytest.approx(sharded)
+    assert memory("parameters", tp=4, ep=1, etp=1) == pytest.approx(memory("parameters", tp=4) + 4 * STACKS * 3 / 4)
+    assert memory("optimizer", **cut, etp=1, zero=1) == pytest.approx(memory("optimizer", **cut, zero=1))
+    assert rest > 0 and time("expert exchange", **cut, etp=1) < time("expert exchange", **cut) / 3
+    # Experts have whole columns, for as many rows in total.
+    assert time("matmul", tp=4, ep=16, etp=1) < time("matmul", **cut)
+    assert time("tensor parallel", **cut, etp=1) < time("tensor parallel", **cut)
+    with_sequence = time("tensor parallel", **cut, etp=1, sequence_parallel=True)
+    assert with_sequence < time("tensor parallel", **cut, sequence_parallel=True)
+
+
+def test_etp_of_tp_is_the_same_as_none():
+    for config in ({"tp": 2, "ep": 4}, {"ep": 4}):
+        same = {**config, "etp": config.get("tp", 1)}
+        assert estimated(**same).breakdown == estimated(**config).breakdown

@@ -10,8 +10,10 @@ import torch
 from redline.cli.tune import end_in_order
 from redline.estimator import ModelFacts
 from redline.estimator.facts import concurrent, disk_cache
+from redline.estimator.facts.layout import Layout, _sharded
 from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
 from redline.models import flops_of
+from redline.models.skeleton import skeleton
 from torch import nn
 
 SHAPES = {
@@ -242,6 +244,9 @@ def test_tf32_is_not_traced_beside_fp32(monkeypatch):
         def is_known(self, variant):
             return False
 
+        def prepare(self, fusion):
+            assert fusion
+
     monkeypatch.setattr(concurrent.multiprocessing.get_context("fork").__class__, "Pool", lambda *_, **__: Pool())
     monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
     monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
@@ -260,6 +265,9 @@ class Signals:
 
     def is_known(self, variant):
         return False
+
+    def prepare(self, fusion):
+        pass
 
     def facts(self, **variant):
         return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
@@ -294,3 +302,21 @@ def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_pa
     for _ in range(2):
         with pytest.raises(TracingError, match="683 parameters"):
             source.facts(precision="fp32", attention="sdpa", fusion=False)
+
+
+def test_a_model_of_many_equal_blocks_has_the_layout_of_each():
+    """Their division is found on a few of them."""
+    deep = rl.workload("llama-tiny", seq_len=16)
+    layout = Layout.of(deep)
+    whole = _sharded(deep.schedule, skeleton(deep, deep.probe))
+    assert layout.cuts == whole and len({name.split(".")[2] for name in whole if ".layers." in name}) == len(
+        layout.blocks
+    )
+
+
+def test_facts_do_not_depend_on_the_global_batch(tmp_path):
+    """They are in the cache for any."""
+    trained = rl.workload("gpt2-tiny", seq_len=16, global_batch=8)
+    trace_facts(trained, precision="fp32", folder=tmp_path)
+    other = TracedFacts(trained.with_global_batch(32), folder=tmp_path)
+    assert other.workload.id != trained.id and other.is_known(("fp32", "sdpa", False, False))

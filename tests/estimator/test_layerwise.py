@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.knob_arrays import knob_arrays
-from redline.estimator.layerwise import _Choice, knapsack, refine, relatives
+from redline.estimator.layerwise import _balanced, _Choice, knapsack, refine, relatives
 from redline.estimator.request import estimate_request
 from redline.knobs.layers import BlockStrategy, of_blocks, parse
 from redline.results import Measurement, Status, Trial
@@ -270,3 +271,94 @@ def test_a_deep_model_on_many_devices_is_planned_in_seconds():
     assert time.process_time() - began < 2 * SLOWER_HERE
     assert plan.throughput >= winner.estimate.throughput
     assert not plan.layers or len(plan.layers) == 128
+
+
+def test_stages_with_the_head_get_fewer_blocks_where_that_is_faster():
+    """A head of 128,256 tokens costs two and a half blocks."""
+    shape = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256, name="llama3-8b")
+    fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, "tp": 1, "pp": 4}
+    request = estimate_request(
+        shape, "h100-80gb", devices=64, seq_len=4096, global_batch=256, fix={**fix, "pipeline_schedule": "1f1b"}
+    )
+    found = estimate_document(request, layerwise=True)
+    plan, even = found.layerwise, found.ranked[0].estimate
+    sizes = [int(each) for each in plan.config["stage_blocks"].split(",")]
+    assert sum(sizes) == 32 and sizes[-1] < min(sizes[:-1]) and 'stage_blocks="' in "\n".join(plan.lines())
+    assert plan.throughput > 1.05 * even.throughput
+    without = {name: value for name, value in plan.config.items() if name != "stage_blocks"}
+    assert request.estimator(plan.config).throughput > 1.05 * request.estimator(without).throughput
+    # A fixed division stays as it is.
+    assert request.estimator({**without, "stage_blocks": "8,8,8,8"}).throughput == request.estimator(without).throughput
+
+
+def test_shares_of_blocks_balance_the_stages_within_their_memory():
+    choices = [_Choice(1.0, 1.0, LAYER)]
+    cut = [SimpleNamespace(count=4)] * 3
+    even = [(choices, [100.0])] * 3
+    assert _balanced(cut, even, [0.0, 0.0, 2.0], 0, 12) == (4, 5, 3)
+    assert _balanced(cut, even, [0.0, 0.0, 0.0], 0, 12) is None
+    # The second stage has memory for three blocks.
+    assert _balanced(cut, [(choices, [100.0]), (choices, [3.5]), (choices, [100.0])], [0.0] * 3, 0, 12) == (4, 3, 5)
+    assert _balanced(cut, [(choices, [3.5])] * 3, [0.0] * 3, 0, 12) is None
+
+
+LLAMA_7B = Shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000, name="llama-7b")
+GPT_2_7B = Shape(
+    layers=32, hidden=2560, heads=32, vocabulary=50257, positions=2048, gated=False, biases=True, name="gpt-2.7b"
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hardware", "gib", "batch", "plan"),
+    [
+        # Plans of Galvatron's searches on 8 GPUs, by the files of its repositories on GitHub.
+        # Time-has-wings/Hetu-Galvatron 098c220b: galvatron_config_llama-7b_1nodes_8gpus_per_node_24GB_bf16_[tpconsec_off].json
+        (LLAMA_7B, "rtx4090", 24, 16, {"tp": 4, "pp": 2, "micro_batch": 8, "strategy": "0-31:ckpt"}),
+        # AFDWang/Hetu-Galvatron bd3ab5ff: galvatron_config_hidden4096_head32_1nodes_8gpus_per_node_36GB_bf16_[tpconsec_off].json
+        (LLAMA_7B, "a100-40gb", 36, 64, {"zero": 2, "micro_batch": 1, "strategy": "0-25:zero3,ckpt 26-28:ckpt 29-31:zero3"}),
+        # AFDWang/Hetu-Galvatron 27d4256b: galvatron_config_gpt-2.7b_1nodes_8gpus_per_node_40GB_bf16_example.json
+        (GPT_2_7B, "a100-40gb", 40, 64,
+         {"tp": 2, "pp": 2, "zero": 3, "micro_batch": 8, "strategy": "0-8:- 9-15:tp1 16-25:- 26-31:tp1"}),
+    ],
+)  # fmt: skip
+def test_plans_are_at_least_as_fast_as_published_ones(shape, hardware, gib, batch, plan):
+    fix = {"precision": "bf16", "fusion": False, "sp": 1, "cp": 1}
+    request = estimate_request(
+        shape, hardware, devices=8, seq_len=2048, global_batch=batch, memory_limit_mib=gib * 1024, fix=fix
+    )
+    theirs = request.estimator({**fix, **plan})
+    found = estimate_document(request, top=1, layerwise=True)
+    assert found.layerwise.throughput >= theirs.throughput
+    assert found.layerwise.peak_memory_mib <= gib * 1024
+
+
+EXPERTS = Shape(
+    layers=16,
+    hidden=2048,
+    heads=16,
+    vocabulary=32000,
+    experts=64,
+    experts_per_token=4,
+    expert_intermediate=1024,
+    name="moe",
+)
+
+
+def test_blocks_spread_their_experts_as_memory_allows():
+    fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, "tp": 1, "pp": 1, "zero": 1}
+    request = estimate_request(EXPERTS, "h100-80gb", devices=8, seq_len=4096, global_batch=64, fix=fix)
+    winner = estimate_document(request, top=1).ranked[0]
+    others = relatives(request.space, winner.config)
+    if "ep" in winner.config:
+        assert {each["ep"] for each in others} == {1, 2, 4, 8}
+    facts = request.estimator.facts_of(knob_arrays([winner.config], request.estimator.training), 0)
+    plan = refine(request.estimator, winner, facts, others)
+    assert plan.throughput >= winner.estimate.throughput
+    assert request.estimator(plan.config).throughput == pytest.approx(plan.throughput, rel=1e-9)
+    # As many blocks as memory asks for spread their experts.
+    base = {name: value for name, value in winner.config.items() if name not in ("ep", "checkpoint_ratio")}
+    peaks = [
+        request.estimator({**base, "strategy": text}).peak_memory_mib
+        for text in ("0-15:-", "0-7:ep8 8-15:-", "0-15:ep8")
+    ]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from redline.base.errors import UsageError
 from redline.estimator import Estimator, ModelFacts, TrainingSetup
 from redline.estimator.hardware import find_hardware
 from redline.estimator.knob_arrays import knob_arrays
@@ -172,3 +173,57 @@ def test_gradients_that_wait_for_those_of_weights_take_memory():
     one, four = (steps(pipeline_schedule="zero_bubble", virtual_stages=many) for many in (1, 4))
     # Of the last rank seven micro-batches wait for the head's gradient, or seven chunks of a quarter each.
     assert one.peak_memory_mib > four.peak_memory_mib
+
+
+def test_stages_have_the_blocks_that_are_given():
+    facts = ModelFacts.from_shape(**LLAMA)
+    found = stages(facts, 4, "layers", sizes=(5, 9, 9, 9))
+    assert [(each.ranks, each.count) for each in found] == [((0,), 5), ((1, 2), 9), ((3,), 9)]
+    chunked = stages(facts, 2, "layers", chunks=2, distinct=False, sizes=(1, 2, 3, 26))
+    assert [each.sizes for each in chunked] == [(1, 3), (2, 26)]
+    assert chunked[0].indices == (0, 3, 4, 5)
+
+
+def test_time_and_memory_follow_the_blocks_of_each_stage():
+    even, given = steps(), steps(stage_blocks="4,4,4,4,4,4,4,4")
+    assert given.breakdown == even.breakdown
+    lopsided = steps(stage_blocks="11,3,3,3,3,3,3,3")
+    assert lopsided.step_ms > 1.8 * even.step_ms and lopsided.peak_memory_mib > 2 * even.peak_memory_mib
+    # 1F1B keeps the most micro-batches in the first stage.
+    early = steps(stage_blocks="3,4,4,4,4,4,4,5")
+    assert early.peak_memory_mib < even.peak_memory_mib
+    # A head of five blocks, which the last stage has besides its own.
+    wide = Estimator(ModelFacts.from_shape(**{**LLAMA, "vocabulary": 256_000}), find_hardware("a100-80gb"), SETUP)
+    uniform, fewer = wide.table(
+        [{"pp": 8, "micro_batch": 1, "stage_blocks": each} for each in (None, "5,5,5,4,4,4,4,1")]
+    ).step_ms
+    assert fewer < 0.9 * uniform
+
+
+def test_runs_of_a_strategy_follow_the_blocks_into_their_stages():
+    """Blocks 0 to 7 are recomputed: two stages of four, or one of eight and none of the others."""
+    runs = {"strategy": "0-7:ckpt 8-31:-"}
+    spread, together = steps(**runs), steps(**runs, stage_blocks="8,4,4,4,3,3,3,3")
+    assert together.step_ms > 1.5 * spread.step_ms
+    alone = steps(stage_blocks="8,4,4,4,3,3,3,3", checkpoint_ratio=0.0)
+    assert together.peak_memory_mib < alone.peak_memory_mib and together.step_ms > alone.step_ms
+
+
+def test_stages_that_do_not_fit_the_model_or_the_ranks_are_refused():
+    with pytest.raises(UsageError, match="a number for each of the pp \\* virtual_stages stages"):
+        steps(stage_blocks="16,16")
+    with pytest.raises(UsageError, match="its numbers are for 33 blocks, but the model has 32"):
+        steps(stage_blocks="5,4,4,4,4,4,4,4")
+
+
+def test_runs_that_offload_move_their_share_of_the_optimizer():
+    none, some, every = (
+        steps(pp=1, zero=1, **each) for each in ({}, {"strategy": "0-7:offload 8-31:-"}, {"strategy": "0-31:offload"})
+    )
+    moved = [each.breakdown["time.offload"] for each in (none, some, every)]
+    assert moved[0] == 0 and moved[1] == pytest.approx(moved[2] / 4)
+    there = [each.breakdown["memory.optimizer"] for each in (none, some, every)]
+    assert there[0] > there[1] > there[2] > 0, "what is in no block stays on the device"
+    assert there[0] - there[1] == pytest.approx((there[0] - there[2]) / 4)
+    updated = [each.breakdown["time.optimizer"] for each in (none, some, every)]
+    assert updated[0] > updated[1] > updated[2]

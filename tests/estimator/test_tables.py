@@ -108,21 +108,37 @@ def test_rows_of_fsdp_are_read_and_what_is_wrong_with_the_others_is_said(tables,
 
 def test_megatrons_goldens_have_their_degrees_and_the_last_ranks_memory(tables, tmp_path):
     found = source(tables, tmp_path / "golden", all_csv=GOLDEN)
-    (run,) = found.runs
+    run, mixture = found.runs
     want = {"tp": 2, "pp": 2, "cp": 1, "dp": 2, "micro_batch": 2, "grad_accum": 8, "zero": 1, "virtual_stages": 4}
     assert want.items() <= run.config.items()
     assert run.setup["reported_rank"] == "last" and run.memory_mib == 4096 and run.step_ms == 500
     assert run.model.vocabulary == 50432 and not run.model.tied  # 50,257 in a multiple of 256
-    assert len(found.left) == 2
+    assert mixture.model.experts == 8 and mixture.config.get("ep", 1) == 1
+    assert len(found.left) == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "knobs"),
+    [((1, 4, 4), {}), ((1, 4, 1), {"etp": 1}), ((2, 4, 4), {"ep": 2}), ((16, 4, 1), {"ep": 16, "etp": 1})],
+)
+def test_experts_are_spread_as_recipes_say(tables, degrees, knobs):
+    assert tables.form.spread_of(*degrees, {"dp": 8}) == knobs
+
+
+@pytest.mark.parametrize("degrees", [(2, 4, 2), (16, 4, 4), (64, 4, 1)])
+def test_experts_that_cannot_be_spread_so_are_left_out(tables, degrees):
+    with pytest.raises(tables.form.Left, match="experts over"):
+        tables.form.spread_of(*degrees, {"dp": 8})
 
 
 def test_recipes_of_nvidia_leave_recomputation_open(tables, tmp_path):
     found = source(tables, tmp_path / "bridge", performance_csv=BRIDGE)
-    first, last = found.runs
+    first, mixture, last = found.runs
+    assert mixture.model.experts == 8 and mixture.config["ep"] == 8
     assert first.config["dp"] == 2 and first.config["virtual_stages"] == 5 and first.config["sequence_parallel"]
     assert last.config["zero"] == 3 and last.step_ms == pytest.approx(256 * 8192 / (1250 * 64) * 1e3)
     assert {each["checkpoint_ratio"] for each in first.choices} >= {0.0, 1.0}
-    assert ["divide 63" in each or "mixture" in each for each in found.left] == [True, True]
+    assert ["divide 63" in each for each in found.left] == [True]
 
 
 def test_pages_in_markdown_are_read_by_what_their_headings_say(tables, tmp_path):

@@ -158,4 +158,6 @@ def test_a_trainer_that_builds_models_by_itself_has_no_modules_of_transformers()
     gpt = built({**llama, "family": "gpt2", "dropout": 0.1, "tied": True}, find_trainer("nanotron"))
     assert (gpt.gated, gpt.positions, gpt.biases, gpt.dropout, gpt.tied) == (False, 2048, True, True, True)
     assert built(llama, find_trainer("fsdp")) is None and built(None, find_trainer("megatron")) is None
-    assert built({**llama, "family": "mixtral", "experts": 8}, find_trainer("megatron")) is None
+    mixture = built({**llama, "family": "mixtral", "experts": 8, "experts_per_token": 2}, find_trainer("megatron"))
+    assert (mixture.experts, mixture.experts_per_token) == (8, 2)
+    assert built({**llama, "family": "deepseek_v3", "experts": 8}, find_trainer("megatron")) is None

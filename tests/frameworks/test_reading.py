@@ -22,6 +22,7 @@ BESIDE = {
     "pipeline_schedule": {"pp": 2, "grad_accum": 4},
     "virtual_stages": {"pp": 2, "pipeline_schedule": "interleaved", "grad_accum": 4},
     "hsdp": {"zero": 3},
+    "etp": {"tp": 2},
     "offload": {"zero": 3},
     "checkpoint_ratio": {"zero": 3},
     "precision": {"zero": 3},
@@ -29,7 +30,14 @@ BESIDE = {
 }
 """Knobs without which one has no effect."""
 CHUNKS = {"interleaved": 2, "zbv": 2, "zero_bubble": 2}
-NUMBERS = {"micro_batch": (1, 6), "grad_accum": (1, 5), "hsdp": (2,), "virtual_stages": (2,), "attention": ("sdpa",)}
+NUMBERS = {
+    "micro_batch": (1, 6),
+    "grad_accum": (1, 5),
+    "hsdp": (2,),
+    "etp": (1,),
+    "virtual_stages": (2,),
+    "attention": ("sdpa",),
+}
 """Values of knobs whose setting has the knob's own value."""
 SHAPE = {
     "family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,
@@ -416,3 +424,103 @@ def test_a_changed_argument_that_takes_json_is_read_back():
     again = read(f"{command} {' '.join(each.text for each in changes)}").on()
     assert again.config["zero"] == 3 and again.config == {**made.config, "zero": 3}
     assert made.changes({**made.config, "pp": 2, "dp": 4}) is None, "the Trainer has no pipelines"
+
+
+def megatron(*flags, layers=8):
+    command = ["python", "pretrain_gpt.py", "--num-layers", str(layers), "--micro-batch-size", "1", *flags]
+    return read([*command, "--hidden-size", "64", "--num-attention-heads", "4", "--global-batch-size", "24"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages", "chunks"),
+    [
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|tt|t*3|ttL", "1,2,3,2", 1),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|(t|)*2t*5,L", "1,1,1,5", 2),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E(tt|)*3ttL", None, 2),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+            "1,2,2,3",
+            1,
+        ),
+        ("--pipeline-model-parallel-size 3 --decoder-last-pipeline-num-layers 2", None, 1),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3", "3,5", 1),
+    ],
+)  # fmt: skip
+def test_megatrons_layers_of_each_stage_are_read(flags, stages, chunks):
+    found = megatron(*flags.split())
+    config = found.on(12).config
+    assert (config.get("stage_blocks"), config.get("virtual_stages", 1)) == (stages, chunks)
+    assert not any("layers" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*8L",  # a stage without layers
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*4L",  # 7 of 8
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*3|ttL",  # three stages
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout [[x]]",
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",  # 5 for three
+    ],
+)
+def test_what_cannot_be_followed_of_megatrons_stages_is_stated(flags):
+    found = megatron(*flags.split())
+    assert "stage_blocks" not in found.on(4).config
+    assert any("even shares of the layers" in note or "cannot be shared by" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("sizes", ["31,1", "1,2,29", "9,7,8,8"])
+def test_stages_of_given_blocks_are_exported_to_megatron_and_read_back(sizes, tmp_path):
+    pp = sizes.count(",") + 1
+    made = exported("megatron", {"micro_batch": 1, "grad_accum": 8, "pp": pp, "stage_blocks": sizes})
+    (tmp_path / "file.sh").write_text(made.text)
+    assert read(tmp_path / "file.sh").on(pp).config["stage_blocks"] == sizes
+    chunked = {"micro_batch": 1, "grad_accum": 8, "pp": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved"}
+    made = exported("megatron", {**chunked, "stage_blocks": "9,7,8,8"})
+    (tmp_path / "file.sh").write_text(made.text)
+    found = read(tmp_path / "file.sh").on(2).config
+    assert (found["stage_blocks"], found["virtual_stages"]) == ("9,7,8,8", 2)
+    assert "num-virtual-stages" not in made.text, "Megatron takes one of both"
+
+
+def test_stages_of_given_blocks_are_refused_where_a_framework_cannot_have_them():
+    uneven = {"micro_batch": 1, "grad_accum": 8, "pp": 2, "stage_blocks": "31,1"}
+    for target in export_targets():
+        if target in ("megatron", "python"):
+            assert "31" in exported(target, uneven).text
+            continue
+        with pytest.raises(UsageError, match='stage_blocks="31,1" gives stages different numbers of blocks'):
+            exported(target, uneven)
+        even = exported(target, {**uneven, "stage_blocks": "16,16"})
+        assert not any("stage_blocks" in note for note in even.notes)
+
+
+def test_torchtitans_experts_are_whole_beside_tensor_parallelism(tmp_path):
+    config = {
+        "micro_batch": 1,
+        "grad_accum": 1,
+        "dp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "zero": 3,
+        "ep": 4,
+        "etp": 1,
+    }
+    made = exported("torchtitan", config)
+    assert not any("expert" in note or "etp" in note for note in made.notes)
+    (tmp_path / "file.sh").write_text(made.text)
+    found = read(tmp_path / "file.sh").on(4).config
+    assert (found["ep"], found["etp"]) == (4, 1)
+    cut = exported("torchtitan", {**config, "ep": 2, "etp": 0})
+    assert any("does not cut experts over the tp ranks" in note for note in cut.notes)
+
+
+def test_a_degree_of_megatrons_experts_between_one_and_tp_is_stated():
+    flags = "--tensor-model-parallel-size 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size"
+    assert megatron(*flags.split(), "1").on(8).config["etp"] == 1
+    assert Strategy.of(megatron(*flags.split(), "4").on(8).config, devices=8).etp == 0
+    found = megatron(*flags.split(), "2")
+    assert "etp" not in found.on(8).config
+    assert any(
+        "expert-tensor-parallel-size = 2: the estimate cuts experts over the tp ranks" in each for each in found.notes
+    )

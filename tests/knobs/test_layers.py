@@ -26,6 +26,7 @@ from redline.knobs.strategy import Strategy
         ("0:tp0", 5, "tp is a whole number of at least 1, but here is 0"),
         ("0:zero4", 7, "zero is a stage from 0 to 3, but here is 4"),
         ("0:ckpt1", 7, "ckpt takes no number"),
+        ("0:offload2", 10, "offload takes no number"),
         ("0:ep2,ckpt,ep4", 12, "ep is given twice"),
         ("0:chkpt", 3, "unknown item 'chkpt'; did you mean 'ckpt'?"),
         ("0-10000:-", 1, "at most 10000 blocks"),
@@ -45,6 +46,7 @@ def test_a_wrong_text_is_refused_at_its_character(text, column, problem):
 layer = st.builds(
     BlockStrategy,
     tp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2]), zero=st.integers(0, 3), ckpt=st.booleans(),
+    offload=st.booleans(),
 )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def test_what_is_printed_is_read_again(layers, tp, zero):
     assert of_blocks(text, len(layers), tp=tp, zero=zero) == layers
     assert canonical(text) == text == Strategy.of({"strategy": f"  {text} "}).strategy
     alike = uniform(text, tp=tp, zero=zero)
-    same = len(set(layers)) == 1 and (layers[0].tp, layers[0].ep) == (tp, 1)
+    same = len(set(layers)) == 1 and (layers[0].tp, layers[0].ep, layers[0].offload) == (tp, 1, False)
     assert alike == (layers[0] if same else None)
 
 
@@ -69,3 +71,4 @@ def test_a_text_for_another_depth_is_refused_with_both_numbers():
 def test_one_spelling_stands_for_all():
     assert canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ") == "0-3:tp2,ckpt 4:-"
     assert canonical("0-1:zero3,ep2,tp1") == "0-1:tp1,ep2,zero3"
+    assert canonical("0:offload,ckpt 1:ckpt,offload") == "0-1:ckpt,offload"

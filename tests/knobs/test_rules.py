@@ -19,13 +19,16 @@ from redline.space import Space
 from redline.training.training import checked_strategy
 
 OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
+DENSE = ("experts of a dense model", "capacity of a dense model", "tensor parallelism of a dense model")
 LATTICE = {
     "tp": (1, 2, 3), "sp": (1, 2, 5), "cp": (1, 2, 4, 8), "pp": (1, 2), "dp": (1, 2, 4), "zero": (0, 1, 2, 3),
-    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
+    "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "etp": (0, 1, 2, 3), "capacity_factor": (0, 1.25),
+    "sequence_parallel": (False, True), "micro_batch": (1, 4), "grad_accum": (1, 2, 3, 4),
     "pipeline_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"), "virtual_stages": (1, 2, 4),
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
-    "strategy": ("0-3:-", "0-3:tp1", "0-2:tp2 3:ckpt", "0-3:zero3", "0-3:ep2", "0-4:-"),
+    "stage_blocks": ("1,3", "2,2", "1,1,1,1", "1,1,1", "2,3"),
+    "strategy": ("0-3:-", "0-3:tp1", "0-2:tp2 3:ckpt", "0-3:zero3", "0-3:ep2", "0-1:offload 2-3:-", "0-4:-"),
 }  # fmt: skip
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 
@@ -38,9 +41,10 @@ def context_of(rule, devices=4):
         global_batch=16 if rule.name == "global batch" else None,
         seq_len=24,
         own_loss=rule.name in OWN_LOSS,
-        blocks=4 if "strategy" in rule.knobs else None,
+        blocks=4 if {"strategy", "stage_blocks"} & set(rule.knobs) else None,
+        no_stage_blocks="its decoder is in one stage" if rule.name == "stages of a model" else "",
         no_runs="they meet elsewhere" if rule.name == "runs of a model" else "",
-        experts=() if rule.name == "experts of a dense model" else (4,),
+        experts=() if rule.name in DENSE else (4,),
     )
 
 
@@ -90,13 +94,16 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     """The refusal comes before anything is built or a process group is needed."""
-    mixture = {"ep", "strategy"} & set(rule.knobs) and rule.name != "experts of a dense model"
+    mixture = {"ep", "etp", "strategy", "stage_blocks"} & set(rule.knobs) and rule.name not in DENSE
     family = "mixtral-tiny" if mixture else "llama-tiny"
     made = workload(family, seq_len=24, global_batch=16)
     task = {
         **dict.fromkeys(OWN_LOSS, replace(made, loss=lambda output, batch: output.loss)),
         "sequences of tokens": replace(made, seq_len=None, unit="samples/s"),
         "runs of a model": replace(made, schedule=replace(made.schedule, no_runs="they meet elsewhere")),
+        "stages of a model": replace(
+            made, schedule=replace(made.schedule, no_stage_blocks="its decoder is in one stage")
+        ),
     }.get(rule.name, made)
     if rule.name == "global batch":  # knobs that are left to it follow it; where both are given they decide
         with pytest.raises(WorkloadError, match="must divide a replica's samples, 16, but is 3"):
@@ -104,7 +111,7 @@ def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
         return
     refused = set()
     for each in combinations(rule):
-        pp, zero = (2 if "pipeline_schedule" in each else 1), (3 if "hsdp" in each else 0)
+        pp, zero = (2 if {"pipeline_schedule", "stage_blocks"} & set(each) else 1), (3 if "hsdp" in each else 0)
         dp = 12 if {"ep", "hsdp"} <= set(each) else 2
         micro = 6 if "strategy" in rule.knobs else 1
         beside = {"micro_batch": micro, "grad_accum": 4, "dp": dp, "pp": pp, "zero": zero, "precision": "bf16"}
@@ -158,6 +165,12 @@ def test_an_estimate_refuses_experts_by_the_same_rules():
     ):
         with pytest.raises(UsageError, match=re.escape(said)):
             estimator({"ep": ep})
+    with pytest.raises(
+        UsageError, match=r"capacity_factor=1\.5: the model has no experts, so capacity_factor must be 0"
+    ):
+        dense({"capacity_factor": 1.5})
+    with pytest.raises(UsageError, match="etp=1: the model has no experts, so etp must be 0"):
+        dense({"tp": 2, "etp": 1})
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
@@ -165,6 +178,12 @@ def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
         ({"tp": 2.0}, r"tp must be a whole number of at least 1, but is 2\.0"),
         ({"zero": True}, "zero must be a stage from 0 to 3, but is True"),
         ({"checkpoint_ratio": 1.5}, r"checkpoint_ratio must be a number from 0 to 1, but is 1\.5"),
+        ({"stage_blocks": "3,,1"}, "stage_blocks has the number of blocks of each stage, .* but in '3,,1' is ''"),
+        ({"stage_blocks": "3,0"}, "in '3,0' is '0'"),
+        ({"stage_blocks": "3,1.5"}, r"in '3,1\.5' is '1\.5'"),
+        ({"stage_blocks": 4}, "stage_blocks must be the number of blocks of each stage, such as 7,8,8,9, but is 4"),
+        ({"capacity_factor": -1.0}, r"capacity_factor must be a number from 0 on, but is -1\.0"),
+        ({"capacity_factor": float("inf")}, "capacity_factor must be a number from 0 on, but is inf"),
         ({"precision": "bf61"}, "precision must be one of fp32.*bf16.*but is 'bf61'"),
         ({"fusion": 1}, "fusion must be true or false, but is 1"),
     ):
@@ -177,7 +196,12 @@ def test_a_strategy_takes_from_devices_and_global_batch_what_is_no_knob():
     assert (found.dp, found.replicas, found.devices, found.grad_accum) == (2, 4, 8, 4)
     assert Strategy.of({"grad_accum": 2}, global_batch=16).micro_batch == 8
     assert Strategy.of({"pp": 2, "virtual_stages": 2}).pipeline_schedule == "interleaved"
-    assert Strategy.of({"pipeline_schedule": "zbv", "zero": 3, "sequence_parallel": True}) == Strategy()
+    assert Strategy.of({"pipeline_schedule": "zbv", "zero": 3, "sequence_parallel": True, "etp": 1}) == Strategy()
+    assert Strategy.of({"pp": 2, "stage_blocks": " 3, 1"}).stage_blocks == "3,1"
+    # Without a pipeline, or where it says what is done anyway, it is neutral.
+    assert Strategy.of({"stage_blocks": "3,1"}).stage_blocks is None
+    assert Strategy.of({"pp": 2, "stage_blocks": "3,2"}).stage_blocks is None
+    assert Strategy.of({"tp": 2, "etp": 2}).etp == 0 and Strategy.of({"tp": 2, "etp": 1}).etp == 1
     with pytest.raises(UsageError, match="the global batch must be a multiple of dp, 3, but is 16"):
         Strategy.of({"dp": 3}, global_batch=16)
     with pytest.raises(UsageError, match="grad_accum must divide a replica's samples, 16, but is 3"):

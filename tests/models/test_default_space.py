@@ -9,11 +9,13 @@ from redline.models import Workload, make_space, parallel, workload
 from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import (
     default_space,
+    fix_knob,
     lossy_beyond,
     lossy_of_space,
     micro_batches,
     nothing_allowed,
     ratios,
+    set_values,
 )
 from redline.space import Space
 
@@ -415,3 +417,17 @@ def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, comp
         default("fp8")
     with pytest.raises(UsageError, match="'fp32': this space has bf16"):
         default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})
+
+
+def test_rows_of_experts_are_dropped_only_where_it_is_asked_for(cpu, compiler):
+    mixture = default_space(workload("mixtral-tiny"), cpu, allow=("lossy",))
+    assert "capacity_factor" not in values(mixture) and "capacity_factor" not in mixture.default()
+    set_values(mixture, "capacity_factor", [0, 1.25, 1.0, 1.25])
+    assert values(mixture)["capacity_factor"] == (0, 1.25, 1.0) and mixture.default()["capacity_factor"] == 0
+    assert lossy_of_space(mixture) == {"capacity_factor": [1.25, 1.0]}
+    for wrong in (-1, "much", True):
+        with pytest.raises(SpaceError, match=f"capacity_factor must be a number from 0 on, but is {wrong!r}"):
+            fix_knob(default_space(workload("mixtral-tiny"), cpu), "capacity_factor", wrong)
+    dense = default_space(workload("llama-tiny"), cpu)
+    with pytest.raises(SpaceError, match="the model has no experts, so capacity_factor must be 0"):
+        set_values(dense, "capacity_factor", [1.25])

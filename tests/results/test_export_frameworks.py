@@ -591,6 +591,11 @@ MEGATRON_FLAGS = {
     "--untie-embeddings-and-output-weights": bool,
     "--num-experts": int,
     "--moe-router-topk": int,
+    "--expert-model-parallel-size": int,
+    "--expert-tensor-parallel-size": int,
+    "--moe-expert-capacity-factor": float,
+    "--moe-pad-expert-input-to-capacity": bool,
+    "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
     "--normalization": ("LayerNorm", "RMSNorm"),
     "--norm-epsilon": float,
     "--position-embedding-type": ("learned_absolute", "rope"),
@@ -621,8 +626,10 @@ def architecture(model):
 
 
 def megatron_arguments(model, name, seq_len=128):
-    """The arguments that an export gives Megatron, as bash makes them, and whether it sets what tp needs."""
-    config = CONFIGURATIONS[name]
+    """The arguments that an export gives Megatron, as bash makes them, and whether it sets what tp needs.
+
+    `name` is that of a configuration, or a configuration itself."""
+    config = CONFIGURATIONS[name] if isinstance(name, str) else name
     devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
     asked = {**DOCUMENT["asked"], "model": model, "shape": shape_of(architecture(model)), "seq_len": seq_len}
     measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
@@ -706,6 +713,21 @@ def test_megatron_is_told_what_else_makes_a_family():
     assert of("gpt-neox-20b").rotary_percent == 0.25
     assert of("gpt2").hidden_dropout == 0.1 and of("gpt2").position_embedding_type == "learned_absolute"
     assert of("mistral-7b").window_size is None and of("mistral-7b", seq_len=8192).window_size == "4095,0"
+
+
+def test_megatron_is_told_how_experts_are_spread_and_what_they_drop():
+    def of(**knobs):
+        config = {"micro_batch": 1, "grad_accum": 1, "dp": 4, "ep": 2, **knobs}
+        return parse(megatron_arguments("mixtral-8x7b", config)[0])
+
+    limited = of(capacity_factor=1.25)
+    assert (limited.expert_model_parallel_size, limited.moe_expert_capacity_factor) == (2, 1.25)
+    assert limited.moe_pad_expert_input_to_capacity and limited.moe_token_dispatcher_type == "alltoall"
+    assert of(tp=2, ep=4, etp=1, sequence_parallel=True).expert_tensor_parallel_size == 1
+    for cut in (of(tp=2), of(tp=2, etp=2), of(etp=1)):
+        assert cut.expert_tensor_parallel_size is None, "Megatron's default is tp"
+    for dropless in (of(), of(capacity_factor=0)):
+        assert dropless.moe_expert_capacity_factor is None and not dropless.moe_pad_expert_input_to_capacity
 
 
 def test_what_megatron_cannot_be_told_of_a_model_is_stated():

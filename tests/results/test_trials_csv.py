@@ -16,7 +16,7 @@ from redline.results.table import Table, trials
 HEADER = (
     "trial,status,reason,throughput,unit,samples_per_second,tokens_per_second,step_ms,step_ms_spread,"
     "peak_memory_mib,memory_limit_mib,tflops_per_device,mfu,predicted_throughput,predicted_memory_mib,devices,"
-    "sampler,loss,expert_load,started,seconds_total,seconds_overhead,seconds_build,seconds_warmup,seconds_measure,"
+    "sampler,loss,expert_load,expert_dropped,started,seconds_total,seconds_overhead,seconds_build,seconds_warmup,seconds_measure,"
     "emulated_ranks,seconds_modelled,log"
 )
 
@@ -65,7 +65,7 @@ def test_a_row_says_everything_plainly():
     )
     assert text == (
         '3,ok,"slow, but sure",123456.8,tokens/s,64,,0.0001234568,,81234.5,,,,100000,,8,gp,10.8254328,'
-        ',1763692062.123,,,,,,,,logs/3.log,4,0.25,true,false,"a ""b""",\n'
+        ',,1763692062.123,,,,,,,,logs/3.log,4,0.25,true,false,"a ""b""",\n'
     )
 
 

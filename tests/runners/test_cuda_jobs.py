@@ -16,6 +16,7 @@ from redline.runners.host import HostAgent
 from redline.runners.job import Begun, Job, Rendezvous
 from redline.runners.log import LogFile
 from redline.runners.memory import HostMemoryMeter
+from redline.runners.protocol import Caller, Channel, Received
 from redline.runners.rank import RankContext
 from redline.runners.timing import TimingPlan
 from redline.space import Config
@@ -58,7 +59,8 @@ def test_both_backends_use_the_interface_by_which_the_host_is_reached(monkeypatc
 def test_ranks_on_gpus_have_longer_to_end(monkeypatch, device, seconds):
     given = []
     monkeypatch.setattr(supervisor, "kill_descendants", given.append)
-    one = supervisor.Supervisor(Job(program=b"", device_type=device), Pipe()[0])
+    call = Received(Channel(Pipe()[0]), 1, "job", ())
+    one = supervisor.Supervisor(Job(program=b"", device_type=device), call)
     with LogFile(None) as log:
         one._end(log)
     assert given == [seconds]
@@ -70,9 +72,10 @@ def test_who_waits_for_a_supervisor_leaves_it_that_time(monkeypatch, device, pat
     monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", host.TEARDOWN_S + 1)
     monkeypatch.setattr(host, "kill_tree", lambda pid: None)
     here, there = Pipe()
-    there.send(Begun(os.getpid()))
+    call = Caller(here, str).begin("job")
+    Received(Channel(there), call.number, "job", ()).note(Begun(os.getpid()))
     begin = time.monotonic()
-    outcome = host._answer(here, Job(program=b"", device_type=device, timeout_s=0.1))
+    outcome = host._outcome(call, Job(program=b"", device_type=device, timeout_s=0.1))
     assert time.monotonic() - begin >= 0.1 + patience
     assert outcome.status is Status.TIMEOUT and f"did not answer for another {patience} s" in outcome.reason
 

@@ -120,6 +120,16 @@ def test_degrees_that_do_not_make_the_world_are_refused_with_the_numbers(emulate
     assert "8" in measured.reason and "3" in measured.reason
 
 
+def test_memory_with_fusion_is_measured_without_compiling_for_this_cpu(emulate):
+    measured = emulate("gpt2-tiny", 4, {"fusion": True}, memory_only=True)
+    plain = emulate("gpt2-tiny", 4, {}, memory_only=True)
+    assert measured.ok, measured.reason
+    assert measured.seconds_compile == 0
+    assert "without fusion" in measured.reason and "without fusion" not in plain.reason
+    assert measured.peak_memory_mib == pytest.approx(plain.peak_memory_mib, rel=0.1)
+    assert measured.step_ms < plain.step_ms, "the estimate knows that it is fused"
+
+
 def test_ranks_to_emulate_are_deciding_or_all():
     with pytest.raises(UsageError, match="deciding"):
         EmulationTerms(hardware=H100, ranks="some")
@@ -152,6 +162,11 @@ def test_the_fullest_stage_is_that_of_the_estimate():
 def test_ranks_that_share_experts_are_all_emulated_up_to_four():
     config = {"ep": 8}
     assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1, 2, 3]
+    config = {"tp": 2, "ep": 2}
+    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 2]
+    # Whole experts are on neighbours that share layers.
+    config = {"tp": 2, "ep": 2, "etp": 1}
+    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1]
 
 
 def test_all_ranks_are_those_that_differ():

@@ -20,6 +20,7 @@ from redline.runners.job import Job
 from redline.runners.load import GpuWatch
 from redline.runners.log import LogFile
 from redline.runners.memory import MIB, CudaMemoryMeter, wait_for_room
+from redline.runners.protocol import Channel, Received
 from redline.runners.rank import RankContext
 from redline.runners.runner import TrialRequest
 from redline.runners.work import TrialTerms
@@ -81,6 +82,7 @@ def test_nobody_waits_for_a_trial_that_is_given_up(tmp_path, clock):
 
 def test_a_supervisor_waits_before_it_starts_ranks_and_counts_the_trial_s_time_from_then(monkeypatch, tmp_path):
     here, there = Pipe()
+    call = Received(Channel(here), 1, "job", ())
 
     def waits(names, folder, say, given_up):
         assert names == ("3",) and folder == "agents-folder" and not given_up()
@@ -92,13 +94,13 @@ def test_a_supervisor_waits_before_it_starts_ranks_and_counts_the_trial_s_time_f
 
     monkeypatch.setattr(supervisor, "wait_for_room", waits)
     job = Job(program=b"", device_type="cuda", device_ids=("3",), timeout_s=10.0)
-    one = supervisor.Supervisor(job, here, "agents-folder")
+    one = supervisor.Supervisor(job, call, "agents-folder")
     first = one._deadline.at
     with LogFile(tmp_path / "log") as log:
         one._wait_for_gpus(log)
     assert one.job.used_mib == 1234 and one._deadline.at >= first + 0.2
     assert (tmp_path / "log").read_text() == "redline: waited\n"
-    cpu = supervisor.Supervisor(Job(program=b""), here)
+    cpu = supervisor.Supervisor(Job(program=b""), call)
     with LogFile(None) as log:
         cpu._wait_for_gpus(log)
     assert cpu.job.used_mib == 0

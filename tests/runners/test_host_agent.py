@@ -80,42 +80,50 @@ def test_what_fits_under_the_limit_is_ok_and_its_peak_is_measured(bench):
     assert outcome.ranks[0].peak_memory_mib == pytest.approx(200, rel=0.1)
 
 
-def test_memory_error_is_oom(bench):
-    def program(context):
-        return len(bytearray(1 << 40))
-
-    outcome = bench.run(program, memory_limit_mib=256)
-    assert outcome.status is Status.OOM
-    assert "MemoryError" in outcome.reason
+def _memory_error(context):
+    return len(bytearray(1 << 40))
 
 
-def test_numpy_allocation_failure_is_oom(bench):
-    def program(context):
-        import numpy
+def _numpy_fails(context):
+    import numpy
 
-        return numpy.ones(1 << 28).sum()
-
-    assert bench.run(program, memory_limit_mib=256).status is Status.OOM
+    return numpy.ones(1 << 28).sum()
 
 
-def test_an_oom_behind_another_exception_is_oom(bench):
-    def program(context):
-        try:
-            raise MemoryError
-        except MemoryError as error:
-            raise RuntimeError("could not build the model") from error
-
-    assert bench.run(program).status is Status.OOM
+def _another_exception(context):
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        raise RuntimeError("could not build the model") from error
 
 
-def test_bad_alloc_that_aborts_the_process_is_oom(bench):
-    def program(context):
-        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
-        os.abort()
+def _bad_alloc(context):
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    os.abort()
 
-    outcome = bench.run(program)
-    assert outcome.status is Status.OOM
-    assert "SIGABRT" in outcome.reason
+
+def _exit_at_once(context):
+    os._exit(7)
+
+
+def _sys_exit(context):
+    sys.exit("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("program", "limit_mib", "status", "words"),
+    [
+        (_memory_error, 256, Status.OOM, "MemoryError"),
+        (_numpy_fails, 256, Status.OOM, "2,048 MiB"),
+        (_another_exception, None, Status.OOM, "could not build the model"),
+        (_bad_alloc, None, Status.OOM, "SIGABRT"),
+        (_exit_at_once, None, Status.CRASH, "code 7"),
+        (_sys_exit, None, Status.CRASH, "no such thing"),
+    ],
+)
+def test_a_failure_has_its_kind_and_its_words(bench, program, limit_mib, status, words):
+    outcome = bench.run(program, memory_limit_mib=limit_mib)
+    assert outcome.status is status and words in outcome.reason
 
 
 def test_segfault_is_a_crash_that_names_the_signal(bench, tmp_path):
@@ -128,24 +136,6 @@ def test_segfault_is_a_crash_that_names_the_signal(bench, tmp_path):
     assert outcome.status is Status.CRASH
     assert "SIGSEGV" in outcome.reason
     assert "Segmentation fault" in (tmp_path / "0.log").read_text()
-
-
-def test_os_exit_is_a_crash_that_names_the_code(bench):
-    def program(context):
-        os._exit(7)
-
-    outcome = bench.run(program)
-    assert outcome.status is Status.CRASH
-    assert "code 7" in outcome.reason
-
-
-def test_sys_exit_is_a_crash(bench):
-    def program(context):
-        sys.exit("no such thing")
-
-    outcome = bench.run(program)
-    assert outcome.status is Status.CRASH
-    assert "no such thing" in outcome.reason
 
 
 def test_an_exception_is_a_crash_with_its_traceback_in_the_log(bench, tmp_path):

@@ -16,6 +16,7 @@ from redline.base.host_memory import MIB, memory_groups
 from redline.results import Status
 from redline.runners.job import Begun, Job
 from redline.runners.memory import KernelLog, Shortage
+from redline.runners.protocol import DONE, NOTE, Channel, Received
 from redline.runners.supervisor import Supervisor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -32,16 +33,20 @@ def supervised(program, make=lambda: None, enter=lambda: None, **job):
     def serve(theirs):
         enter()
         made = Job(program=cloudpickle.dumps(program), threads=1, timeout_s=60, **job)
-        theirs.send(Supervisor(made, theirs, shortage=make()).run())
+        call = Received(Channel(theirs), 1, "job", (made,))
+        call.done(Supervisor(made, call, shortage=make()).run())
 
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,))
     process.start()
     theirs.close()
     try:
-        assert ours.poll(60), "no outcome"
-        assert isinstance(ours.recv(), Begun)
-        return ours.recv()
+        messages = Channel(ours)
+        assert messages.poll(60), "no outcome"
+        assert messages.receive() == (NOTE, 1, Begun(process.pid))
+        kind, number, outcome = messages.receive()
+        assert (kind, number) == (DONE, 1)
+        return outcome
     finally:
         process.join(10)
 
@@ -249,14 +254,6 @@ def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
     assert "can't start new thread" in outcome.reason and "stack" in outcome.reason
 
 
-def test_a_thread_that_does_not_start_for_another_reason_is_a_crash(bench):
-    def program(context):
-        raise RuntimeError("can't start new thread")
-
-    assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
-    assert bench.run(program).status is Status.CRASH
-
-
 def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
     def program(context):
         _held = mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -268,9 +265,10 @@ def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
     assert "could not create a primitive" in outcome.reason and "fits under the limit" in outcome.reason
 
 
-def test_a_primitive_that_cannot_be_created_for_another_reason_is_a_crash(bench):
+@pytest.mark.parametrize("words", ["can't start new thread", "could not create a primitive"])
+def test_what_fails_alike_where_there_is_room_is_a_crash(bench, words):
     def program(context):
-        raise RuntimeError("could not create a primitive")
+        raise RuntimeError(words)
 
     assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
     assert bench.run(program).status is Status.CRASH

@@ -1,5 +1,6 @@
 """Experts spread over ranks: however unevenly rows are routed, ranks come to what one process computes."""
 
+import math
 import re
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 import torch.distributed as dist
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
+from redline.schedule.parallel import experts as parallel
 from redline.schedule.parallel.collectives import PlannedMesh
-from redline.schedule.parallel.experts import ExpertParallel, counted_rows, mixtures_of, num_experts
+from redline.schedule.parallel.experts import ExpertParallel, counted_rows, dropped_rows, mixtures_of, num_experts
 from redline.schedule.parallel.sharding import full_state_dict
 from torch import nn
 from torch.nn import functional as F
@@ -141,6 +143,176 @@ def test_a_mean_over_too_few_replicas_is_seen(two):
         assert found > 1e-3
 
 
+def limited(model, chosen, factor):
+    """A model whose mixtures drop rows, written plainly: the weights of all but the largest of an expert's are 0."""
+    most = math.ceil(factor * chosen.numel() / EXPERTS)
+    dropped = []
+
+    def drop(module, args):
+        tokens, index, weights = args
+        keep = torch.zeros_like(weights)
+        for expert in range(EXPERTS):
+            rows = [(float(weights[t, k].detach()), -t, -k) for t, k in torch.nonzero(index == expert).tolist()]
+            for _, t, k in sorted(rows, reverse=True)[:most]:
+                keep[-t, -k] = 1
+        dropped.append(int((keep == 0).sum()))
+        return tokens, index, weights * keep
+
+    for each in model.blocks:
+        each.experts.register_forward_pre_hook(drop)
+    return model, dropped
+
+
+def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
+    """As `departure`, of experts with a capacity for the tokens of each rank; and rows that were dropped."""
+    torch.set_default_dtype(torch.float64)
+    sort = torch.Tensor.argsort
+    try:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        chosen = torch.tensor([[ROUTES[route](token, choice) for choice in range(2)] for token in range(TOKENS)])
+        whole, parts = Model(), []
+        for each in range(ranks):
+            mine = slice(each * TOKENS // ranks, (each + 1) * TOKENS // ranks)
+            copy, dropped = limited(Model(), chosen[mine], factor)
+            copy.load_state_dict(whole.state_dict())
+            expected = copy(tokens[mine], chosen[mine])
+            expected.square().mean().backward()
+            parts.append((mine, expected, dropped, copy))
+        sch = create_schedule(Model(), *([_mesh(ranks)] if ranks > 1 else []))
+        sch = (sch.shard_experts(ep) if ep > 1 else sch).limit_experts(factor)
+        model, _ = build(sch.shard_data(zero=zero) if ranks > 1 else sch)
+        mine, expected, dropped, _ = parts[rank]
+        if faulty:  # keeps the first rows of an expert, and not those with the largest weights
+            torch.Tensor.argsort = lambda each, **given: (
+                torch.arange(len(each)) if each.is_floating_point() else sort(each, **given)
+            )
+        found = model(tokens[mine], chosen[mine])
+        found.square().mean().backward()
+        worst = [(found - expected).detach().abs().max()]
+        assert dropped_rows(model) == (sum(dropped), 2 * chosen[mine].numel())
+        from redline.schedule.parallel.replicas import whole_gradient
+
+        for name, param in model.named_parameters():
+            mean = sum(copy.get_parameter(name).grad for _, _, _, copy in parts) / ranks
+            gradient = param.grad if ranks == 1 else whole_gradient(model, name, param)
+            worst.append((gradient - mean).abs().max())
+        return float(torch.stack(worst).max()), sum(dropped)
+    finally:
+        torch.Tensor.argsort = sort
+        torch.set_default_dtype(torch.float32)
+
+
+def _mesh(ranks, axis="dp"):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 3])
+@pytest.mark.parametrize("route", ROUTES)
+def test_experts_keep_the_rows_with_the_largest_weights_up_to_their_capacity(route, factor):
+    found, dropped = departure_with_capacity(route, factor, 1)
+    assert found < 1e-12
+    fullest = {"to experts of one rank": 2, "to the last expert alone, twice": 4}.get(route, 1)
+    assert (dropped > 0) == (factor < fullest)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_ranks_that_share_experts_drop_the_same_rows_as_ranks_that_have_all(two, route, ep):
+    for found, dropped in two.run(departure_with_capacity, route, 0.8, ep, 1):
+        assert found < 1e-12 and dropped > 0
+
+
+def test_rows_that_are_kept_by_their_position_are_seen(two):
+    for found, _ in two.run(departure_with_capacity, "evenly", 0.5, 2, 0, True):
+        assert found > 1e-3
+
+
+def exchanges(factor, training):
+    """How many exchanges a forward pass of two mixtures has, and the sizes that a rank sends."""
+    seen, send = [], parallel.all_to_all_rows
+
+    def counted(tensor, sent, received, axis):
+        seen.append((sent, received))
+        return send(tensor, sent, received, axis)
+
+    parallel.all_to_all_rows = counted
+    try:
+        sch = create_schedule(Model(), _mesh(2)).shard_experts(2)
+        model, _ = build((sch.limit_experts(factor) if factor else sch).shard_data())
+        chosen = torch.full((TOKENS, 2), EXPERTS - 1)
+        out = model.train(training)(torch.randn(TOKENS, WIDTH, requires_grad=True), chosen)
+        out.sum().backward()
+        return seen, dropped_rows(model)
+    finally:
+        parallel.all_to_all_rows = send
+
+
+def test_with_a_capacity_all_sizes_are_equal_and_none_is_asked_for(two):
+    for sent, dropped in two.run(exchanges, 1.0, True):
+        # Of each mixture there and back, in both passes; C = 24 rows / 4 experts, and a rank has two of these.
+        assert sent == [([12, 12], [12, 12])] * 8
+        assert dropped == (2 * (24 - 6), 2 * 24)
+    for sent, dropped in two.run(exchanges, None, True):
+        assert len(sent) == 10 and dropped is None
+
+
+def test_in_evaluation_no_row_is_dropped(two):
+    for sent, dropped in two.run(exchanges, 1.0, False):
+        assert ([0, 24], [0, 0]) in sent or ([0, 24], [24, 24]) in sent
+        assert dropped == (0, 0)
+
+
+def departure_of_whole(route, ep, averaged=True):
+    """By how much ranks that share layers depart from one process if experts are whole and each takes some tokens."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        chosen = torch.tensor([[ROUTES[route](token, choice) for choice in range(2)] for token in range(TOKENS)])
+        whole = Model()
+        expected = whole(tokens, chosen)
+        expected.square().mean().backward()
+        sch = create_schedule(Model(), _mesh(2, "tp")).shard_experts(ep, whole=True)
+        model, _ = build(sch.shard_data() if ep == 1 and averaged else sch)
+        with counted_rows(model) as rows:
+            found = model(tokens, chosen)
+        assert all(int(each.sum()) == TOKENS for each in rows.values()), "half of the rows"
+        found.square().mean().backward()
+        worst = [(found - expected).detach().abs().max()]
+        from redline.schedule.parallel.replicas import whole_gradient
+
+        for name, param in whole.named_parameters():
+            worst.append((whole_gradient(model, name, model.get_parameter(name)) - param.grad).abs().max())
+        return float(torch.stack(worst).max())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_ranks_that_share_layers_divide_the_tokens_of_whole_experts(two, route, ep):
+    for found in two.run(departure_of_whole, route, ep):
+        assert found < 1e-12
+
+
+def test_gradients_of_a_part_of_the_tokens_alone_are_seen(two):
+    for found in two.run(departure_of_whole, "evenly", 1, False):
+        assert found > 1e-3
+
+
+def indivisible():
+    model, _ = build(create_schedule(Model(), _mesh(2, "tp")).shard_experts(2, whole=True))
+    with pytest.raises(ScheduleError, match="2 ranks divide the tokens of whole experts, so they must divide 3 tokens"):
+        model(torch.randn(3, WIDTH), torch.zeros(3, 2, dtype=torch.long))
+    return True
+
+
+def test_tokens_that_ranks_cannot_divide_are_refused(two):
+    assert two.run(indivisible) == [True, True]
+
+
 def held():
     model = spread(Model(), 2, zero=0)
     (first, _) = mixtures_of(model).values()
@@ -161,8 +333,14 @@ def test_a_module_that_is_no_mixture_is_none():
     assert mixtures_of(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) == {}
 
 
-def planned(model=None, ranks=2):
-    return create_schedule(model or Model(), PlannedMesh(dp=ranks))
+def planned(model=None, ranks=2, **more):
+    return create_schedule(model or Model(), PlannedMesh(dp=ranks, **more))
+
+
+def planned_cut():
+    sch = planned(tp=2)
+    sch["blocks.0.experts"].shard("up_proj", axis=1)
+    return sch.shard_experts(2, whole=True)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +356,17 @@ def planned(model=None, ranks=2):
         (lambda: planned().shard_experts(2).shard_experts(2), "experts are spread once, and they already are"),
         (lambda: planned().shard_data().shard_experts(2), "call it before shard_data"),
         (lambda: planned(ranks=4).shard_experts(2).shard_data(3, hsdp=2), "so hsdp must be 1"),
+        (lambda: planned().shard_experts(2, whole=True), "whole beside the mesh's tp axis, but there is none"),
+        (lambda: planned(tp=2).shard_experts(0, whole=True), "ep must be a whole number of at least 1, but is 0"),
+        (lambda: planned(ranks=1, tp=3).shard_experts(2, whole=True), "ep must divide the 3 ranks of the tp axis, or"),
+        (lambda: planned(ranks=1, tp=2).shard_experts(4, whole=True), "divides the 2 ranks of the tp and dp axes"),
+        (planned_cut, "the experts of 'blocks.0.experts' are cut over the tp axis already"),
+        (lambda: planned().limit_experts(0), "capacity_factor must be a number above 0, but is 0"),
+        (lambda: planned().limit_experts(True), "capacity_factor must be a number above 0, but is True"),
+        (lambda: planned().limit_experts(1).limit_experts(2), "experts have one capacity, and they have one already"),
+        (lambda: planned(nn.Sequential(nn.Linear(4, 4))).limit_experts(1), "it has no experts whose rows could be"),
     ],
-    ids=range(10),
+    ids=range(19),
 )
 def test_what_cannot_be_is_refused_and_leaves_the_schedule_as_it_was(call, said):
     with pytest.raises(ScheduleError, match=re.escape(said)):

@@ -3,6 +3,7 @@
 import multiprocessing
 
 import pytest
+from agent_tasks import run_alone
 from pools import a_store
 from redline.service.limits import SearcherLimits
 from redline.service.records import SearchState
@@ -36,7 +37,7 @@ def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, l
         ours, theirs = multiprocessing.Pipe()
         url = f"sqlite:///{tmp_path}/redline.db"
         task = SearchTask(url=url, data=tmp_path, search=search, log=tmp_path / "log", limits=limits)
-        process = multiprocessing.get_context("spawn").Process(target=task.run, args=(theirs,))
+        process = multiprocessing.get_context("spawn").Process(target=run_alone, args=(task, theirs))
         process.start()
         process.join(300)
         ours.close()

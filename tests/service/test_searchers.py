@@ -172,7 +172,7 @@ def test_searchers_end_when_their_server_is_killed(tmp_path):
         "from pathlib import Path; from agent_tasks import Waits; from redline.runners.host import HostAgent\n"
         "agent = HostAgent(['agent_tasks']); folder = Path(sys.argv[1])\n"
         "found = agent.begin(Waits(url='', data=folder, search='a', log=folder / 'log'))\n"
-        "print(found.recv().supervisor, agent.pid, flush=True); time.sleep(600)"
+        "print(found.note().supervisor, agent.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, tmp_path, Path(agent_tasks.__file__).parent], stdout=subprocess.PIPE, text=True

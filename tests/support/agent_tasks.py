@@ -2,10 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from redline.runners.job import AgentTask, Begun
+from redline.runners.protocol import Channel, Received
 
 
 @dataclass
@@ -23,10 +23,10 @@ class InPlaceOfASearch(AgentTask):
 class Waits(InPlaceOfASearch):
     """Until it is not needed any more."""
 
-    def run(self, client: Connection) -> None:
-        client.send(Begun(os.getpid()))
+    def run(self, call: Received) -> None:
+        call.note(Begun(os.getpid()))
         try:
-            client.recv()
+            call.channel.receive()
         except EOFError:
             return
 
@@ -34,8 +34,13 @@ class Waits(InPlaceOfASearch):
 class Fails(InPlaceOfASearch):
     """With a code, and words in its log."""
 
-    def run(self, client: Connection) -> None:
+    def run(self, call: Received) -> int:
         with open(self.log, "a") as log:
             print(f"the disk of {self.search} is full", file=log)
-        client.send(Begun(os.getpid()))
-        client.send(7)
+        call.note(Begun(os.getpid()))
+        return 7
+
+
+def run_alone(task, connection):
+    """Runs a task in this process."""
+    task.run(Received(Channel(connection), 1, "task", (task,)))

@@ -5,23 +5,24 @@ import pytest
 
 @pytest.fixture(scope="session")
 def kept_agent():
-    """Called as `HostAgent` is: the same agent every time, which outlives those that it is lent to."""
+    """Called as `HostAgent` is: the same agent every time with the same environment, which outlives those that it is lent to."""
     from redline.runners.host import PLAIN_IMPORTS, HostAgent
 
     class KeptAgent(HostAgent):
         def close(self):
             assert not self._running, "what was lent it has ended what it ran"
 
-    made = []
+    made = {}
 
-    def lend(imports=PLAIN_IMPORTS):
-        if not made:
-            made.append(KeptAgent(PLAIN_IMPORTS))
-        made[0].also_import(imports)
-        return made[0]
+    def lend(imports=PLAIN_IMPORTS, environment=None):
+        key = frozenset((environment or {}).items())
+        if key not in made:
+            made[key] = KeptAgent(PLAIN_IMPORTS, environment)
+        made[key].also_import(imports)
+        return made[key]
 
     yield lend
-    for each in made:
+    for each in made.values():
         HostAgent.close(each)
 
 

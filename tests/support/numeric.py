@@ -52,9 +52,10 @@ def caught(departure, allowed, what):
 
 def departure(workload, config, seed):
     """`numerics.departure`, each reference computed once a process."""
-    key = (workload.id, seed)
+    alone = numerics.for_one_process(config)
+    key = (workload.id, seed, *alone.items())
     if key not in references:
-        references[key] = numerics.reference(workload, seed)
+        references[key] = numerics.reference(workload, seed, alone)
     return numerics.departure(workload, config, seed, references[key])
 
 

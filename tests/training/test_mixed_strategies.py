@@ -12,7 +12,7 @@ from redline.testing import numerics
 from redline.training import Training
 
 CPU = torch.device("cpu")
-DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "mixtral": {"num_hidden_layers": 4}}
+DEPTH = {"llama": "num_hidden_layers", "gpt2": "n_layer", "mixtral": "num_hidden_layers"}
 TWO = [
     ("llama", {"tp": 2, "micro_batch": 2}, "0:tp1 1-2:- 3:tp1,ckpt"),
     ("llama", {"tp": 2, "micro_batch": 4}, "0-3:tp1"),
@@ -22,6 +22,10 @@ TWO = [
     ("gpt2", {"tp": 2, "micro_batch": 2}, "0-1:tp1,zero1 2-3:ckpt"),
     ("gpt2", {"tp": 2, "micro_batch": 8, "kernels": True}, "0:- 1-3:tp1,zero2"),
     ("mixtral", {"tp": 2, "micro_batch": 2}, "0-1:tp1 2-3:-"),
+    ("llama", {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3"}, "0:- 1:ckpt 2:- 3:ckpt"),
+    ("gpt2", {"dp": 2, "zero": 1, "micro_batch": 2}, "0-1:offload,ckpt 2-3:-"),
+    ("llama", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:- 1-2:offload 3:-"),
+    ("llama", {"tp": 2, "pp": 1, "micro_batch": 4}, "0-1:offload 2:- 3:tp1"),
     ("mixtral", {"dp": 2, "micro_batch": 2}, "0:ep2 1:ep2,zero3 2:zero2 3:ckpt"),
     ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:ep1 1:zero3,ckpt 2-3:-"),
 ]
@@ -29,6 +33,9 @@ FOUR = [
     ("llama", {"tp": 2, "dp": 2, "micro_batch": 2}, "0-1:tp1,zero3 2-3:zero2"),
     ("llama", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}, "0:tp1 1:zero1 2:tp1,zero0 3:ckpt"),
     ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-2:tp1 3:ckpt"),
+    ("llama", {"tp": 2, "pp": 2, "grad_accum": 2, "stage_blocks": "3,1"}, "0-1:tp1 2:ckpt 3:-"),
+    ("gpt2", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 1, "stage_blocks": "1,3"}, "0-1:ckpt 2-3:-"),
+    ("llama", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 2}, "0-1:offload 2:ckpt 3:-"),
     ("llama", {"tp": 2, "sp": 2, "micro_batch": 4}, "0-1:tp1,ckpt 2-3:-"),
     ("llama", {"tp": 2, "cp": 2, "zero": 1, "micro_batch": 4}, "0-1:tp1,zero3 2-3:-"),
     ("llama", {"tp": 2, "dp": 2, "micro_batch": 2, "fusion": True}, "0-1:tp1 2-3:-"),
@@ -49,10 +56,10 @@ def imported():
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 
-def deep(family):
-    """The family's workload of the numerics table with four blocks."""
+def deep(family, blocks=4):
+    """The family's workload of the numerics table with four blocks, or more."""
     task, arguments = numerics.FAMILIES[family]
-    numerics.FAMILIES = {**numerics.FAMILIES, family: (task, {**arguments, **DEEP[family]})}
+    numerics.FAMILIES = {**numerics.FAMILIES, family: (task, {**arguments, DEPTH[family]: blocks})}
     try:
         return numerics.tiny(family)
     finally:
@@ -64,13 +71,15 @@ def hold(pool, family, config, text, seed):
         numeric.hold(found)
 
 
-@pytest.mark.parametrize(("family", "config", "text"), [TWO[0], TWO[4], TWO[8]])
+@pytest.mark.parametrize(("family", "config", "text"), [TWO[0], TWO[4], TWO[8], TWO[9]])
 def test_runs_compute_what_one_process_computes(two, seed, family, config, text):
     hold(two, family, config, text, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "config", "text"), [each for each in TWO if each not in (TWO[0], TWO[4], TWO[8])])
+@pytest.mark.parametrize(
+    ("family", "config", "text"), [each for each in TWO if each not in (TWO[0], TWO[4], TWO[8], TWO[9])]
+)
 def test_more_runs_compute_what_one_process_computes(two, seed, family, config, text):
     hold(two, family, config, text, seed)
 
@@ -79,6 +88,57 @@ def test_more_runs_compute_what_one_process_computes(two, seed, family, config, 
 @pytest.mark.parametrize(("family", "config", "text"), FOUR)
 def test_runs_compute_so_beside_all_else(four, seed, family, config, text):
     hold(four, family, config, text, seed)
+
+
+def test_chunks_of_unlike_numbers_of_blocks_compute_what_one_process_computes(two, seed):
+    config = {
+        "pp": 2,
+        "virtual_stages": 2,
+        "grad_accum": 4,
+        "pipeline_schedule": "interleaved",
+        "stage_blocks": "2,1,1,2",
+    }
+    for found in two.run(numeric.departure, deep("llama", 6), config, seed):
+        numeric.hold(found)
+
+
+def held(config):
+    """Numbers of the blocks of which a rank has the weights."""
+    training = Training(deep("llama"), config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    names = (name.split(".") for name, _ in training.model.named_parameters())
+    return sorted({int(each[2]) for each in names if each[:2] == ["model", "layers"]})
+
+
+def away(config):
+    """Parameters whose optimizer state is in host memory, and the weights after a step, by name."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    training = Training(deep("llama"), config, CPU, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
+    names = {param: name for name, param in training.model.named_parameters()}
+    training.step()
+    host = {id(there): names[param] for param, there in getattr(training.optimizer, "pairs", ())}
+    stepped = {id(param) for param, state in training.optimizer.state.items() if state}
+    assert stepped >= host.keys(), "the copies are what is stepped"
+    return sorted(host.values()), {name: param.detach().clone() for param, name in names.items()}
+
+
+def test_a_run_keeps_its_optimizer_state_in_host_memory_and_the_others_do_not():
+    none, expected = away({"micro_batch": 8})
+    assert none == []
+    found, weights = away({"micro_batch": 8, "strategy": "0:- 1-2:offload 3:-"})
+    assert found == sorted(name for name in expected if name.startswith(("model.layers.1.", "model.layers.2.")))
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_with_zero_3_a_run_keeps_the_state_of_its_pieces(two):
+    config = {"dp": 2, "zero": 3, "micro_batch": 4, "strategy": "0:offload 1-3:-"}
+    for found, _ in two.run(away, config):
+        assert found and all(name.startswith("model.layers.0.") for name in found)
+
+
+def test_a_stage_has_the_blocks_that_are_given(two):
+    config = {"pp": 2, "grad_accum": 4}
+    assert two.run(held, config) == [[0, 1], [2, 3]]
+    assert two.run(held, {**config, "stage_blocks": "1,3"}) == [[0], [1, 2, 3]]
 
 
 def summed_over_replicas_alone(family, config, text, seed):

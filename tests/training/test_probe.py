@@ -569,3 +569,18 @@ def test_formats_are_told_by_what_they_round():
     for name, roundoff in (("fp32", FP32), ("bf16", 2.0**-8), ("bf16_pure", 2.0**-8)):
         assert Precision(name, CPU).roundoff(linear) == roundoff
     assert Precision("fp32", CPU).roundoff(convolution) == FP32
+
+
+def test_rows_that_experts_drop_in_training_are_no_departure_and_are_counted():
+    from redline.schedule.parallel.experts import dropped_rows
+    from redline.testing import numerics
+
+    mixture = numerics.tiny("mixtral")
+    expected = probed(mixture, step=True, micro_batch=4)
+    training = Training(mixture, {"capacity_factor": 0.5, "micro_batch": 2}, CPU)
+    found = take(training)
+    assert found.by_batch and dropped_rows(training.model) == (0, 0), "the probe drops nothing"
+    _, first = first_step(training)
+    assert verdict(together([found], [first]), expected) == ""
+    dropped, routed = dropped_rows(training.model)
+    assert routed == training.samples_per_step * mixture.seq_len * 2 * 2 and routed / 2 <= dropped < routed

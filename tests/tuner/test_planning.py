@@ -65,6 +65,13 @@ def test_gradients_travel_as_before(tiny, large):
     assert (found.config["precision"], found.config["reduce_dtype"]) == ("fp8", "fp32")
 
 
+def test_experts_keep_their_capacity_and_get_none():
+    mixture = rl.workload("mixtral-tiny", seq_len=64, global_batch=32)
+    for factor in (1.25, 0):
+        found = plan(mixture, devices=2, like=Config({**LIKE, "capacity_factor": factor}), hardware=H100)
+        assert found.config.get("capacity_factor", 0) == factor
+
+
 def test_what_the_devices_cannot_compute_becomes_something_exact_and_is_said(tiny):
     found = plan(tiny, devices=2, like=Config({**LIKE, "precision": "fp8"}), hardware=A100)
     assert found.config["precision"] in ("fp32", "tf32", "bf16")

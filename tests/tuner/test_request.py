@@ -79,7 +79,13 @@ def test_what_is_given_is_what_is_not_the_default():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"trials": 0}, "trials must be at least 1"),
+        ({"trials": 0}, "trials must be a whole number of at least 1"),
+        ({"trials": 1.5}, "trials must be a whole number of at least 1, but got 1.5"),
+        ({"device_hours": 0}, "device_hours must be above 0"),
+        ({"patience": -1}, "patience must be a whole number of at least 0"),
+        ({"headroom": 0.6}, "headroom must be a share from 0 to 0.5"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"sampler": "bay"}, "did you mean 'bayes'"),
         ({"time": "soon"}, "such as 90s"),
         ({"memory_limit": "big"}, "such as 8GiB"),
         ({"trial_timeout": "-1s"}, "trial timeout must be more than 0"),

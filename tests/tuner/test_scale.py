@@ -9,9 +9,12 @@ from math import prod
 import pytest
 import redline as rl
 from command_line import run
+from redline.models import workload
+from redline.results import View
 from redline.results.scaling import COLUMNS, ScalePoint, Scaling
 from redline.tuner.listener import SearchListener
 from redline.tuner.scaling import counts_of
+from redline.tuner.trainer_baseline import measured
 
 SIMULATED = {"runner": "simulate", "hardware": "h100-80gb", "trials": 3, "seq_len": 128}
 NARROW = {
@@ -37,6 +40,59 @@ def test_each_count_is_tuned_and_more_are_predicted(scaled):
     for each in scaling.points:
         assert each.predicted_low < each.predicted_throughput < each.predicted_high
         assert prod(each.config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == each.devices
+
+
+def test_a_runs_winner_is_planned_again_for_each_count(scaled, tmp_path):
+    scaling, out = scaled
+    found = rl.scale(out / "devices-2", "1,2,4", predict_to=8, out=tmp_path / "again")
+    assert [each.devices for each in found.points] == [1, 2, 4, 8]
+    one, two, four, eight = found.points
+    # Its own number of devices has its measurements; the others a plan, tried beside the default configuration.
+    assert two.throughput == scaling.points[1].throughput and not (tmp_path / "again" / "devices-2").exists()
+    for point in (one, four):
+        trials = View(tmp_path / "again" / f"devices-{point.devices}").trials()
+        assert 1 <= len(trials) <= 2 and point.throughput >= point.default_throughput > 0
+        assert point.config["precision"] == two.config["precision"] and point.global_batch == 64
+    assert eight.throughput is None and eight.predicted_throughput > four.predicted_throughput
+
+
+def test_a_run_without_a_model_or_a_winner_is_refused(tmp_path):
+    space = rl.Space()
+    space.choice("a", [1, 2])
+    rl.tune(lambda config: 1.0, space, isolate=False, trials=1, out=tmp_path / "callable")
+    with pytest.raises(rl.UsageError, match="names no model to plan for other devices"):
+        rl.scale(tmp_path / "callable", "1,2")
+
+
+def test_the_predicted_interval_widens_with_the_distance(scaled):
+    _, out = scaled
+    found = rl.scale(out / "devices-4", "4", predict_to=1024)
+    last = [each for each in found.points if each.devices >= 8]
+    wide = [each.predicted_high / each.predicted_low for each in last]
+    assert last[-1].devices == 1024 and wide == sorted(wide) and wide[-1] > 1.2 * wide[0]
+
+
+def test_a_trainer_is_the_baseline_where_it_is_asked_for(tmp_path):
+    small = {**SIMULATED, **NARROW, "trials": 1, "predict_to": 4, "global_batch": 8}
+    found = rl.scale("gpt2-tiny", "1,2", baseline="trainer", out=tmp_path / "s", **small)
+    assert all(each.trainer_throughput > 0 for each in found.points)
+    # The simulated cluster is slower than the estimate without corrections.
+    one = found.points[0]
+    assert one.trainer_throughput == pytest.approx(one.default_throughput, rel=0.2)
+    assert all(
+        each.trainer_throughput is None for each in rl.scale("gpt2-tiny", "1", **{**small, "predict_to": 1}).points
+    )
+    with (tmp_path / "s" / "scale.csv").open(newline="") as file:
+        assert all(float(row["trainer_throughput"]) > 0 for row in csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_a_trainer_is_measured_on_two_ranks():
+    pytest.importorskip("accelerate")
+    trained = workload("gpt2-tiny", seq_len=32, global_batch=4)
+    throughput, why = measured(trained, 2)
+    assert throughput > 0 and not why
+    assert measured(trained, 3) == (None, "Trainer on 3 devices cannot share a global batch of 4")
 
 
 def test_speed_up_and_efficiency_are_against_the_fewest_devices(scaled):

@@ -144,10 +144,10 @@ def test_device_hours_are_those_of_the_trials_devices():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": -1}, "patience must be a whole number, 0 for no early stop"),
+        ({"patience": -1}, "patience must be a whole number of at least 0"),
         ({"patience": 1.5}, "patience must be a whole number"),
-        ({"device_hours": 0}, "device-hours must be more than 0"),
-        ({"device_hours": float("nan")}, "device-hours must be more than 0"),
+        ({"device_hours": 0}, "device_hours must be above 0"),
+        ({"device_hours": float("nan")}, "device_hours must be above 0"),
         ({"headroom": -0.1}, "headroom must be a share from 0 to 0.5"),
         ({"headroom": 5}, "headroom must be a share from 0 to 0.5"),
         ({"time": "10s", "trial_timeout": "1m"}, "more than the 10 s of the whole search"),

@@ -142,14 +142,14 @@ def test_override_and_fix_narrow_the_space():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trials": 0}, "trials must be at least 1"),
+        ({"trials": 0}, "trials must be a whole number of at least 1"),
         ({"time": "-5m"}, "time must be more than 0"),
         ({"sampler": "hebbo"}, "did you mean 'hebo'"),
         ({"fix": {"micro_bach": 1}}, "did you mean 'micro_batch'"),
         ({"fix": {"micro_batch": "large"}}, "micro_batch"),
         ({"devices": 0}, "devices must be a whole number of at least 1"),
         ({"seq_len": 128}, "are for a workload"),
-        ({"concurrency": 0}, "concurrency must be at least 1"),
+        ({"concurrency": 0}, "concurrency must be a whole number of at least 1"),
         ({"seed": -1}, "seed"),
     ],
 )

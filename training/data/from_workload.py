@@ -116,7 +116,7 @@ def training_data(
 
     Args:
         plan: the request; without paths, the workload's own data is used.
-        workload: what is trained.
+        workload: the one to train.
         cache: a folder for tokens.
         on_read: called now and then with the share of new files that is read, from 0 to 1.
 

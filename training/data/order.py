@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import numpy as np
 
 from ...base.errors import WorkloadError, unknown
-from ...models.request import Asked
+from ...base.option import Option
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ class DataPlan:
 
     paths: Annotated[
         tuple[str, ...],
-        Asked(
+        Option(
             "Text, JSON lines, Parquet, datasets folders or token files; repeatable.",
             flag="data",
             metavar="FILE",
@@ -187,18 +187,18 @@ class DataPlan:
     """
     tokenizer: Annotated[
         str | None,
-        Asked("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
+        Option("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
     ] = None
     """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes. For a `.bin` it determines the token
     that ends a document.
     """
-    field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
+    field: Annotated[str, Option("Column with the text, or the messages.", metavar="NAME")] = "text"
     """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`, or
     ShareGPT's `from` and `value`, is a conversation, written as text by the tokenizer's chat template.
     """
     packing: Annotated[
         Packing | None,
-        Asked(
+        Option(
             "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
             metavar="NAME",
         ),
@@ -209,20 +209,20 @@ class DataPlan:
     """
     train_on: Annotated[
         TrainOn | None,
-        Asked("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="NAME"),
+        Option("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="NAME"),
     ] = None
     """`assistant`: only the assistant's messages of conversations are predicted. None: `assistant` for conversations,
     otherwise `all`.
     """
-    held_out: Annotated[float, Asked("Share of samples held out for evaluation.", type=float)] = 0.0
+    held_out: Annotated[float, Option("Share of samples held out for evaluation.", type=float)] = 0.0
     """Share of the samples held out for evaluation, from 0 to 0.5."""
-    shuffle: Annotated[bool, Asked("Reorder samples in each epoch.")] = True
+    shuffle: Annotated[bool, Option("Reorder samples in each epoch.")] = True
     """True if each epoch has its own order; otherwise all have that of the data."""
-    skip_bad_rows: Annotated[bool, Asked("Skip and count rows that cannot be read.")] = False
+    skip_bad_rows: Annotated[bool, Option("Skip and count rows that cannot be read.")] = False
     """True if rows of JSON lines, Parquet and datasets that cannot be read, or contain no text or conversation, are
     skipped and counted; otherwise the first of them is refused.
     """
-    seed: Annotated[int, Asked("Seed of weights, order and dropout.", type=range(1 << 63))] = 0
+    seed: Annotated[int, Option("Seed of weights, order and dropout.", type=int, least=0)] = 0
     """Seed of the order, and of the masks of masked language models."""
 
     def __post_init__(self) -> None:

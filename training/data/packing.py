@@ -194,7 +194,7 @@ def check_packing(
         model: the model, on all its ranks at once if there are several, or the names of its forward's arguments. For a
             model without weights (on the meta device), only the names are checked.
         packing: packing of the samples, or the plan with it.
-        task: what is trained.
+        task: the one to train.
 
     Raises:
         WorkloadError: it does not separate documents.

@@ -55,7 +55,7 @@ def decide(workload: Workload, request: StrategyRequest, here: Place, local_rank
     """Returns the configuration for all ranks.
 
     Args:
-        workload: what is trained.
+        workload: the one to train.
         request: arguments that decide.
         here: the place of rank 0.
         local_ranks: number of ranks on this host.

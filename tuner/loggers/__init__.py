@@ -23,7 +23,7 @@ def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None)
     """Returns the folder of each named tracker.
 
     Raises:
-        UsageError: a tracker is unknown, or there is no folder to write to.
+        UsageError: a tracker is unknown, or the folder is missing.
     """
     chosen = list(dict.fromkeys([names] if isinstance(names, str) else names or ()))
     for name in chosen:
@@ -41,7 +41,7 @@ def logging_to(
     """Yields a listener that forwards to `listener` and to the named trackers, and closes the trackers at the end.
 
     Raises:
-        UsageError: a tracker is unknown, or there is no folder to write to.
+        UsageError: a tracker is unknown, or the folder is missing.
         MissingDependency: a tracker's package is not installed.
     """
     with _opened(names, folder, "LOGGER", listener.on_message) as trackers:

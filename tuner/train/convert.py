@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...base.errors import StudyError, UsageError, unknown
+from ...base.option import Option, either
 from ...base.reading import path_of
 from ...models.architecture import Architecture
 from ...models.layouts.adapters import merged
@@ -14,7 +15,6 @@ from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.save import main_dtype
 from ...models.layouts.weights import LazyWeights, Weights
 from ...models.lora import AdaptedArchitecture
-from ...models.request import Asked, either
 from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
 from ...training.checkpoint.restoring import check, stored_in
@@ -34,27 +34,27 @@ class ConvertRequest:
         UsageError: a value is unknown, or has no effect on the layout.
     """
 
-    to: Annotated[str, Asked(f"Whose checkpoint: {either(LAYOUTS)}.", metavar="NAME")] = "hf"
+    to: Annotated[str, Option(f"Whose checkpoint: {either(LAYOUTS)}.", metavar="NAME")] = "hf"
     """Layout of the result."""
-    step: Annotated[int | None, Asked("Of which step.  [default: the latest]", type=int, metavar="N")] = None
+    step: Annotated[int | None, Option("Of which step.  [default: the latest]", type=int, metavar="N")] = None
     """Step of the checkpoint; None for the latest."""
     dtype: Annotated[
         str | None,
-        Asked(
+        Option(
             "Round weights to float32, bfloat16 or float16.  [default: as --from had them, else as they are]",
             metavar="NAME",
         ),
     ] = None
     """Dtype of the written weights; None for the dtype of the weights that the training began with, if any."""
     tokenizer: Annotated[
-        str | None, Asked("Folder of the tokenizer.  [default: the training's, else that of --from]", metavar="DIR")
+        str | None, Option("Folder of the tokenizer.  [default: the training's, else that of --from]", metavar="DIR")
     ] = None
     """Folder of the tokenizer of a Hugging Face checkpoint; None for the training's, or that of the weights it began
     with.
     """
-    average: Annotated[bool, Asked("The moving average of the weights, where one was kept.")] = False
+    average: Annotated[bool, Option("The moving average of the weights, where one was kept.")] = False
     """Take the moving average instead of the weights."""
-    merge: Annotated[bool, Asked("Add adapters to the weights that they adapt.")] = False
+    merge: Annotated[bool, Option("Add adapters to the weights that they adapt.")] = False
     """Add adapters to the weights they adapt."""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
         request: format of the result.
 
     Raises:
-        StudyError: there is no such checkpoint, or it is damaged.
+        StudyError: the checkpoint does not exist, or it is damaged.
         UsageError: the layout does not support the model, or `out` cannot be written.
     """
     path = path_of(folder)

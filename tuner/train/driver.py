@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...base.device import Device, detect, usable_cores
+from ...base.device import detect, usable_cores
 from ...base.errors import RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
 from ...base.lock import FolderLock
 from ...base.writing import free_mib, make_folder
-from ...estimator.hardware import recognise
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.flops import flops_of
@@ -37,6 +36,7 @@ from ...results.trained import (
     write_document,
 )
 from ...runners import TrialTerms
+from ...runners.dispatch import peak_flops
 from ...runners.registry import runner_on
 from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank, weights_to_begin_with
@@ -264,7 +264,7 @@ class Driver:
             weights=None if request.weights is None else str(request.weights),
             seed=request.seed,
             facts={"model": self.source.spec, "workload": self.workload.id},
-            peak_flops=_peak(self.device, self.strategy.config),
+            peak_flops=peak_flops(self.device, self.strategy.config),
         )
 
     def training_start(self) -> TrainingStart:
@@ -486,9 +486,3 @@ def _closed_on_interrupt(runner: Runner) -> Iterator[None]:
     except KeyboardInterrupt:
         runner.close()
         raise
-
-
-def _peak(device: Device, config: Mapping[str, Any]) -> float | None:
-    """Peak FLOP/s of a device; None if unknown, as for a CPU."""
-    hardware = recognise(device.name, device.memory_mib) if device.type == "cuda" else None
-    return None if hardware is None else hardware.rate(str(config.get("precision", "fp32")))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...base.errors import UsageError, unknown
+from ...base.option import Option, either
 from ...base.reading import absolute
 from ...models.layouts.hugging_face import difference, own_tokenizer
-from ...models.request import Asked, either
 from ...runners.registry import RUNNERS
 from ...training.data import DataPlan
 from ...training.data.documents import OF_TOKENS, find_sources
@@ -52,7 +52,7 @@ def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "Trai
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What is trained, where, and what is saved.
+    """The start of a training: its source, devices and outputs.
 
     Args:
         source: a run's folder or its best.yaml, to train its winner; a model, for which a configuration is planned;
@@ -75,41 +75,43 @@ class LaunchRequest:
 
     source: str | Path = field(kw_only=False)
     out: Annotated[
-        str | Path | None, Asked("Folder of the training.  [default: train/NAME, or NAME-2, ...]", metavar="DIR")
+        str | Path | None, Option("Folder of the training.  [default: train/NAME, or NAME-2, ...]", metavar="DIR")
     ] = None
-    resume: Annotated[bool, Asked("Continue the training in the folder.")] = False
+    resume: Annotated[bool, Option("Continue the training in the folder.")] = False
     devices: Annotated[
         int | None,
-        Asked("Devices; another number is replanned.  [default: as before]", type=int, metavar="N"),
+        Option("Devices; another number is replanned.  [default: as before]", type=int, least=1, metavar="N"),
     ] = None
     memory_limit: Annotated[
         str | float | None,
-        Asked("Memory of a device, such as 8GiB; another limit is replanned.", metavar="SIZE"),
+        Option("Memory of a device, such as 8GiB; another limit is replanned.", check=parse_memory, metavar="SIZE"),
     ] = None
-    tune_trials: Annotated[int, Asked("Dry runs for replanning; 0 relies on the estimate.", type=int, metavar="N")] = 0
-    runner: Annotated[str, Asked(f"Where ranks run: {either(RUNNERS)}.", metavar="NAME")] = "local"
+    tune_trials: Annotated[
+        int, Option("Dry runs for replanning; 0 relies on the estimate.", type=int, least=0, metavar="N")
+    ] = 0
+    runner: Annotated[str, Option(f"Where ranks run: {either(RUNNERS)}.", metavar="NAME")] = "local"
     ray_address: Annotated[
-        str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
+        str | None, Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
     weights: Annotated[
         str | Path | None,
-        Asked("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
+        Option("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
     ] = None
-    lora: Annotated[str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,...")] = (
+    lora: Annotated[str | None, Option("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,...")] = (
         None
     )
-    seq_len: Annotated[int | None, Asked("Sequence length, tokens.  [default: the run's]", type=int, metavar="N")] = (
-        None
-    )
+    seq_len: Annotated[
+        int | None, Option("Sequence length, tokens.  [default: the run's]", type=int, least=1, metavar="N")
+    ] = None
     global_batch: Annotated[
-        int | None, Asked("Samples per optimizer step.  [default: the run's]", type=int, metavar="N")
+        int | None, Option("Samples per optimizer step.  [default: the run's]", type=int, least=1, metavar="N")
     ] = None
     fix: Annotated[
-        Mapping[str, Any] | None, Asked("A knob, in place of the winner's.", metavar="KNOB=V", many=True)
+        Mapping[str, Any] | None, Option("A knob, in place of the winner's.", metavar="KNOB=V", many=True)
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked(f"Log the training to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
+        Option(f"Log the training to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
     ] = ()
 
     @cached_property
@@ -138,12 +140,6 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         object.__setattr__(self, "paths", tuple(absolute(each) for each in self.paths))
         if self.runner not in RUNNERS:
             raise UsageError(unknown("runner", self.runner, RUNNERS))
-        for name in ("devices", "seq_len", "global_batch"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} must be a whole number of at least 1, but got {value!r}")
-        if self.tune_trials < 0:
-            raise UsageError(f"tune_trials must be at least 0, but got {self.tune_trials}")
         if self.ray_address is not None and self.runner != "ray":
             raise UsageError(f"ray_address={self.ray_address} has no effect on the runner '{self.runner}'")
 
@@ -191,7 +187,7 @@ MAY_CHANGE = (
     "lr_steps",
     *(each.name for each in fields(LoopPlan)),
 )
-"""Fields that may change when a training is resumed: they do not affect what is learned, only how long."""
+"""Fields that may change when a training is resumed: they affect the length of the training, not its results."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 """Sections of a request, in reading order."""
 

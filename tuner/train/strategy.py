@@ -20,7 +20,7 @@ from .request import TrainRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is trained, and its known configuration."""
+    """The source of a training, and its known configuration."""
 
     spec: str
     """The model, as requested."""
@@ -54,7 +54,7 @@ class Source:
         """Returns the workload of the request.
 
         Raises:
-            WorkloadError: there is no such model.
+            WorkloadError: the model does not exist.
         """
         return resolve_workload(
             self.spec,

@@ -66,7 +66,7 @@ class Library:
         root: the folder; nothing outside it is read.
 
     Raises:
-        StudyError: there is no such folder.
+        StudyError: the folder does not exist.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -98,7 +98,7 @@ class Library:
         """Returns the folder of a run.
 
         Raises:
-            NoSuchRun: there is no such run; an unknown path is never opened.
+            NoSuchRun: the run does not exist; an unknown path is never opened.
         """
         if run not in self.ids():
             raise NoSuchRun(unknown("run", run, self.ids()[:20]))
@@ -118,7 +118,7 @@ class Library:
         """Returns the files of a run as they are now.
 
         Raises:
-            NoSuchRun: there is no such run.
+            NoSuchRun: the run does not exist.
         """
         return self._whole(run).source
 
@@ -126,7 +126,7 @@ class Library:
         """Returns a trial of a run.
 
         Raises:
-            StudyError: there is no such run or trial.
+            StudyError: the run or trial does not exist.
         """
         for each in self.source(run).trials:
             if each.number == number:
@@ -140,7 +140,7 @@ class Library:
         `added` is true, only of those that are new or changed since `have`.
 
         Raises:
-            NoSuchRun: there is no such run.
+            NoSuchRun: the run does not exist.
         """
         if have == f"{self._epoch}.{self._entry(run, keep=True).reads}":
             return None

@@ -42,7 +42,7 @@ def serve(
         started: receives the uvicorn server before it runs; its `should_exit` ends it.
 
     Raises:
-        StudyError: there is no such folder, no run or training in it, or none that can be read.
+        StudyError: the folder does not exist, or contains no readable run or training.
         UsageError: the address or token cannot be used.
         MissingDependency: FastAPI or uvicorn is not installed.
     """

@@ -54,7 +54,7 @@ class Trainings:
         """Returns the folder of a training.
 
         Raises:
-            NoSuchTraining: there is no such training; an unknown path is never opened.
+            NoSuchTraining: the training does not exist; an unknown path is never opened.
         """
         if training not in (found := self.ids()):
             raise NoSuchTraining(unknown("training", training, found[:20]))
@@ -80,7 +80,7 @@ class Trainings:
         """Returns the contents of the page of a training with their `version`; None if that is `have`.
 
         Raises:
-            NoSuchTraining: there is no such training.
+            NoSuchTraining: the training does not exist.
         """
         followed = self._of(training)
         with followed.lock:
@@ -92,7 +92,7 @@ class Trainings:
         """Returns the output of the latest ranks: name of the file, its end, and its size, bytes.
 
         Raises:
-            NoSuchTraining: there is no such training.
+            NoSuchTraining: the training does not exist.
             OSError: the file does not exist or cannot be read.
         """
         folder = self.folder(training)

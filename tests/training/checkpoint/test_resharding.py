@@ -10,6 +10,7 @@ from tiers import tiered
 QUICK = [
     ("llama", "tp2+sp", "zero3"),
     ("gpt2", "zero1", "pp2"),
+    ("llama", "pp2 uneven", "pp2"),
     ("t5", "pp2", "zero3"),
     ("mixtral", "ep2", "one"),
     ("llama", "runs", "zero1"),
@@ -27,6 +28,10 @@ SLOW = [
     ("mixtral", "ep2+zero3", "tp2+sp"),
     ("mixtral", "ep2", "ep4+zero1"),
     ("mixtral", "ep2·tp2", "ep2"),
+    ("mixtral", "ep2·tp2 etp1", "ep2"),
+    ("mixtral", "ep2+zero3", "ep2·tp2·dp2 etp1"),
+    ("mixtral", "ep2·tp2·dp2 etp1", "pp2 uneven"),
+    ("gpt2", "pp2 uneven", "pp2 interleaved"),
     ("gpt2", "zero1", "runs"),
     ("mixtral", "runs", "ep2+zero3"),
 ]

@@ -175,8 +175,11 @@ def test_what_is_not_trained_is_written_once_and_again_for_another_training(smal
     assert CheckpointFolder(where).all()[0].frozen is not None
 
 
-def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path):
-    held = goes_on_bit_for_bit(small("llama"), {"micro_batch": 8, "offload": "optimizer"}, tmp_path)
+@pytest.mark.parametrize(
+    "config", [{"micro_batch": 8, "offload": "optimizer"}, {"micro_batch": 8, "strategy": "0:offload 1:-"}]
+)
+def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path, config):
+    held = goes_on_bit_for_bit(small("llama"), config, tmp_path)
     plain = tmp_path / "plain"
     part(small("llama"), {"micro_batch": 8}, HYPER, until=3, save=plain)
     assert held.keys() == dcp_tensors(CheckpointFolder(plain).all()[0].path).keys()

@@ -50,15 +50,21 @@ def _rank(path, folder, tokenizer, begin, out):
     out.put(made(path, folder, tokenizer=tokenizer)(7, 5)["input_ids"].sum().item())
 
 
-def test_of_many_ranks_one_makes_it_and_the_others_wait(corpus, tmp_path, bpe):
+def ranks(number, said, *arguments):
+    """What ranks that begin together put into their queue, so many things in all."""
     begin, out = FORK.Event(), FORK.Queue()
-    ranks = [FORK.Process(target=_rank, args=(corpus, tmp_path / "cache", bpe[0], begin, out)) for _ in range(6)]
-    for each in ranks:
+    processes = [FORK.Process(target=_rank, args=(*arguments, begin, out)) for _ in range(number)]
+    for each in processes:
         each.start()
     begin.set()
-    said = [out.get(timeout=120) for _ in range(7)]
-    for each in ranks:
+    found = [out.get(timeout=120) for _ in range(said)]
+    for each in processes:
         each.join()
+    return found
+
+
+def test_of_many_ranks_one_makes_it_and_the_others_wait(corpus, tmp_path, bpe):
+    said = ranks(6, 7, corpus, tmp_path / "cache", bpe[0])
     assert said.count("made") == 1
     assert len({each for each in said if each != "made"}) == 1
     assert len(seen(tmp_path / "cache")) == 1
@@ -69,14 +75,7 @@ def test_where_nothing_can_be_locked_they_all_make_it_and_one_counts(corpus, tmp
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(store.fcntl, "flock", none)
-    begin, out = FORK.Event(), FORK.Queue()
-    ranks = [FORK.Process(target=_rank, args=(corpus, tmp_path / "cache", None, begin, out)) for _ in range(3)]
-    for each in ranks:
-        each.start()
-    begin.set()
-    said = [out.get(timeout=120) for _ in range(6)]
-    for each in ranks:
-        each.join()
+    said = ranks(3, 6, corpus, tmp_path / "cache", None)
     assert said.count("made") == 3 and len({each for each in said if each != "made"}) == 1
     assert len(seen(tmp_path / "cache")) == 1
 

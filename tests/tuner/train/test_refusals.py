@@ -119,7 +119,7 @@ def test_betas_and_eps_are_the_optimizer_s(run, here):
     hyper = TrainRequest.again("betas", asked).section(Hyperparameters)
     (group,) = hyper.optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups
     assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5)
-    refused(run, ["betas must be two shares below 1"], *trained("train", "llama", "no", "--betas", "0.9", "1.5"))
+    refused(run, ["betas must be at least 0 and below 1"], *trained("train", "llama", "no", "--betas", "0.9", "1.5"))
     assert not (here / "no").exists()
 
 

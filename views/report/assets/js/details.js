@@ -12,6 +12,7 @@ const DETAIL_FIELDS = [
   ["sampler", "Chosen by", (row) => row.sampler],
   ["loss", "Loss of the first step", (row) => number(row.loss, 6)],
   ["expert_load", "Rows of the fullest expert over the mean", (row) => number(row.expert_load, 3)],
+  ["expert_dropped", "Share of rows that experts dropped", (row) => number(row.expert_dropped, 3)],
   ["started", "Started", (row) => moment(row.started)],
   ["seconds_total", "Total time", (row) => duration(row.seconds_total)],
   ["seconds_build", "Build", (row) => duration(row.seconds_build)],

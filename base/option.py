@@ -1,0 +1,111 @@
+"""Options: declarations of a request's fields, from which their command-line option, their check and their form in the
+HTTP API follow.
+
+    @dataclass(frozen=True, kw_only=True)
+    class SearchRequest:
+        trials: Annotated[int | None, Option("Trials in all.", type=int, least=1, sent=True)] = None
+
+Type and default are those of the field, and the documentation of a Python function is that of its request's sections.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import Field, dataclass, fields
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, get_type_hints
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a request, in the annotation of its field; a field without it is only available in Python."""
+
+    help: str
+    """Help text."""
+    flag: str = ""
+    """Name of the command-line option, if it differs from the field's."""
+    type: Any = None
+    """Type of a number, or of each of several, `int` or `float`; None for text and switches."""
+    least: float | None = None
+    """Smallest value of a number."""
+    above: float | None = None
+    """Number that the value exceeds."""
+    most: float | None = None
+    """Largest value of a number."""
+    below: float | None = None
+    """Number that exceeds the value."""
+    check: Callable[[Any, str], Any] | None = None
+    """Raises UsageError for an invalid value, given with its name in words; for text."""
+    sent: bool = False
+    """True if a client sends it to a server; otherwise it only applies to the machine that a search runs on."""
+    sent_most: float | None = None
+    """Largest number, or largest number of values, that a server accepts."""
+    metavar: str | None = None
+    """Placeholder for its value on the command line."""
+    many: bool = False
+    """True if it can be given several times."""
+
+    @property
+    def rule(self) -> str:
+        """Rule for a number, in words."""
+        if self.type is int:
+            return f"a whole number of at least {self.least or 0:g}"
+        least, above, most, below = self.least or 0, self.above, self.most, self.below
+        if above is None:
+            if below is not None:
+                return f"at least {least:g} and below {below:g}"
+            return f"at least {least:g}" if most is None else f"a share from {least:g} to {most:g}"
+        if most is not None:
+            return f"a share above {above:g}, of at most {most:g}"
+        return f"above {above:g}" if below is None or below == math.inf else f"a share between {above:g} and {below:g}"
+
+    def allows(self, value: Any) -> bool:
+        """True if a number is within the bounds."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.type is int else Real):
+            return False
+        number = float(value)
+        return (
+            (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+            and (self.below is None or number < self.below)
+        )
+
+
+def either(names: Iterable[str]) -> str:
+    """Formats names for a help text.
+
+    >>> either(["ray", "local", "slurm"])
+    'ray, local or slurm'
+    """
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+@cache
+def options_of(section: Any) -> tuple[tuple[Field[Any], Option], ...]:
+    """Returns the fields of a request, or of a section of one, that are options."""
+    types = get_type_hints(section, include_extras=True)
+    return tuple(
+        (field, option)
+        for field in fields(section)
+        for option in getattr(types[field.name], "__metadata__", ())
+        if isinstance(option, Option)
+    )
+
+
+def check_options(request: Any) -> None:
+    """Raises UsageError if the value of an option is invalid by itself. None is not checked."""
+    section: Any = type(request)
+    for field, option in options_of(section):
+        value = getattr(request, field.name)
+        if value is None:
+            continue
+        if option.type is not None:
+            several = isinstance(field.default, tuple)
+            if not all(option.allows(each) for each in (value if several else (value,))):
+                raise UsageError(f"{field.name} must be {option.rule}, but got {value!r}")
+        elif option.check is not None:
+            option.check(value, field.name.replace("_", " "))

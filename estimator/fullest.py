@@ -1,0 +1,96 @@
+"""The rank with the most memory of a configuration, and what it has that the others lack."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .estimator import Estimator
+from .experts import imbalance
+from .facts.fused_loss import with_loss
+from .knob_arrays import KnobArrays, knob_arrays
+from .memory import of_stages
+from .stages import Stage, in_flight, staged
+
+NOTICED = 0.01
+"""Smallest difference between ranks that is stated, as a share of the peak."""
+_OF_MICRO_BATCHES = ("activations", "checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullestRank:
+    """The pipeline rank with the most memory."""
+
+    rank: int
+    """Its place in the pipeline, from 0."""
+    pp: int
+    """Ranks of the pipeline."""
+    mib: float
+    """Its peak, MiB."""
+    least_mib: float
+    """Peak of the pipeline rank with the least memory, MiB."""
+    reasons: tuple[str, ...]
+    """What it has more of than that rank, and than its own replicas; empty if all ranks are alike."""
+
+    def __str__(self) -> str:
+        if not self.reasons:
+            return "all ranks alike"
+        where = [f"pipeline rank {self.rank} of {self.pp}"] if self.least_mib < (1 - NOTICED) * self.mib else []
+        return ", ".join([*where, *self.reasons])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"rank": self.rank, "pp": self.pp, "mib": self.mib, "least_mib": self.least_mib, "why": str(self)}
+
+
+def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank:
+    """The fullest rank of a configuration, by predictions that trials do not correct.
+
+    Ranks of different stages differ in their blocks, in what is in no block, and in the micro-batches that they hold. Ranks that
+    share experts differ in the rows that their experts get.
+    """
+    setup, constants = estimator.training, estimator.constants
+    cols = knob_arrays([config], setup)
+    facts = with_loss(estimator.facts_of(cols, 0), setup.loss)
+    split, _ = next(cols.splits())
+    cut = staged(facts, split, setup.balance, cols)
+    groups, stages = [groups for groups, _ in cut], [stage for _, stage in cut]
+    found = of_stages(groups, facts, setup, constants)
+    sums = [float(sum(terms.values())[0]) for terms in found]
+    most, least = int(np.argmax(sums)), int(np.argmin(sums))
+    reasons: list[str] = []
+    if sums[least] < (1 - NOTICED) * sums[most]:
+        more = {name: float(value[0] - found[least][name][0]) for name, value in found[most].items()}
+        (name, extra), *_ = sorted(more.items(), key=lambda item: -item[1])
+        reasons.append(
+            f"{extra / 1024:.1f} GiB more {name} than the emptiest {_why(name, stages[most], stages[least], split.pp, cols)}"
+        )
+    if (ep := int(cols.ep[0])) > 1 and facts.experts:
+        even = of_stages(groups, facts, setup, constants.replace(expert_spread=0.0))[most]
+        extra = sums[most] - float(sum(even.values())[0])
+        share = float(imbalance(max(facts.experts), np.array([ep]), constants)[0]) - 1
+        reasons.append(
+            f"{extra / 1024:.1f} GiB as the one of {ep} ranks whose experts get the most rows, {100 * share:.0f} % above the mean"
+        )
+    return FullestRank(
+        rank=int(stages[most].ranks[0]),
+        pp=split.pp,
+        mib=sums[most],
+        least_mib=sums[least],
+        reasons=tuple(reasons),
+    )
+
+
+def _why(name: str, most: Stage, least: Stage, pp: int, cols: KnobArrays) -> str:
+    """Why one stage has more of a term than another."""
+    if name in _OF_MICRO_BATCHES:
+        held, other = (float(in_flight(stage.ranks[0], pp, cols)[0]) for stage in (most, least))
+        if held != other:
+            return f"since it holds {held:g} micro-batches at once instead of {other:g}"
+    ends = [part.name for part in most.ends if part not in least.ends and part.role != "norm"]
+    if most.count != least.count:
+        return f"since it has {most.count} blocks instead of {least.count}"
+    return (
+        f"since it has the {' and '.join(ends)}" if ends else "since its blocks are treated unlike those of the other"
+    )

@@ -1,0 +1,275 @@
+"""Calls between two processes: replies to their calls, errors with class and traceback, notes, cancellation, lost peers."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing import Pipe
+
+import pytest
+from redline.base.errors import NotFound, RunnerError, UsageError
+from redline.runners.protocol import (
+    LONGEST_ERROR,
+    Caller,
+    Channel,
+    RemoteError,
+    RemoteTraceback,
+    keep_alive,
+    receive_call,
+    serve,
+)
+
+
+class OwnUsageError(UsageError):
+    """A class that the caller does not know."""
+
+
+class Peer:
+    """What the other process does with each method."""
+
+    def __init__(self):
+        self.cancelled = threading.Event()
+
+    def answer(self, call):
+        return getattr(self, call.method)(call, *call.arguments)
+
+    def echo(self, call, value):
+        return value
+
+    def later(self, call, seconds, value):
+        time.sleep(seconds)
+        return value
+
+    def fails(self, call, error):
+        raise error
+
+    def ends(self, call):
+        raise SystemExit("not today")
+
+    def notes(self, call, count):
+        for number in range(count):
+            call.note(number)
+        return "noted"
+
+    def until_cancelled(self, call):
+        return self.cancelled.wait(60)
+
+    def unpicklable(self, call):
+        return threading.Lock()
+
+    def dies(self, call):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(connection, plain):
+    peer = Peer()
+    serve(Channel(connection, plain=plain), peer.answer, lambda number: peer.cancelled.set())
+
+
+@pytest.fixture
+def peer():
+    """Makes a caller of a new process, for pickles or JSON."""
+    made = []
+
+    def make(plain=False, **options):
+        here, there = Pipe()
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(there, plain))
+        process.start()
+        there.close()
+        caller = Caller(here, lambda error: f"lost: {type(error).__name__}", plain=plain, **options)
+        made.append((process, caller))
+        return caller
+
+    yield make
+    for process, caller in made:
+        caller.close()
+        process.join(10)
+        assert not process.is_alive(), "the process ends with the connection"
+
+
+both_ways = pytest.mark.parametrize("watched", [None, "peer"], ids=["who waits reads", "a thread reads"])
+both_formats = pytest.mark.parametrize("plain", [False, True], ids=["pickles", "JSON"])
+
+
+@both_ways
+@both_formats
+def test_each_reply_is_that_of_its_call_in_whatever_order_they_come(peer, watched, plain):
+    caller = peer(plain, watched=watched)
+    slow = caller.begin("later", 0.3, "slow")
+    assert caller.call("echo", {"a": [1, "b"]}) == {"a": [1, "b"]}
+    assert not slow.over and slow.result() == "slow" and slow.replied
+
+
+@both_ways
+def test_many_threads_wait_at_once_and_each_gets_its_own(peer, watched):
+    caller, found = peer(watched=watched), {}
+
+    def ask(number):
+        found[number] = caller.call("later", 0.02 * (number % 5), number, within_s=30)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == {number: number for number in range(20)}
+
+
+def test_an_error_has_its_class_and_its_traceback(peer):
+    caller = peer()
+    with pytest.raises(NotFound, match="^no such search$") as caught:
+        caller.call("fails", NotFound("no such search"))
+    assert isinstance(caught.value.__cause__, RemoteTraceback) and "raise error" in str(caught.value.__cause__)
+    with pytest.raises(UsageError, match="^mine$") as caught:
+        caller.call("fails", OwnUsageError("mine"))
+    assert type(caught.value) is UsageError
+    with pytest.raises(RemoteError, match=r"(?s)^KeyError: 'x'\nTraceback .*raise error.*KeyError: 'x'"):
+        caller.call("fails", KeyError("x"))
+    with pytest.raises(RemoteError, match="^SystemExit: not today"):
+        caller.call("ends")
+    with pytest.raises(RemoteError, match="cannot pickle"):
+        caller.call("unpicklable")
+    with pytest.raises(TypeError, match="cannot pickle"):
+        caller.call("echo", threading.Lock())
+    assert caller.call("echo", 1) == 1 and not caller._open
+
+
+def test_notes_come_in_order_before_the_reply(peer):
+    call = peer().begin("notes", 3)
+    assert [call.note(30), call.note(30), call.note(30), call.note(30)] == [0, 1, 2, None]
+    assert call.note() is None and call.result() == "noted"
+
+
+@both_ways
+@both_formats
+def test_a_call_that_is_cancelled_still_has_a_reply(peer, watched, plain):
+    call = peer(plain, watched=watched).begin("until_cancelled")
+    with pytest.raises(TimeoutError, match=r"no reply within 0\.2 s"):
+        call.result(0.2)
+    with pytest.raises(TimeoutError):
+        call.note(0)
+    call.cancel()
+    assert call.result(30) is True
+
+
+@both_ways
+@both_formats
+def test_a_peer_that_dies_fails_all_that_is_open_and_all_that_comes_later(peer, watched, plain):
+    caller = peer(plain, watched=watched)
+    open_ones = [caller.begin("later", 60, 0), caller.begin("dies")]
+    for each in open_ones:
+        with pytest.raises(RunnerError, match="^lost: EOFError$"):
+            each.result(30)
+        assert each.over and not each.replied and each.note() is None
+    assert caller.lost and caller.look()
+    with pytest.raises(RunnerError, match="^lost: EOFError$"):
+        caller.call("echo", 1)
+
+
+def test_without_a_thread_the_end_of_a_peer_is_seen_by_looking(peer):
+    caller = peer()
+    assert not caller.look()
+    caller.begin("dies")
+    end = time.monotonic() + 30
+    while not caller.look():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert caller.lost
+
+
+@both_ways
+def test_a_peer_that_is_silent_is_lost(watched):
+    here, there = Pipe()
+    caller = Caller(here, str, start_s=30, silence_s=0.3, watched=watched)
+    call = caller.begin("echo", 1)
+    with pytest.raises(TimeoutError):
+        call.result(0.5)  # before the first sign of life the longer time counts
+    keep_alive(Channel(there))
+    begin = time.monotonic()
+    with pytest.raises(RunnerError, match=r"has not answered for 0\.3 s"):
+        call.result(30)
+    assert time.monotonic() - begin < 10
+    caller.close()
+
+
+def test_a_peer_that_does_not_read_is_lost():
+    import socket
+    import struct
+
+    here, there = Pipe()
+    with socket.socket(fileno=os.dup(here.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+    caller = Caller(here, lambda error: type(error).__name__)
+    with pytest.raises(RunnerError, match="^BlockingIOError$"):
+        caller.call("echo", b"x" * 10_000_000)
+    there.close()
+    caller.close()
+
+
+def test_closing_fails_what_is_open(peer):
+    caller = peer(watched="peer")
+    call = caller.begin("later", 60, 0)
+    caller.close()
+    caller.close()
+    with pytest.raises(RunnerError, match="lost: EOFError"):
+        call.result(0)
+
+
+UNTRUSTED = {
+    "no JSON": b"\x80\x04N.",
+    "no list": b"7",
+    "a number that is not open": b'["done", 99, 1]',
+    "a number that is no number": b'["done", [], 1]',
+    "a note, which would fill the memory": b'["note", 1, 1]',
+    "a sign of life": b'["alive", 0]',
+    "an unknown kind": b'["call", 1, "echo", []]',
+    "too few items": b'["done", 1]',
+    "an error without a text": b'["failed", 1, "UsageError", 7, ""]',
+    "too long": json.dumps(["done", 1, "x" * 1000]).encode(),
+    "too deep": b'["done", 1, ' + b"[" * 400 + b"]" * 400 + b"]",
+}
+
+
+@pytest.mark.parametrize("message", UNTRUSTED.values(), ids=UNTRUSTED)
+def test_an_invalid_message_of_an_untrusted_peer_loses_it(message):
+    here, there = Pipe()
+    caller = Caller(here, str, plain=True, largest=1000)
+    call = caller.begin("echo", 1)
+    there.send_bytes(message)
+    with pytest.raises(RunnerError):
+        call.result(30)
+    assert caller.lost and not call.replied
+    caller.close()
+
+
+def test_an_untrusted_peer_chooses_neither_class_nor_length_of_an_error(peer):
+    caller = peer(plain=True)
+    with pytest.raises(RunnerError, match="is not JSON serializable"):
+        caller.call("unpicklable")
+    here, there = Pipe()
+    caller = Caller(here, str, plain=True)
+    for kind, text in (("NotFound", "xxx"), ("KeyError", "KeyError: xxx")):
+        call = caller.begin("echo", 1)
+        there.send_bytes(json.dumps(["failed", call.number, kind, "xxx" + "y" * 10_000, ""]).encode())
+        with pytest.raises(RunnerError) as caught:
+            call.result(30)
+        assert type(caught.value) is RunnerError and str(caught.value).startswith(text)
+        assert len(str(caught.value)) == LONGEST_ERROR
+    caller.close()
+
+
+def test_calls_can_be_received_one_by_one_without_a_thread():
+    here, there = Pipe()
+    threads = threading.active_count()
+    caller, channel = Caller(here, str), Channel(there)
+    call = caller.begin("double", 21)
+    received = receive_call(channel)
+    assert (received.method, received.arguments) == ("double", (21,))
+    received.reply(lambda one: 2 * one.arguments[0])
+    assert call.result(30) == 42 and threading.active_count() == threads
+    caller.close()
+    with pytest.raises(EOFError):
+        receive_call(channel)
+    received.done("nobody waits")

@@ -1,0 +1,142 @@
+"""An option is declared in one place: the command line, `redline.tune`, the HTTP API and the checks follow from it."""
+
+import re
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import Annotated
+
+import click
+import numpy as np
+import pydantic
+import pytest
+import redline
+from click.testing import CliRunner
+from redline.base.errors import UsageError
+from redline.base.option import Option, check_options, options_of
+from redline.cli.main import redline as program
+from redline.cli.options import options_for
+from redline.runners.command.command import Command
+from redline.service.api.models import CommandForm, EstimateForm, SearchForm, form
+from redline.service.request import TARGETS, TRAVELLING
+from redline.tuner.request import SECTIONS, Request
+
+ONLY_PYTHON = {"isolate", "prior", "begin_with", "listener"}
+"""Arguments that are objects or belong to a callable."""
+ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "server", "token", "as_json"}
+ONLY_HERE = {
+    *("data", "taken_from", "warm_start", "ray_address", "ranks", "memory_only", "emulate_first"),
+    *("out", "resume", "storage", "log_to"),
+}
+"""Options with files or settings of the machine that a search runs on: they are not sent to a server."""
+OTHERWISE_SENT = {"devices", "space", "allow", "override", "fix", "runner", "hardware"}
+"""Options whose type or default differs in the HTTP API."""
+
+OPTIONS = {field.name: (field, option) for section in SECTIONS for field, option in options_of(section)}
+
+
+def test_command_line_python_and_api_have_the_same_options():
+    python = set(signature(redline.tune).parameters)
+    command_line = {each.name for each in program.get_command(click.Context(program), "tune").params}
+    assert python - ONLY_PYTHON == {*OPTIONS, "target"}
+    assert command_line - ONLY_COMMAND_LINE - {each.name for each in fields(Command)} == {*OPTIONS, "target"}
+    assert set(SearchForm.model_fields) == {*OPTIONS, *TARGETS} - ONLY_HERE
+    assert set(TRAVELLING) == {*OPTIONS} - ONLY_HERE
+    assert set(CommandForm.model_fields) == {each.name for each in fields(Command)} - {"render", "emulate"}
+    assert set(EstimateForm.model_fields) - set(SearchForm.model_fields) == {"config", "top"}
+
+
+def test_defaults_are_the_same_everywhere():
+    parameters = signature(redline.tune).parameters
+    tune = program.get_command(click.Context(program), "tune")
+    params = {each.name: each for each in tune.params}
+    given = tune.make_context("tune", ["gpt2-tiny"]).params
+    for name, (field, option) in OPTIONS.items():
+        default = field.default
+        assert parameters[name].default == default
+        assert given[name] == (() if option.many else default), name
+        if name in SearchForm.model_fields and name not in OTHERWISE_SENT:
+            assert SearchForm.model_fields[name].default == default
+            assert SearchForm.model_fields[name].description == option.help == params[name].help
+
+
+@pytest.mark.parametrize("name", sorted(each for each, (_, option) in OPTIONS.items() if option.type))
+def test_what_python_refuses_the_api_refuses(name):
+    _, option = OPTIONS[name]
+    outside = option.least - 1 if option.above is None else option.above
+    with pytest.raises(UsageError, match=rf"{name} must be {option.rule}, but got {outside}"):
+        check_options(Request("gpt2-tiny", **{name: outside}))
+    with pytest.raises(pydantic.ValidationError, match=name):
+        SearchForm(target="gpt2-tiny", **{name: outside})
+    most = option.most if option.sent_most is None else option.sent_most
+    assert getattr(SearchForm(target="gpt2-tiny", **{name: option.type(most)}), name) == most
+    with pytest.raises(pydantic.ValidationError, match=name):
+        SearchForm(target="gpt2-tiny", **{name: 2 * option.type(most)})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"time": "soon"}, "time must be a duration"),
+        ({"trial_timeout": "soon"}, "trial timeout must be a duration"),
+        ({"measure_time": -1}, "greater than 0"),
+        ({"memory_limit": "big"}, "memory limit must be an amount"),
+        ({"sampler": "bay"}, "did you mean 'bayes'"),
+        ({"out": "somewhere"}, "Extra inputs are not permitted"),
+        ({"hardware": "/etc/passwd"}, "unknown hardware"),
+    ],
+)
+def test_the_api_checks_texts_as_python_does(given, words):
+    with pytest.raises(pydantic.ValidationError, match=words):
+        SearchForm(target="gpt2-tiny", **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section with new options."""
+
+    apples: Annotated[int, Option("Number of apples.", type=int, least=2, sent=True, sent_most=9)] = 3
+    ripe: Annotated[bool, Option("Only ripe ones.", sent=True)] = False
+    share: Annotated[float | None, Option("A share.", type=float, above=0, below=1)] = None
+    sizes: Annotated[tuple[float, float], Option("Two sizes.", type=float, least=0, below=1)] = (0.1, 0.2)
+
+
+def test_a_new_option_needs_one_line():
+    @click.command()
+    @options_for(Section)
+    def pick(**given):
+        check_options(Section(**given))
+        click.echo(sorted(given.items()))
+
+    found = CliRunner().invoke(pick, ["--apples", "5", "--ripe", "--sizes", "0.3", "0.4"], catch_exceptions=False)
+    assert found.output == "[('apples', 5), ('ripe', True), ('share', None), ('sizes', (0.3, 0.4))]\n"
+    assert re.search(r"--apples N +Number of apples\.  \[default: 3\]", CliRunner().invoke(pick, ["--help"]).output)
+    with pytest.raises(UsageError, match="apples must be a whole number of at least 2, but got 1"):
+        CliRunner().invoke(pick, ["--apples", "1"], catch_exceptions=False)
+    body = form("Body", Section)
+    assert body().model_dump() == {"apples": 3, "ripe": False}
+    for apples in (1, 10):
+        with pytest.raises(pydantic.ValidationError):
+            body(apples=apples)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"apples": True}, "a whole number of at least 2"),
+        ({"apples": 2.5}, "a whole number of at least 2"),
+        ({"apples": "3"}, "a whole number of at least 2"),
+        ({"share": 1}, "a share between 0 and 1"),
+        ({"share": float("nan")}, "a share between 0 and 1"),
+        ({"sizes": (0.5, 1.0)}, "at least 0 and below 1"),
+    ],
+)
+def test_values_out_of_bounds_are_refused_with_the_rule(given, rule):
+    with pytest.raises(UsageError, match=f"must be {rule}, but got"):
+        check_options(Section(**given))
+    check_options(Section(share=None, apples=2, sizes=(0, 0)))
+
+
+def test_numbers_of_numpy_are_numbers():
+    check_options(Section(share=np.float32(0.5), apples=np.int64(2), sizes=(np.float64(0.5),)))
+    with pytest.raises(UsageError, match="a whole number"):
+        check_options(Section(share=None, apples=np.float64(2), sizes=()))
