@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 CHECKED = "torch 2.11 to 2.13"
 NAMES: dict[str, tuple[str, str]] = {
     # Tensors without values, and dispatch modes that see their operators.
+    "active_fake_mode": ("torch._guards", "active_fake_mode"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor", "unset_fake_temporarily"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "DisableTorchFunctionSubclass": ("torch._C", "DisableTorchFunctionSubclass"),
     "OpOverload": ("torch._ops", "OpOverload"),
+    # The backward pass: the node that runs, and the number of the next node.
+    "autograd_node": ("torch._C", "_current_autograd_node"),
+    "run_backward": ("torch.autograd.graph", "_engine_run_backward"),
+    "sequence_number": ("torch.autograd", "_get_sequence_nr"),
     # Arguments and results as trees.
     "TreeSpec": ("torch.utils._pytree", "TreeSpec"),
     "tree_flatten": ("torch.utils._pytree", "tree_flatten"),
@@ -151,6 +156,20 @@ def wrapper(kind: type, shape: Any, dtype: Any, device: Any) -> Any:
 def is_erased(node: Any) -> bool:
     """True if a node was erased from its graph (torch.fx)."""
     return node._erased
+
+
+def sequence_number_of(node: Any) -> int:
+    """Returns the number of a node of the backward pass, in the order in which the forward pass made them."""
+    return int(node._sequence_nr())
+
+
+def kernel_on_cpu(operator: Any) -> Any:
+    """Returns a function that calls an operator's CPU kernel directly."""
+    from functools import partial
+
+    from torch._C import DispatchKey
+
+    return partial(operator._op_dk, DispatchKey.CPU)
 
 
 def schema_of(operator: Any) -> Any:

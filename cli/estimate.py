@@ -16,7 +16,9 @@ from .options import TRAINERS, command_line, options_of, request_of, values_of
 if TYPE_CHECKING:
     from rich.live import Live
 
+    from ..estimator.document import EstimateDocument
     from ..results import Trial
+    from ..runners.memory_timeline import MemoryTimeline
 
 EXAMPLES = """\b
 Examples:
@@ -27,6 +29,7 @@ Examples:
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
   redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
                    --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
+  redline estimate llama3-8b --hardware h100 --devices 16 --fix zero=3 --trace-memory
   redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by the trials of a run
 """
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "positions")
@@ -69,6 +72,9 @@ def _shape_options(command: Any) -> Any:
 @click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
 @click.option("--layerwise", is_flag=True, help="Refine the winner: choose checkpointing for each block.")
 @click.option("--explain", is_flag=True, help="Show the parts of memory and time.")
+@click.option(
+    "--trace-memory", is_flag=True, help="Trace the first plan's allocations: memory over a step, largest tensors."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def estimate(
@@ -82,6 +88,7 @@ def estimate(
     trials_from: str | None,
     layerwise: bool,
     explain: bool,
+    trace_memory: bool,
     as_json: bool,
     gated: bool,
     tied: bool,
@@ -108,6 +115,8 @@ def estimate(
         raise UsageError(
             "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
+    if trace_memory:
+        _check_traced(shape, framework)
     limit_mib = parse_memory(memory_limit)
     trials = None if trials_from is None else _trials_of(trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
@@ -141,12 +150,44 @@ def estimate(
         )
     if output is not None and document.ranked:
         _write(output, plan_file(document, again))
+    timeline = None
+    if trace_memory and document.ranked:
+        with _Status() as status:
+            status.update("tracing the allocations of a rank")
+            timeline = _timeline(document, given)
     if as_json:
-        click.echo(json.dumps(document.to_dict(), allow_nan=False))
+        traced = {} if timeline is None else {"memory_trace": timeline.to_dict()}
+        click.echo(json.dumps({**document.to_dict(), **traced}, allow_nan=False))
     else:
         then = () if single is not None else _then(again, output, tunable=shape is None)
-        click.echo("\n".join(estimate_text.body(document, explain=explain, width=width, then=then)))
+        click.echo("\n".join(estimate_text.body(document, explain=explain, width=width, then=then, timeline=timeline)))
     return 0 if document.ranked else NOTHING_FITS
+
+
+def _check_traced(shape: Any, framework: str) -> None:
+    """Raises UsageError if the allocations of the request cannot be traced."""
+    if shape is not None:
+        raise UsageError("--trace-memory runs a model's code, which shape numbers do not have: name a model")
+    if framework != "redline":
+        raise UsageError(f"--trace-memory traces redline's own training, not that of {framework}")
+
+
+def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTimeline":
+    """Traces the fullest rank of the first plan."""
+    from ..estimator.survey import device_of
+    from ..models.request import TrainingRequest, resolve
+    from ..runners.memory_timeline import memory_timeline
+    from ..training.world import World
+
+    request = document.request
+    config = document.ranked[0].config
+    asked = TrainingRequest(given["target"], **{name: value for name, value in given.items() if name != "target"})
+    workload = resolve(asked, device_of(request.hardware), request.devices).workload
+    world = World.of(config, 0, request.devices)
+    stage = request.estimator.fullest_stage(config) if world.pp > 1 else 0
+    kind = "cpu" if request.hardware.kind == "cpu" else "cuda"
+    rank = stage * world.replicas * world.tp
+    return memory_timeline(workload, config, rank=rank, devices=request.devices, kind=kind)
 
 
 class _Status:

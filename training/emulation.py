@@ -124,6 +124,8 @@ class Recorder:
         self.rank, self.clock = rank, clock
         self.recording = False
         self._cuda = device.type == "cuda"
+        self.copies = not self._cuda
+        """True if groups make the copies that gloo makes."""
         self._number = self._collectives = 0
         self._messages: dict[Message, int] = {}
         self._steps: list[_RawStep] = []
@@ -294,7 +296,7 @@ class EmulatedGroup(dist.ProcessGroup):
         fake = FakeProcessGroup._create_internal(rank, len(ranks))
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
-        self._rank, self._ranks, self._name, self._recorder = rank, ranks, name, recorder
+        self._rank, self._ranks, self._name, self.recorder = rank, ranks, name, recorder
 
     def getBackendName(self) -> str:  # torch's name
         return BACKEND
@@ -322,7 +324,7 @@ class EmulatedGroup(dist.ProcessGroup):
         other = None if peer is None else self._ranks[peer]
         dtype = str(like.dtype).removeprefix("torch.")
         message = Message(kind, num_bytes, dtype, self._ranks, self._name, other, tag)
-        return _Work(self._recorder, self._recorder.begin(message, work), result)
+        return _Work(self.recorder, self.recorder.begin(message, work), result)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._begin(Kind.ALL_REDUCE, tensors[0], _bytes(tensors), tensors)
@@ -345,18 +347,23 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
         def fill() -> None:
-            _repeated(output, source, self.size())
+            self._gathered(output, source)
 
         return self._begin(Kind.ALL_GATHER, source, _bytes([output]), output, fill)
 
     _allgather_base = all_gather_single
+
+    def _gathered(self, output: torch.Tensor, piece: torch.Tensor) -> None:
+        _repeated(output, piece, self.size())
+        if self.recorder.copies:
+            output.detach().clone()  # gloo gathers into a temporary tensor and copies it
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> _Work:
         def fill() -> None:
             for output, source in zip(outputs, inputs, strict=True):
-                _repeated(output, source, self.size())
+                self._gathered(output, source)
 
         return self._begin(Kind.ALL_GATHER, inputs[0], _bytes(outputs), outputs, fill)
 
@@ -383,7 +390,7 @@ class EmulatedGroup(dist.ProcessGroup):
                 out.detach().copy_(mine.view(out.shape))
 
         work = self._begin(Kind.REDUCE_SCATTER, outputs[0], _bytes(inputs), outputs, fill)
-        if inputs[0].device.type == "cpu":
+        if self.recorder.copies:
             # gloo reduces a copy, which lives as long as the work object.
             work.held = [each.clone() for each in inputs]
         return work
@@ -473,8 +480,6 @@ def _repeated(output: torch.Tensor, piece: torch.Tensor, times: int) -> None:
     for each in output.detach().view(-1).chunk(times):
         if each.data_ptr() != piece.data_ptr():
             each.copy_(piece.detach().reshape(-1))
-    if output.device.type == "cpu":
-        output.detach().clone()  # gloo gathers into a temporary tensor and copies it
 
 
 def _received(tensor: torch.Tensor) -> None:
@@ -543,10 +548,15 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
 def join_emulated(rank: int, world_size: int, recorder: Recorder) -> None:
     """Creates the default process group of an emulated rank; groups created from it later are emulated too."""
 
-    def make(options: Any, _: Any) -> EmulatedGroup:
-        ranks = tuple(options.global_ranks_in_group) or tuple(range(world_size))
-        return EmulatedGroup(options.group_rank, ranks, options.group_id, recorder)
-
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+        dist.Backend.register_backend(BACKEND, _group, extended_api=True, devices=["cpu", "cuda"])
+    store = dist.HashStore()
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, pg_options=recorder)
+
+
+def _group(options: Any, recorder: Recorder | None) -> EmulatedGroup:
+    """Makes a group; one without a recorder of its own has that of the default group."""
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    if recorder is None:
+        recorder = dist.group.WORLD.recorder
+    return EmulatedGroup(options.group_rank, ranks, options.group_id, recorder)

@@ -237,6 +237,11 @@ class Training:
         per_sample = flops_of(self.workload).per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
 
+    @property
+    def data(self) -> Sequence[Sequence[Batch]]:
+        """This replica's own data: micro-batches of each step, which are repeated."""
+        return self._data
+
     def reseed(self, step: int) -> None:
         """Seeds dropout by the seed, the step and this rank's position. Replicas and stages differ; ranks that share
         a layer draw the same numbers except where its schedule forks their streams.
