@@ -174,6 +174,7 @@ def _check_traced(shape: Any, framework: str) -> None:
 
 def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTimeline":
     """Traces the fullest rank of the first plan."""
+    from ..estimator.fullest import fullest_rank
     from ..estimator.survey import device_of
     from ..models.request import TrainingRequest, resolve
     from ..runners.memory_timeline import memory_timeline
@@ -184,7 +185,7 @@ def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTim
     asked = TrainingRequest(given["target"], **{name: value for name, value in given.items() if name != "target"})
     workload = resolve(asked, device_of(request.hardware), request.devices).workload
     world = World.of(config, 0, request.devices)
-    stage = request.estimator.fullest_stage(config) if world.pp > 1 else 0
+    stage = fullest_rank(request.estimator, config).rank
     kind = "cpu" if request.hardware.kind == "cpu" else "cuda"
     rank = stage * world.replicas * world.tp
     return memory_timeline(workload, config, rank=rank, devices=request.devices, kind=kind)
