@@ -10,6 +10,7 @@ torch's own `MemTracker` observes storages in the same way. It keeps totals for 
 which a model of an allocator needs, and it has no names.
 """
 
+import logging
 import math
 import warnings
 import weakref
@@ -478,8 +479,8 @@ class Untouched(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if torch.Tag.inplace_view in func.tags or func.overloadpacket in _VIEWS or _is_view(func) or _small(tensors):
             return func(*args, **kwargs)
-        if func.overloadpacket is _ATEN.topk:
-            return _in_turn(*args, **kwargs)
+        if func.overloadpacket in _BY_HAND:
+            return _BY_HAND[func.overloadpacket](*args, **kwargs)
         if (form := self._form(func, args, kwargs)) is None:
             return func(*args, **kwargs)
         spec, outputs = form
@@ -516,7 +517,7 @@ class Untouched(TorchDispatchMode):
                 given[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             return given[id(value)]
 
-        with self._fake:
+        with self._fake, _unlogged():
             fakes, keywords = tree_map(fake, (args, kwargs))
             try:
                 result = func(*fakes, **keywords)
@@ -582,6 +583,17 @@ def _small(tensors: "Sequence[torch.Tensor | _Form]") -> bool:
     return bool(tensors) and elements <= SMALL and integers <= SMALL_INTEGERS
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Silences the log of operators whose outputs depend on values: these are computed."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
 def _in_turn(scores: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Result of `topk` in which every index occurs equally often."""
     shape = list(scores.shape)
@@ -589,3 +601,20 @@ def _in_turn(scores: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) ->
     indices = (torch.arange(scores.numel() // count * k) % count).view(*shape) if dim in (-1, scores.dim() - 1) else 0
     indices = indices if isinstance(indices, torch.Tensor) else torch.zeros(shape, dtype=torch.int64)
     return scores.new_empty(shape), indices
+
+
+def _grouped(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Result of a grouped product: of rows with a matrix for each group, or of two groups of rows, as for gradients of these
+    matrices. `FakeTensorMode` rejects it in float32."""
+    groups = () if (a.dim() == 2) != (b.dim() == 2) else (len(offs) if offs is not None else a.shape[0],)
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
+_BY_HAND: dict[Any, Callable[..., Any]] = {_ATEN.topk: _in_turn, _ATEN._grouped_mm: _grouped}
+"""Operators whose outputs are made without `FakeTensorMode`."""

@@ -101,3 +101,10 @@ def test_code_runs_as_before_after_a_trace(plain):
     storage = torch.ones(4).untyped_storage()
     storage.resize_(0)
     assert storage.nbytes() == 0
+
+
+def test_experts_are_traced_without_reading_their_routes():
+    trace = trace_memory(workload("mixtral-tiny"), {"micro_batch": 2, "ep": 2}, rank=1, world_size=2)
+    products = [each for each in trace.blocks if each.name.endswith(": _grouped_mm")]
+    assert products
+    assert all(each.dtype == "float32" for each in products)
