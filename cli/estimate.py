@@ -99,6 +99,7 @@ def estimate(
     Nothing is run: the model is traced without memory or arithmetic; its operations and the hardware's data give
     memory and time. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
+    from ..base.collection import without_collection
     from ..estimator.document import estimate_document, plan_file, with_fewer_devices
     from ..estimator.request import estimate_request
     from ..tuner.budget import parse_memory
@@ -119,7 +120,7 @@ def estimate(
     limit_mib = parse_memory(memory_limit)
     trials = None if trials_from is None else _trials_of(trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
-    with _Status() as status:
+    with _Status() as status, without_collection():
         status.update("reading the model")
         request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **given)
         document = estimate_document(
@@ -173,6 +174,7 @@ def _check_traced(shape: Any, framework: str) -> None:
 
 def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTimeline":
     """Traces the fullest rank of the first plan."""
+    from ..estimator.fullest import fullest_rank
     from ..estimator.survey import device_of
     from ..models.request import TrainingRequest, resolve
     from ..runners.memory_timeline import memory_timeline
@@ -183,7 +185,7 @@ def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTim
     asked = TrainingRequest(given["target"], **{name: value for name, value in given.items() if name != "target"})
     workload = resolve(asked, device_of(request.hardware), request.devices).workload
     world = World.of(config, 0, request.devices)
-    stage = request.estimator.fullest_stage(config) if world.pp > 1 else 0
+    stage = fullest_rank(request.estimator, config).rank
     kind = "cpu" if request.hardware.kind == "cpu" else "cuda"
     rank = stage * world.replicas * world.tp
     return memory_timeline(workload, config, rank=rank, devices=request.devices, kind=kind)

@@ -27,7 +27,7 @@ from .facts.fused_loss import with_loss
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .hardware import Hardware, find_hardware
 from .knob_arrays import KnobArrays, knob_arrays
-from .memory import MEMORY_TERMS, fullest_stage, peak_memory
+from .memory import MEMORY_TERMS, peak_memory
 from .setup import TrainingSetup
 from .stages import divided
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
@@ -277,12 +277,6 @@ class Estimator:
             **{f"time.{name}": float(np.exp(value)) for name, value in zip(time_names(), self._time.theta)},
             **{f"memory.{name}": float(np.exp(value)) for name, value in zip(MEMORY_GROUPS, self._memory.theta)},
         }
-
-    def fullest_stage(self, config: Mapping[str, Any]) -> int:
-        """Position in the pipeline of the rank that is predicted to need the most memory, from 0."""
-        cols = knob_arrays([config], self.training)
-        facts = with_loss(self.facts_of(cols, 0), self.training.loss)
-        return fullest_stage(facts, cols, self.training, self.constants)
 
     def facts(self, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The model's facts in one variant."""

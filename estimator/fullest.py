@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
     cut = staged(facts, split, setup.balance, cols)
     groups, stages = [groups for groups, _ in cut], [stage for _, stage in cut]
     found = of_stages(groups, facts, setup, constants)
-    sums = [float(sum(terms.values())[0]) for terms in found]
+    sums = [float(reduce(np.add, terms.values())[0]) for terms in found]
     most, least = int(np.argmax(sums)), int(np.argmin(sums))
     reasons: list[str] = []
     if sums[least] < (1 - NOTICED) * sums[most]:
@@ -68,7 +69,7 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
         )
     if (ep := int(cols.ep[0])) > 1 and facts.experts:
         even = of_stages(groups, facts, setup, constants.replace(expert_spread=0.0))[most]
-        extra = sums[most] - float(sum(even.values())[0])
+        extra = sums[most] - float(reduce(np.add, even.values())[0])
         share = float(imbalance(max(facts.experts), np.array([ep]), constants)[0]) - 1
         reasons.append(
             f"{extra / 1024:.1f} GiB as the one of {ep} ranks whose experts get the most rows, {100 * share:.0f} % above the mean"

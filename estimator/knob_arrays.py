@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -185,7 +184,6 @@ class KnobArrays:
             yield key, np.flatnonzero(codes == code)
 
 
-@cache
 def _orders_that(fact: str) -> np.ndarray:
     """True for each pipeline schedule that has a fact of `PipelineSchedule`."""
     return np.array([bool(getattr(each, fact)) for each in PIPELINE_SCHEDULES.values()])

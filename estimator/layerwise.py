@@ -276,8 +276,9 @@ def _plans(estimator: Estimator, base: Config, bases: Sequence[Config], facts: M
     split, _ = next(cols.splits())
 
     def cut_by(sizes: tuple[int, ...] | None) -> list[Stage]:
-        placed = {"chunks": split.chunks, "v_shaped": split.v_shaped, "sizes": sizes}
-        return stages(facts, split.pp, setup.balance, **placed, distinct=False)
+        return stages(
+            facts, split.pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, sizes=sizes, distinct=False
+        )
 
     cut, columns = cut_by(split.sizes), cols.of_layers(options)
     by_count = {stage.count: stage for stage in cut}

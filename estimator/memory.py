@@ -5,6 +5,7 @@ arXiv:2205.05198, section 4; micro-batches in flight, Narayanan et al., arXiv:21
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
 from .rank import MIB, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
-from .stages import Division, Group, Stage, divided, staged, waiting
+from .stages import Division, Group, Stage, divided, waiting
 
 _LOSS = ("head", "loss")
 """Roles of the parts that work with logits."""
@@ -46,7 +47,7 @@ def peak_memory(
 
     def take(terms: Mapping[str, np.ndarray], at: np.ndarray, known: np.ndarray | None = None) -> None:
         """Keeps the terms of the fullest ranks so far, of those that are known."""
-        total = sum(terms.values())
+        total = reduce(np.add, terms.values())
         more = (total > most[at]) if known is None else known & (total > most[at])
         where = at[more]
         most[where] = total[more]
@@ -73,17 +74,6 @@ def of_stages(
         together([stage_peak(stage, facts, own, setup, constants) for stage, own in groups], groups, constants)
         for groups in cut
     ]
-
-
-def fullest_stage(facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants) -> int:
-    """The position in the pipeline of the fullest rank of one configuration, from 0; the first of equal ones."""
-    ((split, _),) = cols.splits()
-    found = staged(facts, split, setup.balance, cols)
-    peaks = [
-        float(sum(each[0] for each in terms.values()))
-        for terms in of_stages([groups for groups, _ in found], facts, setup, constants)
-    ]
-    return int(found[peaks.index(max(peaks))][1].ranks[0])
 
 
 def stage_peak(

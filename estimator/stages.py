@@ -99,26 +99,36 @@ def stages(
     if sizes is not None and sum(sizes) != blocks:
         raise UsageError(f"stage_blocks: its numbers are for {sum(sizes)} blocks, but the model has {blocks}")
     counts = stage_blocks(blocks, pp * chunks, balance, head) if sizes is None else sizes
+    made: list[Stage] = []
+    for own, first, last, ranks, indices in _held(pp, chunks, v_shaped, tuple(counts), distinct):
+        count = sum(own)
+        share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
+        outside = (*(front if first else ()), *(back if last else ()))
+        made.append(
+            Stage(
+                ranks=ranks, blocks=share, first=first, last=last, ends=outside, indices=indices, sizes=own
+            )
+        )  # fmt: skip
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    pp: int, chunks: int, v_shaped: bool, counts: tuple[int, ...], distinct: bool
+) -> list[tuple[tuple[int, ...], bool, bool, tuple[int, ...], tuple[int, ...]]]:
+    """Returns for each stage: blocks by chunk, if it has the first and the last ones, ranks, blocks of the first rank."""
     placed, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
         mine = placed.held(rank)
         indices = tuple(index for each in mine for index in range(ends[each], ends[each + 1]))
-        sizes = tuple(counts[each] for each in mine)
-        key = (-1 if distinct else rank, sizes, 0 in mine, pp * chunks - 1 in mine)
+        own = tuple(counts[each] for each in mine)
+        key = (-1 if distinct else rank, own, 0 in mine, pp * chunks - 1 in mine)
         held.setdefault(key, []).append((rank, indices))
-    made: list[Stage] = []
-    for (_, sizes, first, last), alike in held.items():
-        count = sum(sizes)
-        share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
-        ends = (*(front if first else ()), *(back if last else ()))
-        ranks = tuple(rank for rank, _ in alike)
-        made.append(
-            Stage(
-                ranks=ranks, blocks=share, first=first, last=last, ends=ends, indices=alike[0][1], sizes=sizes
-            )
-        )  # fmt: skip
-    return made
+    return [
+        (own, first, last, tuple(rank for rank, _ in alike), alike[0][1])
+        for (_, own, first, last), alike in held.items()
+    ]
 
 
 Group = tuple[Stage, KnobArrays]

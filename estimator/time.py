@@ -7,7 +7,7 @@ arXiv:2205.05198.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -139,7 +139,7 @@ class _Work:
 
     def take(self, rows: Sequence[int], at: np.ndarray | None = None) -> "_Work":
         """The work of some parts, and of the configurations at `at` if given."""
-        chosen = rows if at is None else np.ix_(rows, at)
+        chosen = list(rows) if at is None else np.ix_(np.array(rows), at)
         return _Work(*(getattr(self, name)[chosen] for name in _Work.__slots__))
 
     def at_clocks(self, share: np.ndarray) -> "_Work":
@@ -269,13 +269,13 @@ def step_time(
         # While one stage waits, the others compute on its core: the total time is that of all work.
         _share_cores(found, size)
     most = np.full(size, -np.inf)
-    for each in found:
-        total = sum(each.terms.values())
-        more = total > most[each.at]
-        where = each.at[more]
+    for timed in found:
+        total = reduce(np.add, timed.terms.values())
+        more = total > most[timed.at]
+        where = timed.at[more]
         most[where] = total[more]
         for name in TIME_TERMS:
-            out[name][where] = each.terms[name][more] * 1e3
+            out[name][where] = timed.terms[name][more] * 1e3
     return out
 
 

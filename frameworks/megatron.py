@@ -308,7 +308,7 @@ def read(stated: Stated) -> None:
         if layers % (pp * each):
             stated.note(f"{stated.name(_OLD_CHUNKS)} = {each} does not divide the {layers // pp} layers of a stage")
         knobs["virtual_stages"] = max(1, layers // pp // each)
-    _read_stages(stated, layers, pp)
+    read_stages(stated, layers, pp)
     if knobs.get("virtual_stages", 1) > 1:
         knobs["pipeline_schedule"] = "interleaved"
     _read_recomputation(stated, layers, pp * knobs.get("virtual_stages", 1))
@@ -323,14 +323,17 @@ def read(stated: Stated) -> None:
     read_optimizer(stated, stated.get("optimizer"))
 
 
-def _read_stages(stated: Stated, layers: int | None, pp: int) -> None:
-    """Reads the layers of each stage: of a layout, or of the first and the last stage."""
-    given, first, last = stated.get(_LAYOUT), stated.whole(_FIRST), stated.whole(_LAST)
+def read_stages(
+    stated: Stated, layers: int | None, pp: int, names: tuple[str, str, str] = (_LAYOUT, _FIRST, _LAST)
+) -> None:
+    """Reads the layers of each stage: of a layout, or of the first and the last stage, by these names."""
+    layout_of, first_of, last_of = names
+    given, first, last = stated.get(layout_of), stated.whole(first_of), stated.whole(last_of)
     if given is not None:
         sizes = _read_layout(str(given))
         if sizes is None or len(sizes) % pp or (layers is not None and sum(sizes) != layers):
             stated.note(
-                f"{stated.name(_LAYOUT)} = {given} is not followed: stages are taken to have even shares of the layers"
+                f"{stated.name(layout_of)} = {given} is not followed: stages are taken to have even shares of the layers"
             )
             return
         stated.knobs["virtual_stages"] = len(sizes) // pp
@@ -338,13 +341,15 @@ def _read_stages(stated: Stated, layers: int | None, pp: int) -> None:
         ends = (first is not None) + (last is not None)
         rest, between = layers - (first or 0) - (last or 0), pp - ends
         if rest < between or (between and rest % between) or (not between and rest):
-            stated.note(f"{stated.name(_FIRST, _LAST)}: {rest} layers cannot be shared by the other {between} stages")
+            stated.note(
+                f"{stated.name(first_of, last_of)}: {rest} layers cannot be shared by the other {between} stages"
+            )
             return
         middle = [rest // between] * between if between else []
         sizes = (*([first] if first else ()), *middle, *([last] if last else ()))
         if stated.knobs.get("virtual_stages", 1) > 1:
             stated.note(
-                f"{stated.name(_FIRST, _LAST)}: the chunks of a rank are taken to have even shares of the layers"
+                f"{stated.name(first_of, last_of)}: the chunks of a rank are taken to have even shares of the layers"
             )
             return
     else:

@@ -4,10 +4,15 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .launcher import Launcher
-from .megatron import DEFAULTS, WORDS as MEGATRON, conventions
+from .megatron import DEFAULTS, WORDS as MEGATRON, conventions, read_stages
 from .words import Framework, Stated, Word, Words
 
 _TOTAL = "train.global_batch_size"
+_STAGES = (
+    "model.pipeline_model_parallel_layout",
+    "model.num_layers_in_first_pipeline_stage",
+    "model.num_layers_in_last_pipeline_stage",
+)
 _FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
 WORDS = Words(
     Word(knob="micro_batch", keys=("train.micro_batch_size",)),
@@ -43,6 +48,14 @@ def read_batch(stated: Stated, total: str) -> None:
     if stated.get("model.recompute_granularity") == "selective":
         stated.knobs["checkpoint_ratio"] = 0
         stated.conventions["recompute_attention"] = True
+
+
+def _read(stated: Stated) -> None:
+    """Reads the batch, and stages given by their layers."""
+    read_batch(stated, _TOTAL)
+    read_stages(stated, stated.whole("model.num_layers"), stated.knobs.get("pp", 1), _STAGES)
+    if stated.knobs.get("virtual_stages", 1) > 1:
+        stated.knobs["pipeline_schedule"] = "interleaved"
 
 
 def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
@@ -96,7 +109,7 @@ FRAMEWORK = Framework(
     seq_len=("model.seq_length", "dataset.sequence_length", "dataset.seq_length"),
     defaults={**DEFAULTS, "precision": "bf16", "zero": 1},
     conventions=conventions,
-    read=lambda stated: read_batch(stated, _TOTAL),
+    read=_read,
     write=lambda strategy, stated: write_batch(strategy, _TOTAL),
     option="{key}={value}",
 )

@@ -20,7 +20,7 @@ class _Above(Mapping[Any, str]):
         return self._reason
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(())  # there is no end of them
+        return iter(())  # infinitely many
 
     def __len__(self) -> int:
         return 0

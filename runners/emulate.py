@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import usable_cores
 from ..base.errors import UsageError, WorkloadError, unknown
 from ..estimator.estimate import Z80
+from ..estimator.fullest import fullest_rank
 from ..estimator.wire import Price, Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
@@ -164,7 +165,7 @@ class EmulateRunner(Runner):
     def _ranks(self, world: World, config: Mapping[str, Any]) -> list[int]:
         fullest = 0
         if self._estimator is not None and self.emulation.memory_only and world.pp > 1:
-            fullest = self._estimator.fullest_stage(config)
+            fullest = fullest_rank(self._estimator, config).rank
         return emulated_ranks(world, config, self.emulation, fullest)
 
     def _deadline(self, request: TrialRequest) -> float | None:

@@ -101,7 +101,7 @@ class TrainerSteps:
 
     def _samples(self, step: int) -> list[dict[str, Any]]:
         size = self.workload.global_batch
-        whole = make_batch(self.workload, size, step)
+        whole = dict(make_batch(self.workload, size, step))
         return [{name: value[at] for name, value in whole.items()} for at in range(size)]
 
 

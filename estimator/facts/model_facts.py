@@ -493,7 +493,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
         sharded += b * 2 * (q - kv)  # keys and values repeated for every query head
-    sharded += inner * _kept_inside(shape, b, lean)
+    sharded += int(inner * _kept_inside(shape, b, lean))
     # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
     scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))
 

@@ -237,3 +237,21 @@ def test_etp_of_tp_is_the_same_as_none():
     for config in ({"tp": 2, "ep": 4}, {"ep": 4}):
         same = {**config, "etp": config.get("tp", 1)}
         assert estimated(**same).breakdown == estimated(**config).breakdown
+
+
+def test_a_table_of_unlike_configurations_has_the_estimates_of_each():
+    configs = [
+        {"tp": tp, "ep": ep, "etp": etp, "capacity_factor": factor, "pp": pp}
+        for tp, ep, etp, factor, pp in (
+            (1, 8, 0, 0, 1), (1, 8, 0, 1.25, 1), (1, 8, 0, 2.0, 1), (4, 4, 0, 0, 1), (4, 8, 1, 0, 1), (4, 8, 1, 1.25, 2),
+            (4, 8, 0, 1.25, 2), (4, 1, 1, 0, 2), (4, 1, 0, 0, 2),
+        )
+    ]  # fmt: skip
+    setup = TrainingSetup(devices=64, seq_len=4096, global_batch=512, micro_batch=1)
+    estimator = Estimator(FACTS, H100, setup)
+    table = estimator.table(configs)
+    assert len(set(table.step_ms.tolist())) == len(configs)
+    for at, config in enumerate(configs):
+        alone = estimator(config)
+        assert table.step_ms[at] == pytest.approx(alone.step_ms, rel=1e-12)
+        assert table.peak_memory_mib[at] == pytest.approx(alone.peak_memory_mib, rel=1e-12)

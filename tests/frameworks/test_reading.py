@@ -524,3 +524,20 @@ def test_a_degree_of_megatrons_experts_between_one_and_tp_is_stated():
     assert any(
         "expert-tensor-parallel-size = 2: the estimate cuts experts over the tp ranks" in each for each in found.notes
     )
+
+
+def test_megatron_bridges_layers_of_each_stage_are_read():
+    command = "python run_recipe.py --recipe llama3 model.pipeline_model_parallel_size=4 train.micro_batch_size=1"
+    command += " train.global_batch_size=24"
+    found = read([*command.split(), "model.pipeline_model_parallel_layout=Et|tt|t*3|ttL"]).on(4).config
+    assert found["stage_blocks"] == "1,2,3,2"
+    chunked = read([*command.split(), "model.pipeline_model_parallel_layout=E(t|)*7t*2L"]).on(4).config
+    assert (chunked["stage_blocks"], chunked["virtual_stages"]) == ("1,1,1,1,1,1,1,2", 2)
+    assert chunked["pipeline_schedule"] == "interleaved"
+    ends = [
+        "model.num_layers=8",
+        "model.num_layers_in_first_pipeline_stage=1",
+        "model.num_layers_in_last_pipeline_stage=3",
+    ]
+    assert read([*command.split(), *ends]).on(4).config["stage_blocks"] == "1,2,2,3"
+    assert "stage_blocks" not in read(command.split()).on(4).config

@@ -4,6 +4,7 @@ import pytest
 import redline as rl
 from redline.base.device import detect
 from redline.base.errors import UsageError
+from redline.estimator.fullest import fullest_rank
 from redline.estimator.hardware import find_hardware
 from redline.estimator.wire import Wire, WireTable
 from redline.results import Status
@@ -144,19 +145,12 @@ def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_fu
     assert emulated_ranks(world, config, only, fullest=7) == [0, 28]
 
 
-def test_the_fullest_stage_is_that_of_the_estimate():
-    estimator = rl.Estimator(rl.workload("llama-tiny"), H100, {"devices": 4})
-    few = {"pp": 4, "micro_batch": 1, "pipeline_schedule": "1f1b"}
-    peaks = {
-        rank: rl.Estimator(rl.workload("llama-tiny"), H100, {"devices": 4, "reported_rank": rank})(few).peak_memory_mib
-        for rank in ("first", "last", "fullest")
-    }
-    place = estimator.fullest_stage(few)
-    assert place in range(4)
-    for rank, stage in (("first", 0), ("last", 3)):
-        assert (peaks[rank] == peaks["fullest"]) == (place == stage)
-    # With one micro-batch no stage holds more of them than another, so that head and loss make the last one the fullest.
-    assert estimator.fullest_stage({"pp": 4, "micro_batch": 16}) == 3
+def test_memory_is_measured_on_the_rank_that_the_estimate_finds_the_fullest(emulate):
+    config = {"pp": 4, "micro_batch": 1, "pipeline_schedule": "1f1b"}
+    estimator = rl.Estimator(rl.workload("llama-tiny", global_batch=16), H100, {"devices": 4})
+    place = fullest_rank(estimator, Config(config)).rank
+    measured = emulate("llama-tiny", 4, config, memory_only=True)
+    assert measured.emulated_ranks == ",".join(str(each) for each in sorted({0, place, 3}))
 
 
 def test_ranks_that_share_experts_are_all_emulated_up_to_four():

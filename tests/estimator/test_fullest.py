@@ -1,0 +1,54 @@
+"""Which rank of a configuration is the fullest, and why."""
+
+import pytest
+from redline.estimator import Estimator, TrainingSetup
+from redline.estimator.facts.model_facts import ModelFacts
+from redline.estimator.fullest import fullest_rank
+from redline.estimator.hardware import find_hardware
+
+SIZES = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "precision": "bf16"}
+MIXTURE = {"experts": 64, "experts_per_token": 4, "expert_intermediate": 1024}
+
+
+def fullest(config, vocabulary=32000, **sizes):
+    facts = ModelFacts.from_shape(**SIZES, vocabulary=vocabulary, **sizes)
+    setup = TrainingSetup(devices=32, seq_len=4096, global_batch=256)
+    return fullest_rank(Estimator(facts, find_hardware("h100-80gb"), setup), {"micro_batch": 1, **config})
+
+
+def test_without_a_pipeline_all_ranks_are_alike():
+    assert str(fullest({"tp": 8})) == "all ranks alike"
+
+
+def test_the_first_rank_holds_the_most_micro_batches():
+    found = fullest({"pp": 8, "checkpoint_ratio": 0.0})
+    assert (found.rank, found.pp) == (0, 8)
+    assert "8 micro-batches at once instead of 1" in str(found)
+    assert found.mib > found.least_mib
+
+
+def test_the_last_rank_has_a_large_head():
+    found = fullest({"pp": 8, "checkpoint_ratio": 1.0}, vocabulary=512_000)
+    assert found.rank == 7 and "head" in str(found)
+
+
+def test_a_stage_that_is_given_more_blocks_is_the_fullest():
+    found = fullest({"pp": 4, "checkpoint_ratio": 1.0, "stage_blocks": "6,14,6,6"})
+    assert found.rank == 1 and "14 blocks instead of 6" in str(found)
+
+
+def test_experts_get_unequal_rows():
+    found = fullest({"ep": 8}, **MIXTURE)
+    assert "one of 8 ranks whose experts get the most rows" in str(found)
+    assert found.to_dict()["why"] == str(found)
+    assert "experts" not in str(fullest({}, **MIXTURE))
+
+
+@pytest.mark.parametrize("config", [{"pp": 4}, {"pp": 8, "checkpoint_ratio": 0.5}, {"ep": 4}], ids=str)
+def test_its_peak_is_that_of_the_estimate(config):
+    facts = ModelFacts.from_shape(**SIZES, vocabulary=32000, **(MIXTURE if "ep" in config else {}))
+    estimator = Estimator(facts, find_hardware("h100-80gb"), TrainingSetup(devices=32, seq_len=4096, global_batch=256))
+    table = estimator.table([{"micro_batch": 1, **config}])
+    assert fullest(config, **(MIXTURE if "ep" in config else {})).mib == pytest.approx(
+        float(table.fullest_memory_mib[0])
+    )
