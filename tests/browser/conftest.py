@@ -99,15 +99,13 @@ def _serving():
 
 @pytest.fixture(scope="session")
 def serving_factory():
-    """Returns a context manager that yields the same function as `serving`, for fixtures with a longer life than a
-    test."""
+    """Returns the context manager behind `serving`, for fixtures that outlive a test."""
     return _serving
 
 
 @pytest.fixture
 def serving():
-    """Yields `serving(folder)`, which serves the folder in a thread and returns the address. All servers end with the
-    test."""
+    """Yields `serving(folder)`, which serves a folder in a thread until the test ends, and returns the address."""
     with _serving() as start:
         yield start
 

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: it lists, follows a run live, filters, overlays, copies, and executes nothing from a
+"""The dashboard in a real browser: it lists, follows runs live, filters, overlays, copies, and executes nothing of a
 run."""
 
 import csv

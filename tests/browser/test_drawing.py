@@ -1,5 +1,5 @@
-"""The drawing layer: both pages use only it, it works without either page, and it is accessible by keyboard and screen
-reader."""
+"""The drawing layer: both pages draw only through it, it works without them, and keyboards and screen readers can use
+it."""
 
 import re
 from importlib.resources import files

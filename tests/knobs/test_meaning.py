@@ -278,5 +278,5 @@ def test_more_is_cut_with_every_stage():
 
 
 def test_buckets_are_of_one_size():
-    # The language and the results are on the same floor, so that neither may import the other.
+    # The language and the results are on the same floor, so neither may import the other.
     assert BUCKET_BYTES == BUCKET_MIB * 2**20 == TrainingSetup().bucket_mib * 2**20

@@ -71,7 +71,7 @@ def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compile
     assert lossy_of_space(asked) == {} and lossy_beyond(asked) == ["precision=bf16_pure"]
     asked.override("precision", ["bf16", "bf16_pure"])
     assert lossy_of_space(asked) == {"precision": ["bf16_pure"]} and lossy_beyond(asked) == []
-    # This model cannot train in fp8, so that the space does not offer it.
+    # This model cannot train in fp8, so the space does not offer it.
     with pytest.raises(SpaceError, match="fp8"):
         allowed.fix("precision", "fp8")
 

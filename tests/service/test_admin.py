@@ -1,5 +1,4 @@
-"""Actions of owners and admins on searches and users: hold, retry, reprioritise, show, delete; roles, quotas,
-disabling, audit."""
+"""Owners and admins hold, retry, reprioritise, show and delete searches; roles, quotas, disabling and audit of users."""
 
 import json
 

@@ -81,8 +81,7 @@ def test_a_second_request_on_a_connection_has_the_same_deadline_and_a_pause_befo
 
 
 def test_hundreds_of_half_open_connections_keep_nobody_out(service):
-    """All come from one address. The oldest is closed when there is one too many; connections with a complete request
-    are not."""
+    """All are from one address. If there are too many, the oldest without a complete request is closed."""
     with contextlib.ExitStack() as held, service.client() as working:
         for _ in range(3 * module.MOST_OPENING_AN_ADDRESS):
             held.enter_context(reach(service)).sendall(PART)

@@ -1,4 +1,4 @@
-"""Real searches of a real model, with searchers and workers that are killed in the middle."""
+"""Real searches of a real model continue after their searchers and workers are killed."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ class Workers:
 
 @pytest.fixture
 def service(tmp_path):
-    """A store, searchers and a worker. Tests kill the latter two."""
+    """A store with searchers and a worker process, which tests kill."""
     store, user = a_store(tmp_path)
     url = f"sqlite:///{tmp_path}/redline.db"
     searchers, workers = Searchers(store, url, tmp_path, SearcherSlots(store)), Workers(url, tmp_path, user)

@@ -84,8 +84,7 @@ HIDDEN = pytest.mark.parametrize(("visibility", "counts"), [("all", True), ("tea
 
 @HIDDEN
 def test_a_search_of_another_user_answers_only_where_it_is_shown_to_all(store, visibility, counts):
-    """A search of an admin or of a user of the same team gets no answer either: others who see it may not see the
-    earlier one."""
+    """Searches of an admin or of the same team get no answer either: their readers may not see the earlier search."""
     store.change_user("ann", team="vision")
     others = [store.add_user("bob", "submitter", team="vision"), store.add_user("root", "admin")]
     earlier = known(store, None)

@@ -108,7 +108,7 @@ def test_a_worker_that_is_silent_now_and_then_is_not_lost(store, pool, clock):
 
 
 def test_a_worker_that_is_lost_with_several_dry_runs_is_no_single_one_s_fault(store, pool, clock):
-    """The dry runs' attempts are not counted, also if their leases expire a moment apart, as they were leased."""
+    """The loss counts for none of the dry runs, even if their leases expire a moment apart, as they were taken."""
     one, two = pool.ask("1"), pool.ask("2")
     for _ in range(MOST_ATTEMPTS + 1):
         pool.lease(one, seconds=10)

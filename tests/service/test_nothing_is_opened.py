@@ -62,7 +62,8 @@ def test_a_hub_id_is_asked_of_the_hub_though_a_folder_here_has_its_name(evil):
 
 
 def test_files_that_a_command_names_are_not_read_by_a_searcher(evil):
-    """`conf.yaml` names a model, which an estimate would use; from a folder TensorBoard's events would be read."""
+    """`conf.yaml` names a model for an estimate, and the metric file is a folder that could contain TensorBoard's
+    events."""
     task = resolved({"command": {"command": "echo conf.yaml {x}"}, "override": X}, evil)
     assert task.workload is None
     known = resolved({"command": {"command": "echo --model gpt2-tiny {x}"}, "override": X}, evil)
@@ -105,7 +106,7 @@ def test_a_space_has_the_attention_that_fix_takes_and_no_kernel_of_the_hub_s(evi
 
 
 def test_a_configuration_cannot_choose_a_kernel():
-    """Neither by any key of the model's configuration nor by the value of the knob."""
+    """Neither a key of the model's configuration, at any depth, nor the knob's value can name one."""
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 10, "n_positions": 8}
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         made = Architecture(model_type="gpt2", arguments={**sizes, key: "evil/kernel"}, task="causal")

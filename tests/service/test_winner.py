@@ -1,5 +1,4 @@
-"""Every view of a search names the confirmed configuration as the winner, not the fastest row of trials.csv, which does
-not show that it was measured only once."""
+"""Every view of a search names the confirmed winner, not the fastest row of trials.csv, which was measured only once."""
 
 import json
 import re

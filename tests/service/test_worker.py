@@ -1,5 +1,4 @@
-"""A worker runs the dry runs that it leases, and answers or gives them back; it waits for a pool that cannot be
-reached."""
+"""A worker runs, answers and gives back the dry runs that it leases; it waits for a pool that cannot be reached."""
 
 import contextlib
 import threading

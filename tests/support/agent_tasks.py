@@ -42,5 +42,4 @@ class Fails(InPlaceOfASearch):
 
 
 def run_alone(task, connection):
-    """Runs a task in this process."""
     task.run(Received(Channel(connection), 1, "task", (task,)))

@@ -49,8 +49,8 @@ def attack(client, name, tokens):
 
 
 def attacked(address, tokens, end):
-    """Sends all attacks in turn, at least once and then until `end` (monotonic clock); returns name, status and seconds
-    of each."""
+    """Sends all attacks in turn, at least once, until `end` (monotonic clock); returns name, status and seconds of
+    each."""
     seen = []
     with httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
         while not seen or time.monotonic() < end:

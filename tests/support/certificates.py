@@ -7,8 +7,7 @@ import pytest
 
 
 def authority(folder, names="IP:127.0.0.1,DNS:localhost"):
-    """Returns the files of an authority's certificate, of a server's certificate that it signed for `names`, and of its
-    key."""
+    """Returns the files of an authority's certificate, of a server's certificate for `names`, and of its key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     ours, key, signed, request = (folder / name for name in ("authority.pem", "key.pem", "signed.pem", "request.pem"))

@@ -317,8 +317,7 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
 
 
 def serve_everything(root: Path) -> dict[str, dict]:
-    """Returns the list entries of the dashboard's API for the runs under `root`, by name, after reading each run
-    through it."""
+    """Reads each run under `root` through the dashboard's API; returns its list's entries by name."""
     library = Library(root)
     lines = {line["run"]: line for line in library.lines()}
     for run in lines:
@@ -331,5 +330,4 @@ def serve_everything(root: Path) -> dict[str, dict]:
 
 
 def copied(whole: Path, to: Path) -> Path:
-    """A copy of a run's folder."""
     return Path(shutil.copytree(whole, to))

@@ -134,7 +134,7 @@ def _without_mask(module, args, kwargs):
 
 @contextmanager
 def a_causal_mask_is_added(training):
-    """The fault that an encoder can have in its mask."""
+    """For an encoder, which has no causal mask."""
     with ExitStack() as stack:
         for each in found(training, ATTENTION[training.workload.name]):
             stack.enter_context(replaced(each, "is_causal", True))
@@ -236,8 +236,7 @@ def replaced_item(mapping, key, value):
 
 
 def _of_chunks(change):
-    """Calls `change(logits, losses)` on every chunk, when `logits` already holds their gradients; `change` returns
-    losses."""
+    """Calls `change(logits, losses)` for every chunk and uses the losses it returns; `logits` holds their gradients."""
     real = unformed._to_gradients
 
     def faulty(logits, target, product):

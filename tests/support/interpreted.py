@@ -1,4 +1,4 @@
-"""Program that runs tiny models with and without Liger's modules, in Triton's interpreter on a CPU.
+"""A program that runs tiny models with and without Liger's modules, in Triton's interpreter on a CPU.
 
 Prints a line of JSON for each model: the replaced modules, and the differences of loss, logits and gradients.
 """

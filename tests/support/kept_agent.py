@@ -5,8 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def kept_agent():
-    """Replaces `HostAgent`: each call with the same environment returns the same agent, which is kept until the session
-    ends."""
+    """Replaces `HostAgent`: calls with the same environment return the same agent, which lasts until the session ends."""
     from redline.runners.host import PLAIN_IMPORTS, HostAgent
 
     class KeptAgent(HostAgent):

@@ -1,4 +1,4 @@
-"""Program that runs megatron-core's own GPTModel on the CPU: loads our checkpoint, computes logits, and saves its own.
+"""A program that runs megatron-core's own GPTModel on the CPU with our checkpoint, and saves its checkpoints.
 
     python megatron_side.py SPEC.json
 

@@ -93,8 +93,7 @@ def tune(place, *arguments, workload="mlp", **terminal):
 
 
 def ended_well(shown, code=0):
-    """Checks the exit code, that the cursor is visible, and that neither a traceback nor a part of the live view
-    remains."""
+    """Checks the exit code, that the cursor is visible, and that no traceback and no part of the live view remains."""
     assert shown.wait() == code, shown.text
     assert "Traceback" not in shown.text, shown.text
     hidden = [match[2] for match in ESCAPE.finditer(shown.raw) if match[1] == "?25"]
@@ -345,8 +344,7 @@ def clone(to):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_make_tune_in_a_fresh_clone(tmp_path):
-    """The first ten minutes of a new user, including the installation, in an empty folder. The recording is meant to be
-    viewed."""
+    """A new user's first ten minutes, with the installation, in an empty folder. The recording is for people to view."""
     shown = Terminal(["make", "tune"], cwd=clone(tmp_path / "redline"), columns=110, rows=45)
     assert shown.wait(1400) == 0, shown.text
     shown.record(RECORDINGS / "make-tune.cast")

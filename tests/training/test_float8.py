@@ -131,7 +131,7 @@ def test_a_product_rounds_its_factors_to_8_bits_and_no_more(seed, scaling):
         departs = float(((found.detach().double() - exact).abs() / size).max())
         # Factors are scaled to their largest value, so that subnormal ones add next to nothing.
         within(departs, u + forward + u * forward, what)
-        # The same check against a third of bfloat16's bound must fail.
+        # `caught` multiplies by MARGIN, 3: the departure exceeds the bound of factors in bfloat16.
         v = unit_roundoff(torch.bfloat16)
         caught(departs, (2 * v + v * v) / 3, f"{what} against bfloat16")
 
@@ -147,7 +147,7 @@ def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precis
     def distance(probe):
         return sum((a - b) ** 2 for a, b in zip(probe.logits, expected.logits)) ** 0.5
 
-    # Sixteen times the roundoff, less the part that is bf16 in both.
+    # The roundoff is sixteen times as large; a part of the error is that of bf16 in both.
     assert distance(found) > 4 * distance(half)
 
 

@@ -39,8 +39,8 @@ def ranks(config):
 
 @pytest.fixture
 def run(two, four):
-    """Returns `run(config, function)`, which returns the result of rank 0 of the ranks that `config` needs, or of all
-    with `all=True`."""
+    """Returns `run(config, function)`, which returns rank 0's result on the ranks of `config`; `all=True` returns every
+    rank's."""
 
     def go(config, function, all=False):
         size = ranks(config)

@@ -1,4 +1,4 @@
-"""Tracing a rank's memory allocates none: totals to the byte, names, roles, and no side effects."""
+"""A rank's memory is traced without allocating it: totals to the byte, names, roles, and no side effects."""
 
 import pytest
 import redline as rl

@@ -60,8 +60,7 @@ def moody():
 
 
 def trained(workload, config, folder, soak, hyper=HYPER):
-    """Trains at least seven of a hundred steps, in one thread, as sums over several threads are not reproducible to the
-    bit."""
+    """Trains at least seven of a hundred steps, in one thread, as sums over several threads vary in their last bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     random.seed(3), np.random.seed(3)
@@ -110,7 +109,7 @@ def test_running_means_and_numbers_drawn_by_the_model_are_given_back(tmp_path):
 
 
 def test_it_is_the_longest_batch_that_is_tried(small, tmp_path):
-    """It is tried after the first step, and its gradients are dropped after its passes."""
+    """The soak runs it after the first step and drops the gradients of its passes."""
     workload, sizes = moody(), []
 
     def watch(training):

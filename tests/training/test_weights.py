@@ -115,8 +115,7 @@ def small_configuration(kind, factor, **arguments):
 
 
 def small(name):
-    """Returns a function that makes an architecture from a small configuration, or a text with the reason why there is
-    none."""
+    """Returns a function that makes an architecture from a small configuration, or a text with the reason against it."""
     import transformers
 
     task, _, kind = name.partition("/")

@@ -63,8 +63,7 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, said):
 
 
 def _axes(timeout_s):
-    """Returns, for each axis of a mesh of two stages by two replicas, its ranks, this rank's place among them, and its
-    timeout."""
+    """Returns, for each axis of two stages by two replicas, its ranks, this rank's place among them, and its timeout."""
     import torch.distributed as dist
 
     world = World.of({"pp": 2}, dist.get_rank(), dist.get_world_size())

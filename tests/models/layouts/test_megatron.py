@@ -71,7 +71,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_to_transformers(case, t
 
 
 def test_llama_s_rows_go_by_query_group_and_the_gate_stands_first(tmp_path):
-    """megatron/core/transformer/attention.py expects each group's queries, key and value in this order."""
+    """megatron/core/transformer/attention.py splits each group's rows into its queries, key and value, in this order."""
     made = CASES["llama"]
     model = filled(made)
     write_megatron(weights_of(model), made, tmp_path)

@@ -100,8 +100,8 @@ def test_those_that_stay_are_the_latest(tmp_path, keep):
 
 
 def test_what_is_saved_stays_even_where_later_ones_lie(tmp_path):
-    """Checkpoints of later steps are from before the training went back. They are not counted for `keep`, and a save
-    does not remove them."""
+    """Later steps are from before the training went back: `keep` neither counts nor removes them, and the new save
+    stays."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 8), write(folder, 3), write(folder, 4)
     assert [each.step for each in folder.all()] == [8, 4] and damage_of(folder) == []

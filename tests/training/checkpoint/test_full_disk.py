@@ -34,8 +34,7 @@ def hooked(full, room):
 
 
 def trained(folder, workload, config):
-    """Trains on a disk that fills up; returns the part, the folder's contents while the disk was full, and the last
-    checkpoint."""
+    """Trains on a disk that fills up; returns the part, the folder's contents meanwhile, and the last checkpoint."""
     kept = {}
 
     def room(loop):

@@ -32,8 +32,7 @@ def training(small):
 
 
 def saving(training, where, told, rank=0, group=None):
-    """Saves checkpoints as fast as possible, every tensor filled with the number of its step; writes the numbers of
-    finished ones to the pipe."""
+    """Saves checkpoints in a loop, each tensor filled with its step's number; writes finished steps to the pipe `told`."""
     folder = CheckpointFolder(where, KEEP)
     found = latest(folder, group, lambda note: os.write(told, note.encode() + b"\n"))
     if rank == 0:

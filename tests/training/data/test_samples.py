@@ -54,8 +54,8 @@ def test_a_batch_does_not_depend_on_how_positions_are_grouped(samples, topics, t
 
 
 def test_the_samples_of_200_steps_are_those_of_one_strategy_under_five(samples, topics):
-    """Batches of 12 are split into (dp, micro-batch, gradient accumulation); each change creates a new object, as a new
-    process does."""
+    """Each strategy splits batches of 12 into (dp, micro-batch, gradient accumulation), with a new object as in a new
+    process."""
     steady = samples(topics, packing="packed", seq_len=24)
     wanted = [steady.ids(12 * step, 12).tolist() for step in range(200)]
     strategies = [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 1, 3), (6, 2, 1)]
