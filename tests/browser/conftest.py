@@ -21,7 +21,7 @@ DESKTOP = {"width": 1280, "height": 900}
 
 @pytest.fixture(scope="session")
 def context(tmp_path_factory):
-    """A browser's context with a profile of its own. REDLINE_REQUIRE_BROWSER=1 makes its lack a failure."""
+    """A browser's context with a profile of its own. REDLINE_REQUIRE_BROWSER=1 makes a missing browser a failure."""
     required = os.environ.get("REDLINE_REQUIRE_BROWSER") == "1"
     if CHROMIUM is None:
         (pytest.fail if required else pytest.skip)(
@@ -99,13 +99,13 @@ def _serving():
 
 @pytest.fixture(scope="session")
 def serving_factory():
-    """A context manager with the function that `serving` gives, for fixtures that live longer than a test."""
+    """Returns the context manager behind `serving`, for fixtures that outlive a test."""
     return _serving
 
 
 @pytest.fixture
 def serving():
-    """`serving(folder)` serves it in a thread and returns the address; all are ended with the test."""
+    """Yields `serving(folder)`, which serves a folder in a thread until the test ends, and returns the address."""
     with _serving() as start:
         yield start
 
@@ -132,7 +132,7 @@ def overflow_fixture():
 
 @pytest.fixture(scope="session")
 def expect(context):
-    """Playwright's assertions that wait until they hold."""
+    """Playwright's assertions, which wait until they are true."""
     from playwright.sync_api import expect
 
     return expect

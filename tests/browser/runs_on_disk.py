@@ -1,4 +1,4 @@
-"""Runs made up for the browser tests, written through redline.results' own table."""
+"""Runs made up for the browser tests, written by redline.results' own table."""
 
 import random
 
@@ -13,7 +13,7 @@ FAILURES = (Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPPED)
 
 
 def trial(number, rng, status=None):
-    """A trial of a made-up machine with 1000 MiB; every status turns up."""
+    """Returns a trial of a made-up machine with 1000 MiB; every status occurs."""
     config = {name: rng.choice(values) for name, values in KNOBS.items()}
     memory = 100 + 80 * config["micro_batch"] * (1.2 - config["checkpoint_ratio"])
     speed = (
@@ -51,14 +51,14 @@ def trial(number, rng, status=None):
 
 
 class Point(dict):
-    """As much of a configuration as a run's folder needs."""
+    """The part of a configuration's interface that a run's folder needs."""
 
     id = property(lambda self: "-".join(f"{name}={value}" for name, value in sorted(self.items())))
     to_dict = dict.copy
 
 
 def measured(throughput, **more):
-    """A success on eight devices of which the others follow."""
+    """Returns a successful measurement on eight devices, with the other values derived from the throughput."""
     told = {
         "unit": "tokens/s",
         "step_ms": 1e6 / throughput,
@@ -74,14 +74,14 @@ def measured(throughput, **more):
 
 
 def write_search(folder, outcomes, again=None, *, finished=True, **asked):
-    """The folder of a search through redline.results' own `RunFolder`.
+    """Writes the folder of a search through redline.results' own `RunFolder`.
 
     Args:
-        folder: where.
-        outcomes: a configuration and what came of it, for each trial; the first is the default.
-        again: trial -> throughputs when it was measured again.
-        finished: whether best.yaml is written.
-        asked: more of what run.yaml says was asked.
+        folder: the run's folder.
+        outcomes: a configuration and its measurement for each trial; the first is the default.
+        again: throughputs of re-measurements by trial.
+        finished: True to write best.yaml.
+        asked: more entries of `asked` in run.yaml.
     """
     knobs = {name: sorted({config[name] for config, _ in outcomes}, key=str) for name in outcomes[0][0]}
     asked = {
@@ -110,7 +110,7 @@ def write_search(folder, outcomes, again=None, *, finished=True, **asked):
 
 
 def write_run(folder, count, seed=0, trials=None):
-    """A folder with a table of that many trials; returns them."""
+    """Writes a folder with a table of `count` trials and returns them."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     made = trials if trials is not None else [trial(number, rng) for number in range(count)]

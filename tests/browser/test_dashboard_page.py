@@ -1,4 +1,5 @@
-"""The dashboard in a real browser: it lists, follows a run live, filters, overlays, copies, and executes nothing it reads."""
+"""The dashboard in a real browser: it lists, follows runs live, filters, overlays, copies, and executes nothing of a
+run."""
 
 import csv
 import re
@@ -59,7 +60,7 @@ def test_the_list_shows_every_run_with_sparkline_state_and_what_is_damaged(tab, 
 
 @pytest.fixture(scope="module")
 def searches(tmp_path_factory, disk):
-    """Runs of one model that differ in what they are: measured, simulated, lossy, without a winner, stopped."""
+    """Runs of one model with different states: measured, simulated, lossy, without a winner, stopped."""
     root = tmp_path_factory.mktemp("searches") / "runs"
     plain = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(2000.0))]
     lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(4_604_248.0))]
@@ -159,7 +160,7 @@ def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_t
     assert len(asked) == count
     told.locator("a", has_text="All runs").click()
     expect(tab.locator(".run-line")).to_have_count(1)
-    tab.errors.clear()  # the browser's own of the 404
+    tab.errors.clear()  # the browser logs the 404
 
 
 def test_a_trial_opened_as_its_run_is_deleted_says_why_there_is_no_log(tab, tmp_path, disk, serving, expect):
@@ -171,7 +172,7 @@ def test_a_trial_opened_as_its_run_is_deleted_says_why_there_is_no_log(tab, tmp_
     shutil.rmtree(tmp_path / "runs" / "gone")
     tab.locator("tr[data-trial='0']").click()
     expect(tab.locator("dialog")).to_contain_text(re.compile("no longer exists|unknown run"))
-    tab.goto("about:blank")  # which asks for nothing any more
+    tab.goto("about:blank")  # stops the page's requests
     assert [each for each in tab.errors if "404" not in each] == []
     tab.errors.clear()
 
@@ -235,7 +236,7 @@ def test_two_runs_are_overlaid_and_their_winners_set_side_by_side(tab, address, 
     assert {"micro_batch", "attention", "Throughput"} <= set(tab.locator("#overlay-winners tbody th").all_inner_texts())
 
 
-# When a row of a trial was first there, by the clock of the machine, which page and server share.
+# Records when a trial's row first appeared, by the machine's clock, which page and server share.
 WATCH_ROWS = """() => {
   window.drawn = {};
   new MutationObserver(() => {
@@ -243,7 +244,7 @@ WATCH_ROWS = """() => {
       window.drawn[row.dataset.trial] ??= (performance.timeOrigin + performance.now()) / 1000;
   }).observe(document.body, {childList: true, subtree: true});
 }"""
-# How often the server was asked between a trial's end and its row.
+# Counts requests to the server between a trial's end and its row.
 ASKED_MEANWHILE = """([number, ended]) => performance.getEntriesByType("resource").filter((each) => {
   const asked = (performance.timeOrigin + each.startTime) / 1000;
   return each.initiatorType === "fetch" && ended < asked && asked < window.drawn[number];
@@ -251,7 +252,7 @@ ASKED_MEANWHILE = """([number, ended]) => performance.getEntriesByType("resource
 
 
 def test_a_run_is_followed_live_without_losing_ones_place(tab, tmp_path, serving, expect, disk):
-    """What ended is there with the first answer that was asked for since; the page asks once a second."""
+    """A trial that has ended is in the first answer requested since; the page sends a request every second."""
     stop, ended = threading.Event(), {}
 
     def search():
@@ -308,7 +309,7 @@ def test_new_runs_appear_in_the_list_and_a_server_that_is_gone_is_said(tab, tmp_
         expect(tab.locator(".run-line")).to_have_count(2)
     expect(tab.locator("#connection")).to_contain_text("does not answer")
     expect(tab.locator(".run-line")).to_have_count(2)
-    tab.errors.clear()  # the browser's own of connections refused
+    tab.errors.clear()  # the browser logs the refused connections
 
 
 def test_nothing_a_run_says_is_executed(tab, tmp_path, serving, expect):
@@ -340,7 +341,7 @@ def test_nothing_a_run_says_is_executed(tab, tmp_path, serving, expect):
     assert tab.locator("img, main script").count() == 0
     tab.evaluate("location.hash = '#/run/' + encodeURIComponent('<img src=x>')")
     expect(tab.locator(".problems")).to_contain_text("unknown run '<img src=x>'")
-    tab.errors.clear()  # the browser's own of the 404
+    tab.errors.clear()  # the browser logs the 404
 
 
 def test_a_token_opens_the_page_and_leaves_the_address(tab, tmp_path, disk, serving, expect):

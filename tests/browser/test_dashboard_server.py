@@ -1,4 +1,4 @@
-"""The dashboard's server: what it finds and tells of runs, whom it lets in, and what it never gives out."""
+"""The dashboard's server: the runs that it finds and serves, access control, and files that it never serves."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ from redline.views.dashboard.serve import is_local, listen
 
 
 def get(address, target, method="GET", **headers):
-    """Status, headers and body of one request; the target is sent as it stands."""
+    """Returns status, headers and body of one request; the target is sent unchanged."""
     where = urllib.parse.urlsplit(address)
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
     try:
@@ -34,7 +34,7 @@ def get(address, target, method="GET", **headers):
 
 
 def ask(address, target, **headers):
-    """The JSON of an answer; None for 204."""
+    """Returns the JSON of an answer; None for 204."""
     status, _, body = get(address, target, **headers)
     assert status in (200, 204), body
     return json.loads(body) if status == 200 else None
@@ -44,7 +44,7 @@ def query(**values):
     return urllib.parse.urlencode(values)
 
 
-# -- what is found ---------------------------------------------------------------------------------------------
+# -- runs that are found ---------------------------------------------------------------------------------------
 
 
 def test_runs_are_found_at_any_depth_but_not_through_links_hidden_folders_or_logs(tmp_path, disk):
@@ -143,7 +143,7 @@ def test_only_new_and_changed_rows_travel_and_add_up_to_the_table(tmp_path, disk
     assert more[:30] == trials
     assert second["added"] and second["rows"]["trial"] == [30, 31, 32]
     assert second["document"]["headline"]["trials"] == 33
-    # One that holds an older version gets all since, one of another process everything.
+    # A client with an older version gets all later changes; one of another process gets everything.
     assert library.changes("x", first["version"])["rows"]["trial"] == [30, 31, 32]
     assert Library(tmp_path).changes("x", second["version"])["added"] is False
 
@@ -176,7 +176,7 @@ def test_a_half_written_table_is_shown_as_far_as_it_goes_and_said(tmp_path, disk
     disk.write_run(tmp_path / "x", 40)
     path = tmp_path / "x" / "trials.csv"
     data = path.read_bytes()
-    # In a row's first columns: a last column that is cut is like a shorter text.
+    # Cuts in a row's first columns: a cut in the last column would look like a shorter text.
     cut = data.rindex(b"\n", 0, int(len(data) * keep)) + 20
     path.write_bytes(data[:cut])
     changes = Library(tmp_path).changes("x")
@@ -197,12 +197,12 @@ def test_a_table_that_is_none_is_an_empty_run_that_says_why(tmp_path, disk, data
     assert {line["run"]: line["problems"] > 0 for line in library.lines()} == {"good": False, "bad": True}
 
 
-# -- over the wire -----------------------------------------------------------------------------------------------
+# -- over HTTP ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, serving_module, disk):
-    """A folder with one run among secrets, and its address."""
+    """A folder with one run among secrets, its trials and its address."""
     top = tmp_path_factory.mktemp("served")
     (top / "secret.txt").write_text("SECRET")
     root = top / "runs"
@@ -298,7 +298,7 @@ def test_unknown_runs_and_trials_are_named(served):
     assert status == 404 and b"no trial 77" in body
 
 
-# -- whom it lets in -----------------------------------------------------------------------------------------------
+# -- access --------------------------------------------------------------------------------------------------------
 
 
 def test_a_page_of_another_site_cannot_reach_it_by_a_name_of_its_own(served):
@@ -352,7 +352,7 @@ def test_only_loopback_counts_as_this_machine():
     assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.evil.org", "")))
 
 
-# -- where -----------------------------------------------------------------------------------------------------
+# -- ports and addresses ---------------------------------------------------------------------------------------
 
 
 def test_a_port_in_use_gives_way_to_the_next_free_one_and_says_so(tmp_path, disk, serving):

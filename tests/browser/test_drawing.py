@@ -1,4 +1,5 @@
-"""The drawing layer: both pages draw by it alone, it draws without either, and who cannot see or point gets as far."""
+"""The drawing layer: both pages draw only through it, it works without them, and keyboards and screen readers can use
+it."""
 
 import re
 from importlib.resources import files
@@ -17,7 +18,7 @@ def made(tmp_path_factory, disk):
 
 
 def drawing():
-    """The layer's scripts by name."""
+    """Returns the layer's scripts by name."""
     return {name: asset(f"js/{name}.js") for name in DRAWING}
 
 
@@ -67,7 +68,7 @@ def test_every_figure_says_what_it_shows_to_those_who_do_not_see_it(tab, made):
         and len({label for _, label in told}) == len(told)
         and all(len(label or "") > 10 for _, label in told)
     )
-    # What can be pressed is inside a group: the parts of an image are not there for a screen reader.
+    # Controls are inside a group: a screen reader ignores the parts of an image.
     assert {role for role, _ in told} == {"img", "group"}
     assert (
         tab.locator("svg[role=img] [role=button]").count() == 0 < tab.locator("svg[role=group] [role=button]").count()
@@ -104,7 +105,7 @@ def test_the_diagonal_is_where_predicted_and_measured_are_equal(tab, made, width
           const along = Object.fromEntries(texts.filter((each) => each[3] === "middle").map(([text, x]) => [text, (x - begin) / (end - begin)]));
           return Object.keys(along).map((text) => [along[text], down[text] ?? null]);
         }""")
-        inner = [each for each in ticks[1:-1] if each[1] is not None]  # those at the ends are moved to be inside
+        inner = [each for each in ticks[1:-1] if each[1] is not None]  # the labels at the ends are moved inwards
         assert inner and all(x == pytest.approx(y, abs=0.01) for x, y in inner), ticks
 
 

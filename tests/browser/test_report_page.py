@@ -1,4 +1,4 @@
-"""The report in a real browser: it draws, fits, copies, prints, and executes nothing it was told."""
+"""The report in a real browser: it draws, fits, copies, prints, and executes nothing from a run."""
 
 import csv
 import itertools
@@ -110,7 +110,7 @@ def test_every_format_of_the_winner_is_copied_as_it_is(tab, made):
     assert sum("text" in each for each in offered.values()) >= 8
     for name, each in offered.items():
         tab.locator(f"#winner [data-target={name}]").click()
-        if "error" in each:  # such as a script, of a table that does not say which model it is of
+        if "error" in each:  # for instance a script, if the table does not name its model
             assert tab.locator(".exports pre").inner_text() == each["error"]
             assert tab.locator("[data-copy]").count() == 0
             continue
@@ -146,7 +146,7 @@ LOSSY = {"precision": ["bf16_pure"]}
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory, disk):
-    """A simulated run on 64 devices whose lossy winner is the fastest of five, its trials one after the other."""
+    """A simulated run on 64 devices whose lossy winner is the fastest of four. Its trials ran one after the other."""
     outcomes = [
         ({"precision": precision, "micro_batch": n}, disk.measured(speed, devices=64, started=1.7e9 + 100 * n, seconds_total=100.0))
         for n, (precision, speed) in enumerate([("fp32", 1000.0), ("bf16", 400_000.0), ("bf16", 562_283.0), ("bf16_pure", 705_124.0)])
@@ -221,7 +221,7 @@ def test_the_headline_does_not_break_inside_a_unit_on_any_phone(tab, simulated, 
     pages = [simulated, write_report(disk.write_search(tmp_path / "run", outcomes))]
     disk.write_run(
         tmp_path / "one", 0, trials=[disk.trial(0, random.Random(1), Status.OK)]
-    )  # its throughput stands large
+    )  # its throughput is shown large
     pages.append(write_report(tmp_path / "one"))
     for path in pages:
         tab.goto(path.as_uri())
@@ -296,7 +296,7 @@ def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp
         ]
         return write_report(disk.write_search(tmp_path / name, outcomes))
 
-    # The second is what simulated runs looked like: all at once by this machine's clock.
+    # The second has the timestamps of earlier simulated runs: all at once by this machine's clock.
     pages = [
         simulated,
         run("old", lambda n: 64, 0.01),
@@ -313,7 +313,7 @@ def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory, disk):
-    """The default at 1000, then 3000 that becomes 2000 when measured again and still wins, and 2500 measured once."""
+    """The default at 1000, a winner at 3000 that is 2000 when measured again, and 2500 measured once."""
     outcomes = [
         ({"micro_batch": n, "precision": "bf16"}, disk.measured(speed))
         for n, speed in enumerate((1000.0, 3000.0, 2500.0, 1500.0))
@@ -366,7 +366,7 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
         plot.locator("path.mark.once").first.wait_for(state="attached")
         assert plot.locator("path.mark.once").count() == 1
         assert plot.locator("path.mark.once").get_attribute("d").count("M") == 2
-        # A line each for the two that were measured again, down to the star of the winner.
+        # One line for each of the two re-measured trials; the winner's goes down to its star.
         lines = re.findall(r"M(\S+) (\S+)V([\d.]+)", plot.locator("path.revised").get_attribute("d"))
         assert len(lines) == 2 and sum(float(to) > float(first) for _, to, first in lines) == 1
         assert "measured again, from its first value" in tab.locator(f"#{name} .legend").inner_text()
@@ -402,7 +402,7 @@ def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
 
 
 def test_ticks_say_where_they_stand(tab, made):
-    """A step of 2.5 is not written as 3, 5, 8, 10."""
+    """With a step of 2.5 the labels must not be 3, 5, 8, 10."""
     tab.goto(made[0].as_uri())
     script = "".join(f"{asset(f'js/{name}.js')}\n" for name in ("format", "draw/scale"))
     labels = tab.evaluate(
@@ -485,11 +485,11 @@ def test_five_thousand_trials_stay_quick_to_draw_and_to_scroll(tab, tmp_path, di
     tab.goto(write_report(tmp_path / "many").as_uri())
     tab.locator("#timeline .plot svg").wait_for()
     assert "5,000 trials" in tab.locator("#trials [role=status]").inner_text()
-    # What makes it quick: few elements, whatever the number of trials.
+    # The page is quick because it has few elements, for any number of trials.
     assert tab.evaluate("document.querySelectorAll('*').length") < 6000
     assert tab.locator("#trials tbody tr[data-trial]").count() < 80
     tab.evaluate("document.querySelector('.table-pane').scrollTop = 4000 * 30")
-    # The rows of row 4000 on, and eight before them.
+    # The rows from row 4000 on, and eight before them.
     expect(tab.locator("#trials .spacer td").first).to_have_css("height", f"{(4000 - 8) * 30}px")
     assert 10 < tab.locator("#trials tbody tr[data-trial]").count() < 80
 
@@ -497,7 +497,7 @@ def test_five_thousand_trials_stay_quick_to_draw_and_to_scroll(tab, tmp_path, di
 def test_it_prints_on_pages_no_wider_than_paper_with_all_rows_of_the_table(tab, made, tmp_path):
     path, trials = made
     tab.goto(path.as_uri())
-    # What a browser does around printing, kept as it is then.
+    # Records the rows while the browser prints.
     tab.evaluate(
         "() => { window.printed = 0; addEventListener('beforeprint', () => { window.printed = document.querySelectorAll('#trials tr[data-trial]').length; }); }"
     )

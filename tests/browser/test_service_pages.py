@@ -1,4 +1,4 @@
-"""The service's pages in a browser: logged in to by a token, live, and safe from other sites' forms."""
+"""The service's pages in a browser: login by token, live updates, and protection against other sites' forms."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def test_a_wrong_token_does_not_open_the_pages(tab, service, expect):
     tab.get_by_label("Token").fill("redline_00000000_forged")
     tab.get_by_role("button", name="Log in").click()
     expect(tab.get_by_role("alert")).to_contain_text("is unknown")
-    tab.errors[:] = [each for each in tab.errors if "401" not in each]  # the browser notes the status
+    tab.errors[:] = [each for each in tab.errors if "401" not in each]  # the browser logs the status
     tab.goto(service.address)
     expect(tab).to_have_url(f"{service.address}/login")
 
@@ -50,7 +50,7 @@ def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
     tab.wait_for_url(re.compile("#/search/[0-9a-f]{12}$"))
     search = tab.url.rpartition("/")[2]
     assert service.store.search(search).request == {"target": "gpt2-tiny", "trials": 5, "devices": 1}
-    expect(tab.get_by_role("heading", name="<b>bold</b>")).to_be_visible()  # a text stays a text
+    expect(tab.get_by_role("heading", name="<b>bold</b>")).to_be_visible()  # HTML in a name is shown as text
     expect(tab.locator(".state")).to_have_text("queued")
     service.store.take_search(search)
     expect(tab.locator(".state")).to_have_text("running")
@@ -63,7 +63,7 @@ def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
 
 
 def actions(tab):
-    """The buttons of a search's page, by their labels."""
+    """Labels of the buttons of a search's page."""
     return tab.locator(".actions button").all_inner_texts()
 
 
@@ -99,7 +99,7 @@ def test_a_search_is_held_released_cancelled_retried_and_deleted_on_its_page(tab
     expect(tab.locator(f"[data-search='{search}']")).to_have_count(0)
     with pytest.raises(NotFound):
         store.search(search)
-    tab.errors[:] = [each for each in tab.errors if "404" not in each]  # where the event comes before the answer
+    tab.errors[:] = [each for each in tab.errors if "404" not in each]  # if the event comes before the answer
 
 
 def test_an_action_that_is_refused_says_why_and_others_searches_have_no_buttons(tab, service, expect):
@@ -146,7 +146,7 @@ def test_a_reader_sees_no_buttons_that_change(tab, service, expect):
 
 
 def test_another_site_s_page_changes_nothing(tab, service, expect):
-    """What a forged form can send is the cookie at most, and browsers do not even send that from another site."""
+    """A forged form can send at most the cookie, and browsers do not send even that from another site."""
     log_in(tab, service)
     cookie = next(each for each in tab.context.cookies() if each["name"].startswith("redline-session"))
     assert cookie["httpOnly"] and cookie["sameSite"] == "Strict"
@@ -181,7 +181,7 @@ def test_a_run_s_figures_are_those_of_the_dashboard(tab, service, expect):
     expect(tab.locator("#headline")).to_be_visible()
     assert tab.url.startswith(f"{service.address}/runs/#/run/{search}")
     tab.get_by_role("link", name="All runs").click()
-    expect(tab.get_by_role("heading", name="Queue")).to_be_visible()  # there is one list
+    expect(tab.get_by_role("heading", name="Queue")).to_be_visible()  # the service has only one list
     tab.goto(service.address)
     tab.get_by_role("button", name="Log out").click()
     expect(tab).to_have_url(f"{service.address}/login")
@@ -213,7 +213,7 @@ def test_the_queue_says_why_each_search_waits(tab, service, expect):
 
 
 def test_every_page_fits_a_phone_and_a_desk(tab, service, overflow, phone, desktop):
-    """Names as long as they may be, and a search with all that a row shows."""
+    """Tests the longest names, and a search with every element of a row."""
     store = service.store
     long = store.submit(store.user("submitter"), {"target": "gpt2-tiny"}, devices=8, name="n" * 200)[0].id
     store.join(

@@ -1,4 +1,4 @@
-"""Trainings in the dashboard: what the page shows of one, that it follows it, and what it never gives out."""
+"""Trainings in the dashboard: the page's contents, live updates, and files that are never served."""
 
 import contextlib
 import http.client
@@ -20,7 +20,7 @@ from redline.results.trained import DOCUMENT, LOG
 from redline.views.dashboard.discover import found_under
 
 WAIT = 90_000
-"""For what takes a training as long as it takes, ms."""
+"""Timeout for steps whose time depends on a real training, ms."""
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -76,11 +76,11 @@ def show(tab, address, training):
 
 
 def ends(path):
-    """Numbers of the last point of a path."""
+    """Returns the coordinates of the last point of a path."""
     return [float(each) for each in re.findall(r"-?[\d.]+", path.get_attribute("d"))[-2:]]
 
 
-# -- what is found ---------------------------------------------------------------------------------------------
+# -- trainings that are found ----------------------------------------------------------------------------------
 
 
 def test_trainings_are_found_beside_runs_and_not_within_each_other(tmp_path, made, disk):
@@ -223,7 +223,7 @@ def test_a_page_follows_a_training_and_says_when_it_is_gone(tab, tmp_path, made,
     tab.errors[:] = [each for each in tab.errors if "404" not in each]
 
 
-# -- what the server gives out ---------------------------------------------------------------------------------
+# -- files that are never served -------------------------------------------------------------------------------
 
 
 def test_however_long_a_log_is_little_is_sent(tmp_path, made, serving):
@@ -263,7 +263,7 @@ def test_what_ranks_printed_is_the_latest_start_s_and_no_link_is_followed(tmp_pa
     assert "link" in json.loads(answer(address, "/api/printed", training="a")[1])["why"]
 
 
-# -- a real one ------------------------------------------------------------------------------------------------
+# -- a real training -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def number_in(place):
 
 @contextlib.contextmanager
 def started(arguments):
-    """`redline train` with these arguments, ended however the test ends."""
+    """Runs `redline train` with these arguments; ends it with the context."""
     command = [sys.executable, "-m", "redline.cli", "train", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)

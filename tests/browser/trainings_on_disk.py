@@ -9,7 +9,7 @@ BEGAN = 1_790_000_000.0
 
 
 def step_line(step, loss, *, steps=400, **more):
-    """A line of a step, as the loop writes it."""
+    """Returns a log line of a step, in the loop's format."""
     return {
         "time": BEGAN + step, "kind": "step", "step": step, "samples": 32 * step, "loss": loss,
         "lr": 1e-3 * min(1.0, step / 50) * (1 - step / (2 * steps)), "grad_norm": 1.0 + 1 / (1 + step / 40),
@@ -19,7 +19,7 @@ def step_line(step, loss, *, steps=400, **more):
 
 
 def write_training(folder, lines, *, strategies=({"zero": 0},), at=(0,), steps=400, **document):
-    """A training with these lines in its log; its configurations begin at the steps of `at`."""
+    """Writes a training with these lines in its log; its configurations begin at the steps of `at`."""
     folder.mkdir(parents=True, exist_ok=True)
     had = [
         {"step": step, "devices": 2, "configuration": {"tp": 1, "precision": "bf16", **each}, "why": "the run's winner"}
@@ -32,8 +32,10 @@ def write_training(folder, lines, *, strategies=({"zero": 0},), at=(0,), steps=4
 
 
 def eventful(folder):
-    """One that was taken up again twice, the second time in another configuration, and that could not save once. What was done
-    again is 99 and 77 at first, which nobody is to see."""
+    """Writes a training that was resumed twice, the second time with another configuration, and failed to save once.
+
+    Steps that were repeated after a resume first have losses of 99 and 77, which no page may show.
+    """
     lines = [step_line(step, loss(step)) for step in range(10, 101, 10)] + [held_out(100), saved(100)]
     lines += [step_line(step, 99.0) for step in range(110, 201, 10)] + [held_out(200)]
     lines += [{"time": BEGAN, "kind": "resumed", "step": 100, "checkpoint": "step-100"}]

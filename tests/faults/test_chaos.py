@@ -1,4 +1,4 @@
-"""A few of the kills of bench/chaos_local.py, which counts what they lose, repeat, orphan or hang."""
+"""A few of the kills of bench/chaos_local.py, which counts lost, repeated, orphaned and hanging work."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ OF_RAY = ("rank", "host agent", "Ray node", "Ray head")
     ids=["sqlite", "ray"],
 )
 def test_the_service_loses_and_repeats_nothing_whatever_of_it_is_killed(tmp_path, where, kills):
-    """How soon it goes on is for the benchmark to say, on a machine that has nothing else to do."""
+    """The time until it continues is measured by the benchmark, on an idle machine."""
     told = tmp_path / "told.json"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Two thousand damaged runs: each is shown, or refused in words, and never hides the others."""
+"""Damaged runs, two thousand in the slow tier: each is shown or refused with a message, and none hides the others."""
 
 import random
 import shutil
@@ -41,7 +41,7 @@ def test_a_whole_run_is_read_without_a_problem(whole):
 
 
 def test_damaged_runs_are_read_or_refused_in_words(whole, tmp_path):
-    # Damage that nobody notices would make this test one that cannot fail.
+    # Damage must be noticed often, or this test could not fail.
     assert fuzz(whole, tmp_path, range(30)) > 10
 
 

@@ -1,4 +1,4 @@
-"""A stranger's folder: reading it opens only files inside it, and writes nothing."""
+"""Reading a folder from a stranger opens only files inside it and writes nothing."""
 
 import os
 import socket
@@ -63,7 +63,7 @@ def test_no_server_that_a_run_names_hears_of_it(whole, tmp_path):
 
 
 def test_no_storage_that_unpickles_is_opened_even_by_name(whole, tmp_path):
-    """What Optuna would unpickle is a snapshot that the server sends; this one says that it was loaded."""
+    """Optuna would unpickle a snapshot that the server sends. This server records whether anything connected."""
     asked_for = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -1,4 +1,4 @@
-"""Whatever a file of a run holds, reading it ends soon and in little memory, with a row that says so or a refusal."""
+"""Reading a run ends soon and in little memory, whatever its files contain, with an error row or a refusal."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from damage import make_run
 
 SECONDS = 2
-"""CPU seconds that reading a run may take; twice that here, as the caches of a busy machine are others'."""
+"""CPU seconds that reading a run may take. The test allows twice that, as other processes may use the caches."""
 MIB = 200
 
 _READ = """
@@ -65,7 +65,7 @@ def whole(tmp_path_factory):
 
 
 def read(run, whole):
-    """What reading the run in each way costs, in a process of its own: it may be killed."""
+    """Returns the cost of reading the run in each way, measured in a separate process that may be killed."""
     done = subprocess.run(
         [sys.executable, "-c", _READ, str(run), str(whole)], capture_output=True, text=True, timeout=300
     )
@@ -134,7 +134,7 @@ def many_records(run):
 
 
 def many_attributes(run):
-    """One trial to which another attribute is added again and again: copying all of them each time takes for ever."""
+    """Writes one trial with 60,000 attributes, added one by one: copying all of them each time would take far too long."""
     with open(run / "study.log", "a") as file:
         for number in range(60_000):
             file.write(

@@ -1,4 +1,4 @@
-"""Nothing of a run stays in the temporary directory, however its processes end."""
+"""A run leaves nothing in the temporary directory, however its processes end."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def test_what_is_left_when_both_are_killed_goes_at_the_next_start(driver, tempor
     sweep()
     age(folder)
     sweep()
-    assert folder.exists()  # its owner lives
+    assert folder.exists()  # its owner is alive
     agent.kill()
     started.kill()
     started.wait()
@@ -73,7 +73,7 @@ def test_what_is_left_when_both_are_killed_goes_at_the_next_start(driver, tempor
 
 
 def test_a_young_folder_and_what_is_somebody_else_s_are_left_alone(temporary):
-    kept = temporary / "redline-results"  # a run's folder, say, with its own lock
+    kept = temporary / "redline-results"  # for instance a run's folder with its own lock
     kept.mkdir()
     (kept / ".lock").touch()
     (temporary / "redline-file").touch()

@@ -1,5 +1,8 @@
-"""Whatever of Ray is killed or stands still in mid-search: trials go on where Ray can be had again, and where not the search
-ends with what was found; nothing hangs, and nothing is left."""
+"""Processes of Ray are killed or stopped during a search.
+
+Trials continue if Ray can be restarted; otherwise the search ends with its results so far. Nothing hangs, and nothing
+is left.
+"""
 
 import contextlib
 import csv
@@ -43,9 +46,9 @@ except rl.RunnerError as error:
 
 @pytest.fixture
 def search(tmp_path):
-    """A search of three trials on Ray; `begun` returns once the second is under way."""
+    """Starts a search of three trials on Ray and returns its processes once the second trial is running."""
     made = []
-    temporary = tempfile.TemporaryDirectory(prefix="rl")  # of a short name: Ray makes sockets in it
+    temporary = tempfile.TemporaryDirectory(prefix="rl")  # a short name, as Ray creates sockets in it
 
     def start(seconds=3, **environment):
         command = [sys.executable, "-c", textwrap.dedent(SEARCH), str(tmp_path / "run"), str(seconds)]
@@ -123,7 +126,7 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
     sys.stdin.read()
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    # Ray notes there which cluster is the machine's, and a killed one cannot take that back.
+    # Ray records the machine's cluster there, and a killed cluster cannot remove the record.
     place = tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     cluster = subprocess.Popen(command, text=True, env={**os.environ, "TMPDIR": place.name}, **pipes)
@@ -134,7 +137,7 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
             named(nodes, name).kill()
         begin = time.monotonic()
         out, errors = process.communicate(timeout=250)
-        # A host may take half a minute until it is given up.
+        # Ray may take half a minute until it gives up a host.
         assert time.monotonic() - begin < (60 if "gcs_server" in killed else 120)
     finally:
         cluster.kill()

@@ -1,4 +1,4 @@
-"""Whatever a callable does to the process that calls it, the study can be finished and its folder read."""
+"""Whatever a callable does to its process, the study can be finished and its folder read."""
 
 import subprocess
 import sys

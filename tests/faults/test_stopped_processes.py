@@ -1,4 +1,4 @@
-"""A process that stands still (SIGSTOP) holds nobody up: it is ended with all it started, and another takes its place."""
+"""A stopped process (SIGSTOP) blocks nothing: it is killed with all its descendants, and another replaces it."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(a
         os.kill(os.getppid(), signal.SIGSTOP)
         if stops != "the supervisor":
             os.kill(os.getpid(), signal.SIGSTOP)
-        return "done"  # which nobody takes
+        return "done"  # no process receives it
 
     begin = time.monotonic()
     outcome = run(agent, program, timeout_s=1)

@@ -1,4 +1,4 @@
-"""Texts of strangers: none moves a terminal's cursor, none is a formula in a spreadsheet."""
+"""Texts from strangers: none moves a terminal's cursor, none becomes a formula in a spreadsheet."""
 
 import asyncio
 import csv
@@ -110,7 +110,7 @@ def test_the_host_check_compares_whole_names(host, let_in):
 
     guard = Guard(app, token=None, hosts=("localhost", "127.0.0.1", "[::1]"))
     scope = {"type": "http", "path": "/", "query_string": b"", "headers": [(b"host", host.encode())]}
-    # In a thread of its own: a browser's driver may have left a loop running in this one.
+    # In a thread of its own: a browser's driver may have left an event loop running in this one.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, guard(scope, None, send)).result()
     assert answered[0] == ("in" if let_in else 400)

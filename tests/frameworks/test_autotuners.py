@@ -1,4 +1,4 @@
-"""Spaces that other tools state: what becomes of each, and that nothing of them is dropped without a word."""
+"""Spaces in other tools' files: each is converted, and anything left out is reported."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ def flagscale(tmp_path, **changed):
 
 
 def flagscale_strategies(space, cards):
-    """The strategies of `Searcher.build_strategies`, written once more from its rules."""
+    """Returns the strategies of `Searcher.build_strategies`, reimplemented from its rules."""
     out = set()
     for tp in space["tp"]:
         for pp in space["pp"]:
@@ -107,7 +107,7 @@ def test_ranks_that_share_experts_are_replicas_in_flagscale(tmp_path):
     mine = {(config["tp"], config["pp"], config["dp"], config["ep"]) for config in found.space}
     assert {(2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 2, 2)} <= mine
     assert all(tp * pp * dp == 8 and dp % ep == 0 for tp, pp, dp, ep in mine)
-    assert not [each for each in mine if each[3] == 8]  # tp is 2 at least
+    assert not [each for each in mine if each[3] == 8]  # tp is at least 2
 
 
 def test_flagscales_auto_is_its_own_range_and_recomputing_everything_is_a_ratio(tmp_path):
@@ -253,7 +253,7 @@ def test_deepspeeds_lists_are_choices_and_its_file_is_rendered(tmp_path):
     }
     assert {(each["micro_batch"], each["grad_accum"]) for each in found.space} == {(2, 16), (4, 8), (8, 4), (12, 2)}
     assert found.options == (("--per_device_train_batch_size", "{micro_batch}"),)
-    # What the Trainer is told on the command line stays `auto` in the file, which it compares with that.
+    # Options that the Trainer gets on the command line stay `auto` in the file, as it compares the two.
     assert set(found.render) == {
         path,
         f"{path}:zero_optimization.stage={{zero}}",
@@ -324,7 +324,7 @@ ODD = [None, True, 0, -1, 1.5, math.inf, "auto", "x", "", [], [1, "a"], [[1]], [
 
 @st.composite
 def damaged(draw):
-    """A document of one of the tools in which one value, wherever it stands, is another."""
+    """Draws a document of one of the tools with one value, at any depth, replaced by another."""
     whole = draw(st.sampled_from([yaml.safe_load(FLAGSCALE), PADDLE, DEEPSPEED]))
     document = at = copy.deepcopy(whole)
     while True:

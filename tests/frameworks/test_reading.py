@@ -28,7 +28,7 @@ BESIDE = {
     "precision": {"zero": 3},
     "reduce_dtype": {"precision": "bf16"},
 }
-"""Knobs without which one has no effect."""
+"""Other knobs that a knob needs to have an effect."""
 CHUNKS = {"interleaved": 2, "zbv": 2, "zero_bubble": 2}
 NUMBERS = {
     "micro_batch": (1, 6),
@@ -38,7 +38,7 @@ NUMBERS = {
     "virtual_stages": (2,),
     "attention": ("sdpa",),
 }
-"""Values of knobs whose setting has the knob's own value."""
+"""Values of knobs whose setting equals the knob's value."""
 SHAPE = {
     "family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,
     "vocabulary": 128256, "positions": 8192, "tied": False, "activation": "silu",
@@ -48,7 +48,7 @@ LOST = {
     *(("lightning", knob) for knob in ("micro_batch", "zero", "offload", "fused_optimizer")),
     ("trainer", "attention"),
 }
-"""Knobs that an export leaves to the user's code, whatever a file of one's own may state."""
+"""Knobs that an export leaves to the user's code, whatever a user's own file may state."""
 SUFFIX = {"yaml": ".yaml", "json": ".json", "shell": ".sh"}
 
 
@@ -77,7 +77,7 @@ def exported(target, config):
 
 def knobs_of(config, devices):
     strategy = Strategy.of(config, devices=devices)
-    # Every export asks for an optimizer that is fused or not; None leaves it to the framework.
+    # Every export states whether the optimizer is fused; None leaves it to the framework.
     return {name: getattr(strategy, name) for name in Strategy.__dataclass_fields__}
 
 

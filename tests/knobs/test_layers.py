@@ -1,4 +1,4 @@
-"""The text of a strategy per layer: read and printed, refused at the character where it is wrong."""
+"""The text of a strategy per layer: parsing, printing, and refusals with the position of the error."""
 
 import pytest
 from hypothesis import given, settings, strategies as st

@@ -1,4 +1,4 @@
-"""What a configuration means is stated once: training, estimates and exports follow where it changes."""
+"""The meaning of a configuration is defined once: training, estimates and exports all follow a change of it."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000}
 
 
 def changed(patch, **fields):
-    """Another meaning of `precision=bf16`."""
+    """Changes the meaning of `precision=bf16`."""
     patch.setitem(FORMATS, "bf16", replace(FORMATS["bf16"], **fields))
 
 
@@ -114,7 +114,7 @@ def test_the_knob_changes_what_travels_and_nothing_else():
 
 
 def gathers(zero, gathered):
-    """How often a rank gathers weights in a step of two micro-batches."""
+    """Returns how often a rank gathers weights in a step of two micro-batches."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EXCHANGES, zero, replace(EXCHANGES[zero], gathered=gathered))
@@ -128,7 +128,7 @@ def gathers(zero, gathered):
 
 
 def test_what_zero_means_is_followed_by_all(two, monkeypatch):
-    # ZeRO 3, were it to gather once a step as ZeRO 2 does.
+    # "step" makes ZeRO 3 gather once a step, as ZeRO 2 does.
     often, seldom = (two.run(gathers, 3, each) for each in ("pass", "step"))
     assert seldom == two.run(gathers, 2, "step") and 0 < seldom[0] < often[0]
     assert "fsdp_reshard_after_forward always" in exported("torchtitan", zero=3).text
@@ -143,7 +143,7 @@ GROUPS = {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1, "grad_accum": 2}
 
 
 def sums(often):
-    """How often a rank sums what its group has reduced with the other group, in a step of two micro-batches."""
+    """Returns how often a rank sums reduced gradients with the other group, in a step of two micro-batches."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SUMMED, False, often)
@@ -181,7 +181,7 @@ def test_what_cannot_be_divided_into_groups_is_refused_by_all():
 
 
 def blocks_of_stages(config):
-    """The blocks of a Llama of 12 blocks that are recomputed, and those behind which its stages end."""
+    """Returns the recomputed blocks of a Llama of 12 blocks, and the last block of each stage but the last."""
     model = Architecture(
         model_type="llama", arguments={**numerics.FAMILIES["llama"][1], "num_hidden_layers": 12}, task="causal"
     )
@@ -215,9 +215,9 @@ def layers_of_megatron(pp):
 
 def test_which_blocks_are_recomputed_is_followed_by_all(monkeypatch):
     assert blocks_of_stages({"checkpoint_ratio": 0.5})[0] == [1, 3, 5, 7, 9, 11]
-    # Of three blocks a stage, half is two.
+    # A stage has three blocks, of which half is rounded to two.
     assert blocks_of_stages({"pp": 4, "checkpoint_ratio": 0.5})[0] == [1, 2, 4, 5, 7, 8, 10, 11]
-    # Clocks follow the share of products, which is larger with more recomputation.
+    # Clocks depend on the share of products, which is larger with more recomputation.
     assert recomputes(0.5) == pytest.approx(recomputes(1.0) * 2 / 3, rel=1e-4)
     assert layers_of_megatron(pp=4) == 2  # of eight
     monkeypatch.setattr(recomputed, "__code__", one_more.__code__)
@@ -278,5 +278,5 @@ def test_more_is_cut_with_every_stage():
 
 
 def test_buckets_are_of_one_size():
-    # The language stands beside the results, and neither may import the other.
+    # The language and the results are on the same floor, so neither may import the other.
     assert BUCKET_BYTES == BUCKET_MIB * 2**20 == TrainingSetup().bucket_mib * 2**20

@@ -1,4 +1,4 @@
-"""A rule means the same for a strategy, on a space, on columns of configurations, and for a training."""
+"""Each rule gives the same verdict for a strategy, a space, columns of configurations and a training."""
 
 import itertools
 import re
@@ -93,7 +93,7 @@ def test_a_rule_reads_the_knobs_that_it_names_and_asks_nothing_of_neutral_ones(r
 
 @by_name
 def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
-    """The refusal comes before anything is built or a process group is needed."""
+    """The training refuses before anything is built and without a process group."""
     mixture = {"ep", "etp", "strategy", "stage_blocks"} & set(rule.knobs) and rule.name not in DENSE
     family = "mixtral-tiny" if mixture else "llama-tiny"
     made = workload(family, seq_len=24, global_batch=16)
@@ -105,7 +105,7 @@ def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
             made, schedule=replace(made.schedule, no_stage_blocks="its decoder is in one stage")
         ),
     }.get(rule.name, made)
-    if rule.name == "global batch":  # knobs that are left to it follow it; where both are given they decide
+    if rule.name == "global batch":  # omitted knobs follow it; two given knobs determine it
         with pytest.raises(WorkloadError, match="must divide a replica's samples, 16, but is 3"):
             checked_strategy(task, {"micro_batch": 3})
         return
@@ -198,7 +198,7 @@ def test_a_strategy_takes_from_devices_and_global_batch_what_is_no_knob():
     assert Strategy.of({"pp": 2, "virtual_stages": 2}).pipeline_schedule == "interleaved"
     assert Strategy.of({"pipeline_schedule": "zbv", "zero": 3, "sequence_parallel": True, "etp": 1}) == Strategy()
     assert Strategy.of({"pp": 2, "stage_blocks": " 3, 1"}).stage_blocks == "3,1"
-    # Without a pipeline, or where it says what is done anyway, it is neutral.
+    # Without a pipeline, or if it states the default division, it has no effect.
     assert Strategy.of({"stage_blocks": "3,1"}).stage_blocks is None
     assert Strategy.of({"pp": 2, "stage_blocks": "3,2"}).stage_blocks is None
     assert Strategy.of({"tp": 2, "etp": 2}).etp == 0 and Strategy.of({"tp": 2, "etp": 1}).etp == 1

@@ -1,4 +1,4 @@
-"""What a model supports is found on a few blocks of each kind, and is what the whole model supports."""
+"""A model's support is determined from a few blocks of each kind, and equals that of the whole model."""
 
 from importlib import import_module
 

@@ -71,7 +71,7 @@ def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compile
     assert lossy_of_space(asked) == {} and lossy_beyond(asked) == ["precision=bf16_pure"]
     asked.override("precision", ["bf16", "bf16_pure"])
     assert lossy_of_space(asked) == {"precision": ["bf16_pure"]} and lossy_beyond(asked) == []
-    # Nothing trains in fp8 here, so that nobody can ask for it.
+    # This model cannot train in fp8, so the space does not offer it.
     with pytest.raises(SpaceError, match="fp8"):
         allowed.fix("precision", "fp8")
 
@@ -136,7 +136,7 @@ def test_the_default_is_what_the_trainer_runs(cpu, cuda, compiler, name):
     assert default["micro_batch"] == fields["per_device_train_batch_size"].default == 8
     assert default["fused_optimizer"] is (fields["optim"].default == "adamw_torch_fused")
     assert default["precision"] == "fp32" and fields["bf16"].default is False and fields["fp16"].default is False
-    # Who trains on a GPU that has bf16 passes bf16=True.
+    # On a GPU with bf16 a user of the Trainer passes bf16=True.
     on_gpu = default_space(workload(name), cuda((9, 0))).default().to_dict()
     assert on_gpu == {**default.to_dict(), "precision": "bf16", "offload": "none"}
     assert default_space(workload(name), cuda((7, 0))).default()["precision"] == "fp32"
@@ -265,7 +265,7 @@ def test_tensor_parallel_ranks_are_on_one_host(cuda, compiler):
     reasons = {each.text: each.reason for each in space.constraints}
     said = "ranks that share a layer must be on one host, which has {} of the {} devices"
     assert reasons["tp not in [8]"] == said.format(4, 8)
-    # Six on hosts of four are three and three: of pairs the second would be on both.
+    # Six ranks on hosts of four are three and three: the second pair would be on both hosts.
     space = default_space(workload("gpt2-tiny", global_batch=24), cuda(count=4), 6)
     assert {each.reason: each.text for each in space.constraints}[said.format(3, 6)] == "tp not in [2]"
 
@@ -275,7 +275,7 @@ def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, co
     space = default_space(task, cuda(count=8), 32)
     assert space["hsdp"].values == (1, 2, 4) and space["hsdp"].default == 1
     found = {(each["tp"], each["pp"], each["hsdp"]) for each in space.sample(5000, seed=0) if each.get("hsdp", 1) > 1}
-    # As many groups as the replicas of a stage have hosts, and two replicas or more on each.
+    # The number of groups is the number of hosts of a stage's replicas, with at least two replicas on each.
     assert found == {(tp, pp, 4 // pp) for tp in (1, 2, 4) for pp in (1, 2)}
     for knobs, why in (
         ({"zero": 3, "hsdp": 2}, "pieces are cut within a host, of 8 devices here"),
@@ -392,7 +392,7 @@ def test_a_vocabulary_that_is_padded_is_named_beside_the_degree(cuda, compiler):
 
 
 def test_as_many_heads_as_a_head_has_features_can_be_cut(cuda, compiler):
-    # T5's bias of relative positions has a number for each of the 8 heads, which are 8 wide.
+    # T5's bias of relative positions has a number for each of the 8 heads, whose width is 8.
     space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
     assert [space.config(tp=tp, pp=1, micro_batch=8)["tp"] for tp in (2, 4)] == [2, 4]
 

@@ -1,4 +1,4 @@
-"""A global batch that nobody chose is one that the devices can share; one that somebody chose is kept."""
+"""A default global batch is divisible among the devices; one that the user chose is kept."""
 
 import pytest
 from hypothesis import given, strategies as st

@@ -53,7 +53,7 @@ def test_the_default_length_is_that_of_the_positions_but_not_endless(folder):
     values = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
               "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 300}  # fmt: skip
     assert workload(folder(**values, max_position_embeddings=131072)).seq_len == 4096
-    # Rotary positions are computed: any length works.
+    # Rotary positions are computed, so any length works.
     assert workload(folder(**values, max_position_embeddings=64), seq_len=100).seq_len == 100
 
 
@@ -156,7 +156,7 @@ def test_when_offline_is_asked_for_no_connection_is_tried(hub, monkeypatch):
 
 
 def test_a_hub_id_in_the_local_cache_needs_no_network(hub, monkeypatch, tmp_path):
-    # The layout of the hub's cache: refs name a commit, snapshots hold its files.
+    # The layout of the hub's cache: refs name a commit, snapshots contain its files.
     root = tmp_path / "models--owner--cached"
     commit = "0" * 40
     (root / "refs").mkdir(parents=True)

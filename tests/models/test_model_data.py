@@ -45,7 +45,7 @@ def test_every_sequence_has_the_same_number_of_masked_tokens():
     batch = batches(64, 0)
     chosen = batch["labels"] != -100
     assert (chosen.sum(dim=1) == 19).all()  # 15 % of 128
-    # Where nothing was chosen the input is untouched; of the chosen, 80 % are the mask token, 10 % as before.
+    # Tokens that are not chosen are unchanged; of the chosen ones, 80 % are the mask token and 10 % unchanged.
     inputs, labels = batch["input_ids"][chosen], batch["labels"][chosen]
     count = len(labels)
     assert (inputs == 999).sum() / count == pytest.approx(0.8, abs=0.05)
@@ -122,7 +122,7 @@ def test_a_vocabulary_without_room_for_bytes_is_refused(text, small):
 
 @pytest.fixture
 def with_tokenizer(folder):
-    """A folder with a word tokenizer of the given size."""
+    """Returns a function that writes a folder with a word tokenizer of a given size."""
 
     def make(words):
         from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""Workloads that somebody wrote, right and wrong."""
+"""Users' own workloads, valid and invalid."""
 
 import subprocess
 import sys
@@ -296,7 +296,7 @@ class Probable(Net):
         (Mapped, lambda how: cross_entropy(how, lambda output: output.logits)),
         (Tupled, lambda how: cross_entropy(how, lambda output: output[1][0])),
         (
-            Probable,  # which refuses what is no probability
+            Probable,  # it refuses values that are not probabilities
             lambda how: lambda output, batch: F.binary_cross_entropy(output.float(), batch[1].sigmoid(), reduction=how),
         ),
     ],

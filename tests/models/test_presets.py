@@ -131,10 +131,10 @@ def test_flops_of_every_preset_are_near_six_per_parameter_and_token(name):
         inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
         layers = model.num_hidden_layers - getattr(model, "first_k_dense_replace", 0)
         used -= (experts - model.num_experts_per_tok) * 3 * model.hidden_size * inner * layers
-        if not model.tie_word_embeddings:  # these cost nothing, and are much of a small mixture
+        if not model.tie_word_embeddings:  # these need no computation, and are a large part of a small mixture
             used -= model.vocab_size * model.hidden_size
     ratio = flops_of(made).per_sample / (6 * used * tokens)
-    # Embeddings that are not tied cost nothing, attention adds: most for the longest sequences.
+    # Embeddings that are not tied need no computation; attention adds to it, most for the longest sequences.
     assert 0.6 < ratio < 1.9
 
 

@@ -1,4 +1,4 @@
-"""The shape of a model, as run.yaml keeps it."""
+"""The shape of a model, as run.yaml stores it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Workloads in files that somebody wrote, right and wrong."""
+"""Workload files written by users, valid and invalid."""
 
 import pickle
 import textwrap
@@ -84,7 +84,7 @@ def test_a_file_s_workload_is_found_by_its_name(file, name, cpu):
     made = workload(f"{file()}:{name}")
     assert (made.name, made.spec) == (name, f"{file()}:{name}")
     assert make_space(made, cpu)["checkpoint_ratio"].values == (0.0, 0.25, 0.75, 1.0)
-    assert flops_of(made).per_sample == 3 * 2 * (3 * 64 + 16) - 2 * 64  # no gradient with regard to the data
+    assert flops_of(made).per_sample == 3 * 2 * (3 * 64 + 16) - 2 * 64  # no gradient with respect to the data
     training = Training(made, make_space(made, cpu).default(), CPU)
     assert training.samples_per_step == 32 and float(training.step()) > 0
 
@@ -151,7 +151,7 @@ def test_a_name_that_is_no_workload_is_refused(file, name, said):
     ],
 )
 def test_a_file_that_fails_is_refused_with_the_line_and_the_error(file, text, said):
-    for _ in range(2):  # nothing is left of the first attempt
+    for _ in range(2):  # the first attempt leaves nothing behind
         with pytest.raises(WorkloadError, match=said):
             workload(f"{file(text)}:net")
 

@@ -10,7 +10,7 @@ from served import served
 from service_pool import Clock, Pool
 
 EACH = ("sqlite", pytest.param("postgresql", marks=pytest.mark.slow))
-"""Kinds of database for what goes through HTTP, of which the quick tier has one."""
+"""Kinds of database for tests over HTTP. The quick tier has only SQLite."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def cluster():
 
 @pytest.fixture(scope="session")
 def made_sqlite(tmp_path_factory):
-    """A file with the service's tables, to be copied: making them takes longer than most tests."""
+    """A file with the service's tables. Tests copy it, because creating the tables takes longer than most tests."""
     path = tmp_path_factory.mktemp("made") / "redline.db"
     Store.open(f"sqlite:///{path}").close()
     return path
@@ -37,7 +37,7 @@ def made_sqlite(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def made_postgres(cluster):
-    """A database with the service's tables, which every test finds empty."""
+    """URL of a database with the service's tables. Every test finds it empty."""
     url = cluster.new_database()
     Store.open(url).close()
     return url
@@ -45,19 +45,19 @@ def made_postgres(cluster):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request):
-    """Of a database with the service's tables, of each kind."""
+    """URL of a database with the service's tables, for each kind of database."""
     return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture(params=EACH)
 def each_url(request):
-    """As `url`, of which the quick tier has one kind."""
+    """As `url`; the quick tier has only SQLite."""
     return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture(scope="module", params=EACH)
 def service(request, tmp_path_factory):
-    """A service that a module's tests share, over each kind of database."""
+    """A service that the tests of a module share, over each kind of database."""
     url = None if request.param == "sqlite" else request.getfixturevalue("cluster").new_database()
     with served(tmp_path_factory.mktemp("service"), url=url) as running:
         yield running
@@ -65,7 +65,7 @@ def service(request, tmp_path_factory):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def empty_url(request, tmp_path):
-    """Of an empty database of each kind."""
+    """URL of an empty database of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/empty.db"
     return request.getfixturevalue("cluster").new_database()
@@ -91,7 +91,7 @@ def store(url, clock):
 
 @pytest.fixture
 def sqlite(sqlite_url, clock):
-    """A store in SQLite, for what is the same in any."""
+    """A store in SQLite, for behaviour that does not depend on the kind of database."""
     with Store.open(sqlite_url, clock=clock) as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""What owners and admins do with searches and users: hold, retry, reprioritise, show, delete; roles, quotas, disabling, audit."""
+"""Owners and admins hold, retry, reprioritise, show and delete searches; roles, quotas, disabling and audit of users."""
 
 import json
 
@@ -17,7 +17,7 @@ from served import SPACE, served
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A service whose database is a file, which `redline user` opens, too."""
+    """A service with a database in a file, which `redline user` opens as well."""
     with served(tmp_path_factory.mktemp("service")) as running:
         yield running
 
@@ -29,7 +29,7 @@ def client(service):
 
 
 def said(service, *arguments, fine=True):
-    """What a command prints."""
+    """Returns the output of a command, or its error if it is expected to fail."""
     environment = {"REDLINE_SERVER": service.address, "REDLINE_TOKEN": service.tokens["submitter"]}
     done = CliRunner().invoke(command_line, [str(each) for each in arguments], env=environment)
     assert (done.exit_code == 0) is fine, done.output
@@ -113,7 +113,7 @@ def test_searches_that_ended_long_ago_are_deleted(service, client):
 
 
 def test_a_search_is_seen_by_those_that_it_is_shown_to(service, client):
-    """By no route: lists, the queue, results, events, pages."""
+    """Other users get nothing by any route: lists, the queue, results, events, pages."""
     run = client.submit("gpt2-tiny", visibility="team", name="a secret")
     service.store.change_user("submitter", team="vision")
     paths = [f"/v1/searches/{run.id}{each}" for each in ("", "/trials", "/trials.csv", "/best", "/events", "/logs/0")]

@@ -1,4 +1,4 @@
-"""The service over HTTP: who may do what, what is refused and in which words, and what a key makes of a submission."""
+"""The service over HTTP: permissions, refusals and their messages, and idempotency keys of submissions."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def submitter(service):
 
 
 def error(answer, status, code):
-    """The detail of an error, which has the form of all errors."""
+    """Returns the detail of an error response. All errors have the same form."""
     assert answer.status_code == status, answer.text
     detail = answer.json()["error"]
     assert set(detail) == {"code", "message", "field", "given", "rule"}
@@ -30,7 +30,7 @@ def error(answer, status, code):
     return detail
 
 
-# -- who may do what -----------------------------------------------------------------------------------------
+# -- permissions ---------------------------------------------------------------------------------------------
 
 
 def test_nobody_gets_in_without_a_token(service):
@@ -127,7 +127,7 @@ def test_a_strange_device_does_not_join(service, device, field):
     assert (detail["field"] or "").startswith(field) and service.store.workers() == before
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What attackers sent, each at once many times, while fifty workers ask and renew: each is refused, and no worker waits long.
+"""Attacks are sent repeatedly while fifty workers send requests: each attack is refused, and no worker waits long.
 
-Bounds are wide, as they must hold on a machine that is busy; docs/security.md has figures (`bench/attacks.py`).
+Bounds are wide, as the machine may be busy; docs/security.md has figures (`bench/attacks.py`).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from served import served
 WORKING = 50
 LASTS_S = 3.0
 LONGEST_S = 20.0
-"""Without an answer, for one of those who work."""
+"""Longest time that a worker may be without an answer, s."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def service(tmp_path_factory):
 
 
 def work(client, number, end, gaps):
-    """Asks, again and again, and once at least; the longest time without an answer."""
+    """Sends requests until `end`, at least one, and records the longest time without an answer in `gaps`."""
     path, status = ("/v1/me", 200) if number % 2 == 0 else ("/v1/workers/0123456789ab/lease?wait=0", 404)
     last = time.monotonic()
     while number not in gaps or time.monotonic() < end:

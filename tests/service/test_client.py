@@ -1,4 +1,4 @@
-"""`rl.Client` and the commands: what Python and a terminal say is what the server knows."""
+"""`rl.Client` and the commands: Python and the terminal show the state that the server has."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def client(service):
 
 
 def search_of(service, search, trials=3, state="done"):
-    """Has a search run as one does, over measurements that are made up, and end so."""
+    """Runs a search with made-up measurements and ends it in `state`."""
     attempt = service.store.take_search(search)
     folder = service.parts.runs.folder(search)
     result = found(folder, trials)
@@ -34,7 +34,7 @@ def search_of(service, search, trials=3, state="done"):
 
 
 def found(folder, trials=3):
-    """What a search of some trials finds."""
+    """Returns the result of a search with `trials` trials."""
     space = rl.Space.from_dict(SPACE)
     more = {"isolate": False, "sampler": "grid", "trials": trials, "out": folder}
     result = rl.tune(lambda config: 100.0 + config["micro_batch"], space, **more)
@@ -85,7 +85,7 @@ def test_errors_are_redline_s_own(service, client):
 
 
 def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
-    """Who has heard of a search waits on when others would give up."""
+    """Following a search and waiting for it retry after other calls of the same client have given up."""
     seen, found, ended = [], [], []
     with served(tmp_path) as first:
         port, tokens = int(first.address.rpartition(":")[2]), first.tokens
@@ -146,7 +146,7 @@ def test_a_study_is_asked_and_told(service, client, sampler):
         client.tell(study, 99, throughput=1.0)
     with pytest.raises(Refused, match="another user"):
         service.rl("other").ask(study)
-    service.parts.studies.close()  # as a server that was killed: the ledger is in the database
+    service.parts.studies.close()  # like a killed server: the ledger is in the database
     assert client.look(study).best["throughput"] == 400.0
     assert client.ask(study).config is None
 
@@ -198,7 +198,7 @@ def test_what_is_a_file_here_travels_as_what_it_holds(tmp_path):
 
 
 def ran(service, *arguments, role="submitter", code=0):
-    """What a command prints."""
+    """Returns the output of a command."""
     environment = {"REDLINE_SERVER": service.address, "REDLINE_TOKEN": service.tokens.get(role, "")}
     done = CliRunner().invoke(command_line, list(arguments), env=environment, standalone_mode=False)
     if done.exception is not None:
@@ -294,7 +294,7 @@ def test_a_space_too_large_to_be_listed_is_told_of_too():
 
 @pytest.mark.slow
 def test_fifty_loops_ask_and_tell_at_once(service):
-    """Of 14 loops five were refused by a queue of eight."""
+    """A queue of eight once refused five of 14 loops."""
     told, trouble = [], []
 
     def loop(number):

@@ -1,4 +1,4 @@
-"""Code as its own Unix user: dry runs of code reach nothing of the worker's or the server's."""
+"""Code as its own Unix user: dry runs of code can read nothing of the worker's or the server's."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def nobody():
     return only_root()
 
 
-# -- who it may be -------------------------------------------------------------------------------------------
+# -- which users are accepted --------------------------------------------------------------------------------
 
 
 def test_a_user_that_is_not_there_is_refused():
@@ -75,7 +75,7 @@ def test_a_user_from_whom_nothing_would_be_kept_is_refused(nobody, monkeypatch):
 
 
 def test_without_the_right_to_change_users_a_worker_does_not_start(nobody):
-    """Run as a user who has none."""
+    """The code runs as a user without that right."""
     code = "from redline.runners.unix_user import unix_user; unix_user('daemon')"
     done = subprocess.run(
         [*open_python(), sys.executable, "-c", f"import os; os.setgroups([]); os.setgid({nobody.pw_gid}); "
@@ -121,7 +121,7 @@ def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp
 
 @contextlib.contextmanager
 def a_worker(service, folder):
-    """`redline worker --code-user nobody`, with its token in its environment; and its process."""
+    """Runs `redline worker --code-user nobody` with its token in its environment, and yields its process."""
     environment = {**os.environ, "REDLINE_TOKEN": service.tokens["worker"], "REDLINE_SERVER": service.address}
     with open(folder / "said", "w") as said:
         process = subprocess.Popen(
@@ -147,7 +147,7 @@ def until(condition):
 
 
 def dry_run(service, request, config):
-    """The dry run of a search with that request, asked for."""
+    """Submits a search with that request and asks for one dry run; returns the ids of both."""
     search, _ = service.store.submit(service.store.user("coder"), request, devices=1)
     asked = {"config": config, "number": 0, "log": "0.log", "timeout_s": 60.0}
     asked |= {"best_throughput": None, "reference": None, "soak": None}
@@ -163,7 +163,7 @@ def told_by(service, search):
 
 @pytest.fixture
 def place():
-    """A folder that anybody may enter: what is kept from others there is so by its own rights."""
+    """A folder that every user may enter: only the files' own permissions protect them."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -176,7 +176,7 @@ def service(place, nobody):
 
 
 def check(told, service, worker, nobody):
-    """What code was told of itself and of the others."""
+    """Checks what the code reports about its own user and about other users' files."""
     assert (told["uid"], told["gid"], told["groups"], told["root"]) == (
         nobody.pw_uid,
         nobody.pw_gid,
@@ -233,7 +233,7 @@ def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, place, no
 
 @pytest.mark.slow
 def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, place, nobody):
-    """A link to a file that the worker may read and code may not."""
+    """The log is replaced by a link to a file that the worker may read and the code may not."""
     secret = place / "secret"
     secret.write_text("the worker's alone")
     secret.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Connections that say nothing, or only a part, are ended; who works is answered meanwhile."""
+"""Connections that send nothing, or only a part of a request, are closed; workers get answers meanwhile."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ PART = b"POST /v1/searches HTTP/1.1\r\nhost: x\r\ncontent-"
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Deadlines of a second."""
+    """Sets the deadlines to one second."""
     for name in ("HEADER_S", "BODY_S", "UNREAD_S"):
         monkeypatch.setattr(module, name, 1.0)
 
@@ -33,7 +33,7 @@ def reach(service):
 
 
 def ended(connection, within_s=20.0):
-    """Whether the other side has ended a connection."""
+    """Returns True if the other side has closed the connection."""
     with contextlib.suppress(ConnectionError):
         connection.settimeout(within_s)
         return connection.recv(1 << 16) == b""
@@ -81,7 +81,7 @@ def test_a_second_request_on_a_connection_has_the_same_deadline_and_a_pause_befo
 
 
 def test_hundreds_of_half_open_connections_keep_nobody_out(service):
-    """As one address: the oldest ends where there is one too many, and who has said what it wants is not among them."""
+    """All are from one address. If there are too many, the oldest without a complete request is closed."""
     with contextlib.ExitStack() as held, service.client() as working:
         for _ in range(3 * module.MOST_OPENING_AN_ADDRESS):
             held.enter_context(reach(service)).sendall(PART)
@@ -91,12 +91,12 @@ def test_hundreds_of_half_open_connections_keep_nobody_out(service):
             assert another.get("/v1/me").status_code == 200
 
 
-# -- who is nobody is told so before a body comes --------------------------------------------------------------
+# -- unauthorised requests are refused before their body arrives -----------------------------------------------
 
 
 @pytest.mark.parametrize(("role", "status"), [(None, b"401"), ("forged", b"401"), ("reader", b"403")])
 def test_who_may_not_is_told_so_before_the_body_is_read(tmp_path, role, status):
-    """Nothing of the body is sent: who waited for it would end this with no answer."""
+    """The body is not sent first: a server that waited for it would close the connection without an answer."""
     with served(tmp_path) as running, reach(running) as stranger:
         token = running.tokens.get(role, "redline_00000000_forged")
         head = f"authorization: Bearer {token}\r\n" if role else ""
@@ -112,7 +112,7 @@ def test_who_may_not_is_told_so_before_the_body_is_read(tmp_path, role, status):
 
 
 def test_bodies_are_checked_beside_the_event_loop(tmp_path, monkeypatch):
-    """By which thread a space is read is what decides whether everybody waits for it."""
+    """Checks the thread that parses a space: in the event loop's thread it would block all other requests."""
     from redline.space import Space
 
     threads, read = [], Space.from_dict
@@ -144,7 +144,7 @@ def test_an_address_without_a_token_asks_so_often(tmp_path):
         assert working.get("/v1/me").status_code == 200 and stranger.get("/healthz").status_code == 200
 
 
-# -- places ----------------------------------------------------------------------------------------------------
+# -- limits on connections -------------------------------------------------------------------------------------
 
 
 class FakeGuard:
@@ -161,7 +161,7 @@ def test_an_address_has_a_part_of_all_connections_and_a_proxy_may_have_them_all(
     guards = [FakeGuard(door, "a") for _ in range(6)]
     assert [door.enter(each) for each in guards] == [True] * 5 + [False]
     many = [FakeGuard(door, "proxy") for _ in range(6)]
-    assert [door.enter(each) for each in many] == [True] * 5 + [False]  # there are ten
+    assert [door.enter(each) for each in many] == [True] * 5 + [False]  # ten in all
     guards[0].end()
     assert door.enter(many[5])
     for each in (*guards, *many):
@@ -170,7 +170,7 @@ def test_an_address_has_a_part_of_all_connections_and_a_proxy_may_have_them_all(
 
 
 def test_an_answer_that_nobody_reads_ends_a_connection(quick):
-    """Of the protocol alone: an application that writes without end, and a client that reads nothing."""
+    """Tests the protocol alone: an application that writes without end, and a client that reads nothing."""
 
     async def scenario():
         gone = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The database: its tables are those of the code, and one that is locked, full, read-only, damaged or ahead says so."""
+"""The database: its tables match the code; a locked, full, read-only, damaged or newer one is reported as such."""
 
 import contextlib
 import re
@@ -64,7 +64,7 @@ def test_many_may_open_a_new_database_at_once(empty_url):
 
 
 def test_optuna_s_studies_lie_beside(empty_url):
-    """The ledger of a search is in the same database, whoever makes their tables first."""
+    """The ledger of a search is in the same database, whichever tables are created first."""
     driver = empty_url.replace("postgresql://", "postgresql+psycopg://")
     storage = optuna.storages.RDBStorage(driver)
     study = optuna.create_study(storage=storage, study_name="s")
@@ -120,7 +120,7 @@ def test_a_locked_database_says_so_and_goes_on_when_it_is_free(sqlite_url):
             StorageUnavailable, match=rf"the database '{re.escape(sqlite_url)}' is locked by another process"
         ):
             store.add_user("ann")
-        assert store.users() == []  # reading goes on meanwhile
+        assert store.users() == []  # reads continue meanwhile
         other.execute("ROLLBACK")
         assert store.add_user("ann").name == "ann"
     other.close()
@@ -203,7 +203,7 @@ def test_a_transaction_that_fails_leaves_nothing(store):
 
 
 def test_what_was_written_outlives_a_kill(url, tmp_path):
-    """Whatever a killed process was told is kept is there."""
+    """Everything that the store acknowledged before the kill is in the database."""
     code = (
         "import sys; from redline.service.store import Store; store = Store.open(sys.argv[1]); ann = store.add_user('ann')\n"
         "while True: print(store.submit(ann, {'filler': 'x' * 2000}, devices=1)[0].id, flush=True)"
@@ -224,7 +224,7 @@ def test_what_was_written_outlives_a_kill(url, tmp_path):
 
 
 def test_one_server_has_a_database_until_it_ends(url):
-    """Whatever folder the other one works on."""
+    """A second server is refused even if it works on another folder."""
     first = Alone(url, lost=lambda: None)
     with pytest.raises(StudyError, match=r"is in use by .*process \d+ on "):
         Alone(url, lost=lambda: None)
@@ -238,7 +238,7 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
     lost = threading.Event()
 
     def cut(database):
-        """As when Postgres restarts."""
+        """Ends the sessions, as a restart of Postgres does."""
         query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'redline serve%'"
         assert database.read(lambda connection: connection.execute(text(query)).scalar())
 
@@ -259,7 +259,7 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
 
 
 def test_a_database_of_the_first_version_has_its_totals_after_the_upgrade(empty_url):
-    """What was counted by looking at every dry run is counted once, as the tables are brought up to date."""
+    """The upgrade computes once the totals that the first version computed from all dry runs."""
     database = Database(empty_url)
     with contextlib.closing(database):
         database.write(lambda connection: migrated(connection, "1"))
@@ -295,7 +295,7 @@ FIRST_VERSION = (
 
 
 def migrated(connection, revision):
-    """Brings an empty database to a revision."""
+    """Migrates an empty database to a revision."""
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS))
     config.set_main_option("path_separator", "os")

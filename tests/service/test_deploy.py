@@ -1,4 +1,4 @@
-"""The files of deploy/ say what the program takes: their commands exist, their parts belong together."""
+"""The files of deploy/ match the program: their commands exist, their parts belong together."""
 
 import configparser
 import re
@@ -21,8 +21,8 @@ DEPLOY = ROOT / "deploy"
 
 
 def accepted(arguments):
-    """Whether redline's command line takes these words."""
-    # As the group makes it: click keeps a command's help option from its first context.
+    """Raises if redline's command line does not accept the arguments."""
+    # As the group creates it: click keeps a command's help option from its first context.
     parent = click.Context(command_line, info_name="redline", **command_line.context_settings)
     command = command_line.get_command(parent, arguments[0])
     assert command is not None, arguments
@@ -34,7 +34,7 @@ def documents(name):
 
 
 def containers(document):
-    """Every container of a manifest, wherever it stands."""
+    """Yields every container of a manifest, at any depth."""
     if isinstance(document, dict):
         yield from document.get("containers", [])
         for each in document.values():
@@ -103,13 +103,13 @@ def test_a_manifest_s_parts_name_each_other():
 
 
 def run(*command, **more):
-    """What a checker says; its word on what is wrong where it finds something."""
+    """Returns the exit code and the output of a checker."""
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
     return found.returncode, found.stdout + found.stderr
 
 
 def beside_python(name):
-    """A program that the extra `test` installs."""
+    """Returns the path of a program that the extra `test` installs."""
     path = Path(sys.executable).with_name(name)
     assert path.is_file(), f"{name} is not installed: pip install 'redline[test]'"
     return str(path)
@@ -129,14 +129,14 @@ def test_systemd_takes_the_unit(tmp_path):
     if (analyze := shutil.which("systemd-analyze")) is None:
         pytest.skip("no systemd-analyze on this machine: apt-get install systemd")
     text = (DEPLOY / "redline.service").read_text()
-    # Programs that are not there are reported.
+    # systemd-analyze reports programs that are not installed.
     (tmp_path / "redline.service").write_text(text.replace("/opt/redline/bin/redline", sys.executable))
     code, said = run(analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "redline.service"))
     ours = [line for line in said.splitlines() if "redline.service" in line]
     assert (code, ours) == (0, [])
 
 
-# Of custom resources the fields that deploy/ uses, as their definitions have them: config/crd/bases of KubeRay,
+# The fields of custom resources that deploy/ uses, as their definitions have them: config/crd/bases of KubeRay,
 # config/components/crd/bases of Kueue.
 TEMPLATE = {"type": "object"}  # a Pod's, which is validated as one
 TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -145,7 +145,7 @@ QUANTITY = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d+(
 
 
 def exactly(**fields):
-    """An object of these fields, all of which are needed."""
+    """Returns the schema of an object that has exactly these fields, all required."""
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
@@ -187,9 +187,9 @@ CUSTOM = {
 
 
 def validate(document):
-    """Raises where Kubernetes would not take a document, with nothing beyond what it knows.
+    """Raises if Kubernetes would refuse a document or it has a field that Kubernetes does not know.
 
-    Of a custom resource its fields are looked at, and its templates as the pods that they make.
+    A custom resource's fields are checked, and its templates as the pods that they create.
     """
     kind = (document["apiVersion"], document["kind"])
     if kind not in CUSTOM:

@@ -1,4 +1,4 @@
-"""The dispatcher: who asks gets what is to run, leased to them; who waits no more gets nothing."""
+"""The dispatcher: a worker that asks gets a dry run, leased to it; a worker that has stopped waiting gets nothing."""
 
 import threading
 
@@ -17,7 +17,7 @@ def pool(sqlite):
 
 @pytest.fixture
 def dispatcher(sqlite, clock):
-    """One that decides when it is told to, by the store's clock."""
+    """A dispatcher that decides only when `step` is called, by the store's clock."""
     return Dispatcher(sqlite, lease_s=10, monotonic=clock)
 
 
@@ -58,7 +58,7 @@ def test_a_worker_gets_one_for_each_time_it_asks(dispatcher, pool):
 
 
 def test_a_worker_that_asks_no_more_is_not_waited_for(dispatcher, pool, clock):
-    """What would fit it best goes to one that asks."""
+    """The dry run goes to the worker that asks, although the silent one would fit better."""
     silent, asking = pool.worker, pool.join(devices=8)
     dispatcher.ask(silent.id).cancel()
     clock.pass_by(3)
@@ -70,7 +70,7 @@ def test_a_worker_that_asks_no_more_is_not_waited_for(dispatcher, pool, clock):
 
 def test_leases_are_not_ended_before_their_workers_could_renew_them_after_a_start(dispatcher, pool, clock):
     lease = pool.lease(pool.ask(), seconds=10)
-    clock.pass_by(60)  # no server ran
+    clock.pass_by(60)  # no server was running
     again = Dispatcher(pool.store, lease_s=10, monotonic=clock)
     again.step()
     assert pool.store.dry_run(lease.dry_run).state == DryRunState.LEASED
@@ -91,7 +91,7 @@ def test_what_was_lost_with_a_server_before_does_not_count(dispatcher, pool, clo
         assert pool.store.dry_run(asked.id).attempts == 0
     pool.lease(asked, seconds=10, worker=pool.join())
     clock.pass_by(10.5)
-    again.step()  # which lived through that
+    again.step()  # this dispatcher was running when the lease expired
     assert pool.store.dry_run(asked.id).attempts == 1
 
 
@@ -102,7 +102,7 @@ def test_what_is_cancelled_in_the_same_moment_goes_to_nobody(dispatcher, pool, m
     pool.store.cancel(pool.search.id)
     monkeypatch.setattr(pool.store, "waiting", lambda: waiting)
     assert dispatcher.step() == []
-    assert future.result(0) is None  # and asks again
+    assert future.result(0) is None  # the worker asks again
 
 
 def test_why_searches_wait_is_known(dispatcher, pool):

@@ -1,4 +1,4 @@
-"""Events as a stream: none is missed and none comes twice, whoever goes away and comes back."""
+"""Events as a stream: none is missed and none comes twice, also after a reconnect."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ def service(each_url, tmp_path):
 
 
 def read(client, path, count, **more):
-    """The first events of a stream, as data."""
+    """Returns the data of the first `count` events of a stream."""
     found = []
     with client.stream("GET", path, **more) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
@@ -98,7 +98,7 @@ def test_a_stream_ends_when_its_token_is_revoked(service, monkeypatch):
     with service.client("reader") as reader, service.client() as other:
         with reader.stream("GET", "/v1/events") as theirs, other.stream("GET", "/v1/events") as another:
             lines, others = theirs.iter_lines(), another.iter_lines()
-            for each in range(6):  # it goes on while the token is good
+            for each in range(6):  # the stream continues while the token is valid
                 assert next(lines) is not None, each
             service.store.revoke(service.tokens["reader"])
             assert len(list(islice(lines, 1000))) < 1000

@@ -1,4 +1,4 @@
-"""Malformed requests get a 4xx with words: what the OpenAPI document allows and what it does not, never a 5xx."""
+"""Malformed requests, within the OpenAPI document and outside of it, get a 4xx with a message, never a 5xx."""
 
 import hypothesis
 import pytest
@@ -8,12 +8,12 @@ from schemathesis import GenerationMode
 from served import served
 
 STREAMS = ("/v1/events", "/v1/searches/{search}/events")
-"""They end when something ends, and not by themselves."""
+"""Streams of events. A request of one does not end by itself."""
 HELPED = ("/v1/estimate", "/v1/studies", "/v1/studies/{study}", "/v1/studies/{study}/ask", "/v1/studies/{study}/tell")
-"""What a helper computes, in seconds."""
+"""Paths that a helper process computes, in seconds."""
 QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None, "derandomize": True}
 OPERATIONS = 26
-"""Of the API without streams, at least."""
+"""Least number of operations of the API without streams."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def service(tmp_path_factory):
 
 
 def operations(service, without=()):
-    """Every operation of the API but those of some paths."""
+    """Returns every operation of the API except those of `without` and the streams."""
     schema = schemathesis.openapi.from_url(f"{service.address}/v1/openapi.json")
     for path in (*STREAMS, *without):
         schema = schema.exclude(path=path)
@@ -31,7 +31,7 @@ def operations(service, without=()):
 
 
 def tried(service, case, role):
-    """One request, without a long wait; its status."""
+    """Sends one request, without a long wait, and returns its status."""
     if case.path.endswith("/lease"):
         case.query = {**(case.query or {}), "wait": 0}
     answer = case.call(headers={"authorization": f"Bearer {service.tokens[role]}"}, timeout=150)
@@ -57,7 +57,7 @@ def fuzz_one(service, cases, examples, role, seen):
 
 
 def fuzzed(service, found, examples):
-    """How often each status was answered to that many requests of each operation and mode."""
+    """Sends `examples` requests of each operation and mode; returns how often each status was answered."""
     seen = {}
     for operation in found:
         for mode, role in ((GenerationMode.POSITIVE, "coder"), (GenerationMode.NEGATIVE, "admin")):
@@ -66,13 +66,13 @@ def fuzzed(service, found, examples):
             except (
                 schemathesis.errors.SchemathesisError,
                 hypothesis.errors.Unsatisfiable,
-            ):  # nothing of the kind can be made
+            ):  # no such request can be generated
                 assert mode is GenerationMode.NEGATIVE
     return seen
 
 
 def tracebacks(caplog):
-    """What the server logged with a traceback."""
+    """Returns the messages that the server logged with a traceback."""
     return [each.getMessage() for each in caplog.records if each.exc_info or "Traceback" in each.getMessage()]
 
 

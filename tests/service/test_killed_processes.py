@@ -1,4 +1,4 @@
-"""Real searches of a real model, whose searchers and workers are killed in the middle."""
+"""Real searches of a real model continue after their searchers and workers are killed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ WITHIN_S = 500.0
 
 
 class Workers:
-    """A worker's process, started anew when it is gone."""
+    """A worker process that is restarted when it has ended."""
 
     def __init__(self, url, data, user):
         command = ["-m", "redline.service.worker", "--storage", url, "--data", str(data), "--user", str(user)]
@@ -49,7 +49,7 @@ class Workers:
 
 @pytest.fixture
 def service(tmp_path):
-    """A store, searchers and a worker, each to be killed."""
+    """A store with searchers and a worker process, which tests kill."""
     store, user = a_store(tmp_path)
     url = f"sqlite:///{tmp_path}/redline.db"
     searchers, workers = Searchers(store, url, tmp_path, SearcherSlots(store)), Workers(url, tmp_path, user)
@@ -63,7 +63,7 @@ def service(tmp_path):
 
 
 def followed(store, workers, search, on=lambda event: None):
-    """The events of a search until it has ended; each is shown to `on` as it comes."""
+    """Returns the events of a search once it has ended; calls `on` with each as it comes."""
     events, begun = [], time.monotonic()
     while True:
         ended = store.search(search).state.ended
@@ -94,7 +94,7 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
 
         def searcher():
             pid = the_process(searchers, search)
-            searchers_killed.add(pid)  # it may be the one before still, which is dead already
+            searchers_killed.add(pid)  # it may still be the previous one, already dead
             os.kill(pid, signal.SIGKILL)
 
         leased = event.kind == "dry_run" and event.data["state"] == "leased"
@@ -120,7 +120,7 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
             assert each.data["key"] not in done, f"{each.data['key']} was touched after its outcome"
             if each.data["state"] == "done":
                 done.add(each.data["key"])
-    assert store.dry_runs(search)[2].attempts == 2  # the killed worker's, and the one that ran it
+    assert store.dry_runs(search)[2].attempts == 2  # by the killed worker, and by the one that ran it
     told = [each.data["trial"] for each in events if each.kind == "finished"]
     assert sorted(set(told)) == [0, 1, 2, 3]
     trials = View(tmp_path / "searches" / search, storage=f"sqlite:///{tmp_path}/redline.db").trials()

@@ -1,4 +1,4 @@
-"""What searches know of each other: measurements that are answered from the store, and runs to learn from."""
+"""Searches share measurements: some are answered from the store, and earlier runs serve as training data."""
 
 from types import SimpleNamespace
 
@@ -84,7 +84,7 @@ HIDDEN = pytest.mark.parametrize(("visibility", "counts"), [("all", True), ("tea
 
 @HIDDEN
 def test_a_search_of_another_user_answers_only_where_it_is_shown_to_all(store, visibility, counts):
-    """Nor does an admin's, or one of the same team: who sees those may not see it."""
+    """Searches of an admin or of the same team get no answer either: their readers may not see the earlier search."""
     store.change_user("ann", team="vision")
     others = [store.add_user("bob", "submitter", team="vision"), store.add_user("root", "admin")]
     earlier = known(store, None)
@@ -153,7 +153,7 @@ def test_other_software_is_no_answer(store, monkeypatch, changed):
 
 
 def test_of_a_pool_with_two_versions_nothing_is_kept_and_nothing_is_answered(store, monkeypatch):
-    """Which of its workers had a trial would decide what it measured."""
+    """The measurement would depend on the worker that ran the trial."""
     alone = known(store, monkeypatch)
     alone.note(a_trial(OK))
     device = PLACED.device.to_dict()

@@ -1,4 +1,4 @@
-"""Leases of dry runs: the latest alone counts, an outcome is written once, and nothing that was done is lost."""
+"""Leases of dry runs: only the latest counts, an outcome is written once, and no finished work is lost."""
 
 import pytest
 from redline.base.errors import AttemptOver, LeaseOver, NotFound, Refused, UsageError
@@ -63,7 +63,7 @@ def test_a_lease_that_is_renewed_goes_on(store, pool, clock):
         assert store.expire() == []
     clock.pass_by(60)
     store.expire()
-    store.renew(lease.dry_run, lease.lease, 10)  # nobody else has it yet
+    store.renew(lease.dry_run, lease.lease, 10)  # no other worker has it yet
     assert store.dry_run(lease.dry_run).state == DryRunState.LEASED
     assert store.waiting() == []
 
@@ -85,10 +85,10 @@ def test_workers_that_are_lost_with_their_server_are_not_the_dry_run_s_fault(sto
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS + 2):
         pool.lease(asked, seconds=10)
-        clock.pass_by(60)  # nobody ran
+        clock.pass_by(60)  # neither server nor worker was running
         store.expire(renewed_after=clock.now + 10)
     assert (store.dry_run(asked.id).state, store.dry_run(asked.id).attempts) == (DryRunState.WAITING, 0)
-    for _ in range(MOST_ATTEMPTS):  # these it loses while the server lives
+    for _ in range(MOST_ATTEMPTS):  # these are lost while the server is running
         lease = pool.lease(asked, seconds=10, worker=pool.join())
         store.renew(asked.id, lease.lease, 10)
         clock.pass_by(11)
@@ -97,7 +97,7 @@ def test_workers_that_are_lost_with_their_server_are_not_the_dry_run_s_fault(sto
 
 
 def test_a_worker_that_is_silent_now_and_then_is_not_lost(store, pool, clock):
-    """A machine that is too busy to renew leases in time does not make a crash of what it runs."""
+    """A dry run is not marked as crashed when a busy machine renews its leases too late."""
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS + 2):
         lease = pool.lease(asked, seconds=10)
@@ -108,7 +108,7 @@ def test_a_worker_that_is_silent_now_and_then_is_not_lost(store, pool, clock):
 
 
 def test_a_worker_that_is_lost_with_several_dry_runs_is_no_single_one_s_fault(store, pool, clock):
-    """Also where their leases end a moment apart, as they began."""
+    """The loss counts for none of the dry runs, even if their leases expire a moment apart, as they were taken."""
     one, two = pool.ask("1"), pool.ask("2")
     for _ in range(MOST_ATTEMPTS + 1):
         pool.lease(one, seconds=10)
@@ -221,7 +221,7 @@ def test_the_first_worker_decides_a_search_s_kind_of_device(store, pool):
 
 
 def test_a_search_stays_on_the_kind_of_device_that_it_was_placed_on(store, pool):
-    """It plans for that kind; a worker whose device fits what was asked for is none of it."""
+    """The search plans for that kind; a worker with another kind is refused although it fits the request."""
     assert store.place_search(pool.search.id, pool.attempt, "NVIDIA A100", {}) == "NVIDIA A100"
     with pytest.raises(Refused, match="needs 'NVIDIA A100', but the worker .* has 'NVIDIA H100'"):
         pool.lease(pool.ask("0"))
@@ -303,7 +303,7 @@ def test_the_share_of_a_user_is_what_their_dry_runs_had_of_devices(store, pool, 
     clock.pass_by(1800)
     (share,) = store.shares()
     assert store.usage() == {pool.user.id: pytest.approx(3600)}
-    # 2 devices for half of the hour that counts, the older the less: from 1/2 to 1.
+    # 2 devices for half of the window of an hour. The weight falls with age: from 1 to 1/2.
     assert share.recent == pytest.approx(2 * 1800 * 0.75)
     assert share.used_hours == pytest.approx(1.0)
     store.answer(lease.dry_run, lease.lease, OK)

@@ -1,4 +1,4 @@
-"""Several processes at one store: whatever they do at once, a dry run has one outcome, by the lease that was the latest."""
+"""Several processes at one store: a dry run has one outcome, written with the latest lease, under any concurrency."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ class Processes:
             each.stdin.flush()
 
     def said(self):
-        """What each printed until it ended."""
+        """Returns the lines that each process printed until it ended."""
         out = [each.communicate(timeout=300)[0].split("\n")[:-1] for each in self.all]
         assert [each.returncode for each in self.all] in ([0] * len(self.all), [*[0] * (len(self.all) - 1), -9])
         return out
@@ -57,7 +57,7 @@ def processes(url):
 
 @pytest.fixture
 def real(url):
-    """A store whose clock is the true one."""
+    """A store with the real clock."""
     with Store.open(url) as made:
         yield made
 
@@ -81,23 +81,26 @@ def test_a_dry_run_is_answered_once_whoever_comes_late_or_dies(real, processes):
     processes.all[-1].stdout.readline()  # it has done something
     processes.all[-1].kill()
     answers = [tuple(map(int, line.split())) for lines in processes.said() for line in lines]
-    # What its last line was is lost with the pipe's reader, not what the store has of it.
+    # The pipe may lose the killed process's last line; the store has its answer.
     assert max(Counter(answers).values()) == 1
     done = {each.id: each for each in real.dry_runs(search.id)}
     assert set(done) == set(asked)
     assert {each.state for each in done.values()} == {DryRunState.DONE}
-    for dry_run, lease in answers:  # no acknowledged answer was replaced, and none by an earlier lease was taken
+    for (
+        dry_run,
+        lease,
+    ) in answers:  # no acknowledged answer was replaced, and no answer of an earlier lease was accepted
         assert done[dry_run].outcome["lease"] == lease == done[dry_run].lease
     assert len(dict(answers)) == len(answers)
     for each in done.values():
         if "lease" not in each.outcome:
             assert each.outcome["status"] == "crash" and each.attempts == MOST_ATTEMPTS
     ended = [each.data["dry_run"] for each in real.events(limit=100_000) if each.data.get("state") == "done"]
-    assert sorted(ended) == sorted(asked)  # and told once
+    assert sorted(ended) == sorted(asked)  # each has one event
 
 
 def at_once(url, *tasks):
-    """What each task returns, at a store of its own, all begun at the same moment."""
+    """Runs the tasks at the same moment, each with its own store, and returns their results."""
     go = threading.Barrier(len(tasks))
 
     def run(task):
@@ -124,7 +127,7 @@ def test_a_key_used_by_many_at_once_is_one_search(url, real):
 
 
 def test_whoever_reads_events_as_they_come_misses_none_and_each_key_is_one_dry_run(url, real):
-    """On Postgres numbers are given before transactions end: one that ends later must not have the lower number."""
+    """Postgres assigns numbers before transactions end: one that ends later must not have the lower number."""
     ann, one, attempt = submitted(real)
     other, _ = real.submit(ann, {}, devices=1)
     attempts = {one.id: attempt, other.id: real.take_search(other.id)}
@@ -154,7 +157,7 @@ def test_whoever_reads_events_as_they_come_misses_none_and_each_key_is_one_dry_r
 
 
 def test_no_event_appears_before_one_with_a_lower_number(url, real):
-    """A transaction that has told its event and lasts on holds the others up; a reader would miss it for good else."""
+    """A transaction with an event blocks the others until it ends; otherwise a reader would miss its event for good."""
     told, go_on = threading.Event(), threading.Event()
 
     def slowly(connection):
@@ -166,7 +169,7 @@ def test_no_event_appears_before_one_with_a_lower_number(url, real):
         first = threads.submit(one.database.write, slowly)
         told.wait()
         second = threads.submit(two.tell, None, "second", {})
-        wait([second], timeout=0.5)  # which it has no business to be done in
+        wait([second], timeout=0.5)  # it must not finish within this time
         seen = [each.kind for each in real.events()]
         go_on.set()
         first.result()

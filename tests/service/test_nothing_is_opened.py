@@ -1,4 +1,4 @@
-"""Nothing that a request holds becomes a path or an import where a searcher resolves it, however the request came there."""
+"""No value of a request becomes a path or an import when a searcher resolves it, however the request arrived."""
 
 import json
 
@@ -17,7 +17,7 @@ X = {"x": [1, 2]}
 
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A file of Python that leaves a mark when it is run, in the folder that a server is started in."""
+    """A Python file that leaves a mark when it is run, in the server's working directory."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -32,7 +32,7 @@ def evil(tmp_path, monkeypatch):
 
 
 def resolved(request, folder, **more):
-    """What a searcher makes of a request that is in the database."""
+    """Resolves a request from the database as a searcher does."""
     given = arguments({"devices": 1, **request}, folder / "asked", **more)
     return resolve_task(Request(given.pop("target"), **given), device=CPU)
 
@@ -62,7 +62,8 @@ def test_a_hub_id_is_asked_of_the_hub_though_a_folder_here_has_its_name(evil):
 
 
 def test_files_that_a_command_names_are_not_read_by_a_searcher(evil):
-    """`conf.yaml` names a model, by which an estimate would be made; of a folder TensorBoard's events would be read."""
+    """`conf.yaml` names a model for an estimate, and the metric file is a folder that could contain TensorBoard's
+    events."""
     task = resolved({"command": {"command": "echo conf.yaml {x}"}, "override": X}, evil)
     assert task.workload is None
     known = resolved({"command": {"command": "echo --model gpt2-tiny {x}"}, "override": X}, evil)
@@ -105,7 +106,7 @@ def test_a_space_has_the_attention_that_fix_takes_and_no_kernel_of_the_hub_s(evi
 
 
 def test_a_configuration_cannot_choose_a_kernel():
-    """Wherever in it one is named; and whoever gives the knob such a value."""
+    """Neither a key of the model's configuration, at any depth, nor the knob's value can name one."""
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 10, "n_positions": 8}
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         made = Architecture(model_type="gpt2", arguments={**sizes, key: "evil/kernel"}, task="causal")

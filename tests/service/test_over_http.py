@@ -1,4 +1,4 @@
-"""A worker's way to a server over HTTP: leases are fenced, logs whole, and questions answered or taken back."""
+"""A worker's connection to a server over HTTP: leases are fenced, logs complete, and requests answered or withdrawn."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def worker(pool):
 
 
 def asked(service, key="0", devices=1):
-    """A dry run that waits, of a search that runs."""
+    """Submits and takes a search and asks for a dry run, which it returns."""
     search, _ = service.store.submit(service.store.user("submitter"), SEARCH["request"], devices=devices)
     attempt = service.store.take_search(search.id)
     payload = {"requests": [{"log": "0.log"}]}
@@ -64,7 +64,7 @@ def test_a_late_answer_is_refused_and_the_new_worker_s_counts(service, pool, wor
     ):
         with pytest.raises(LeaseOver):
             late()
-    pool.give_back(waiting.id, first.lease)  # of a lease that is over: nobody's
+    pool.give_back(waiting.id, first.lease)  # the lease is over: this has no effect
     pool.answer(waiting.id, second.lease, {"status": "oom"})
     assert service.store.outcome(waiting.id) == {"status": "oom"}
     assert "redline_answers_refused_total 1.0" in service.client(None).get("/metrics").text
@@ -104,7 +104,7 @@ def test_a_worker_that_hangs_up_gets_nothing(service, pool, worker):
     with pytest.raises(Exception, match="timed out"):
         impatient.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
     impatient.close()
-    time.sleep(1.5)  # longer than it takes to see that it hung up
+    time.sleep(1.5)  # longer than the server takes to notice the closed connection
     waiting = asked(service)
     time.sleep(0.5)
     assert service.store.dry_run(waiting.id).attempts == 0

@@ -1,4 +1,4 @@
-"""Users and tokens: a token's text is nowhere kept, and what is forged, expired or revoked is nobody's."""
+"""Users and tokens: a token's text is stored nowhere, and a forged, expired or revoked token belongs to no user."""
 
 import pytest
 from redline.base.errors import KeyTaken, NotFound, UsageError

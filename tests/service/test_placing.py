@@ -1,4 +1,4 @@
-"""On what a search runs, and why one waits."""
+"""Placement of a search on the workers' devices, and the reasons why one waits."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_a_search_runs_where_there_are_most_devices_and_within_the_least_memory(
     [{"type": "cpu"}, {"count": "many"}, {"capability": 9}, {"hardware": {"base": "/etc/x.yaml"}}, {"hardware": 3}],
 )
 def test_a_worker_whose_description_is_none_fails_no_search(store, strange):
-    """It is larger than all others and has the least memory, so that it would be taken first."""
+    """It has the most devices and the least memory, so that it would be chosen first."""
     joined(store, DEVICE, 2, 3000)
     told = {**DEVICE.to_dict(), **strange}
     if strange == {"type": "cpu"}:

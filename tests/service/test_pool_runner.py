@@ -1,4 +1,4 @@
-"""A search on the pool: what was found out stays found out, whoever dies."""
+"""A search on the pool keeps its results when searchers or workers die."""
 
 import json
 import threading
@@ -58,7 +58,7 @@ def test_what_is_asked_travels_as_json_without_loss(tmp_path):
     )
     back = TrialRequest.from_dict(json.loads(json.dumps(request.to_dict(), allow_nan=False)), tmp_path)
     assert back.config.id == request.config.id
-    assert repr(back) == repr(request)  # of numbers that are none, one is not equal to the other
+    assert repr(back) == repr(request)  # nan is not equal to itself
 
 
 @pytest.mark.parametrize("name", ["../7.log", "/etc/7.log", "7.log\n", "7.AGAIN.log", "seven.log", 7])

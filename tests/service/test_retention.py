@@ -1,4 +1,4 @@
-"""Events of searches that are long over are forgotten; the rest stays, and numbers go on."""
+"""Events of searches that ended long ago are deleted; the rest stays, and event numbers continue."""
 
 import pytest
 from redline.service import retention
@@ -26,7 +26,7 @@ def test_what_happened_in_a_search_that_ended_long_ago_is_forgotten_and_how_it_e
     store.audit("ann", "login", "here")
     before = (told(store, running.id), told(store, recent.id), len(store.audited()))
 
-    assert store.forget_events(clock.now - 30 * DAY_S) == 10 + 10 + 1  # and that the pool's first worker joined
+    assert store.forget_events(clock.now - 30 * DAY_S) == 10 + 10 + 1  # and the event of the pool's first worker
     assert told(store, old) == [("search", "queued"), ("search", "running"), ("search", "done")]
     assert before == (told(store, running.id), told(store, recent.id), len(store.audited()))
     assert [each for each in told(store) if each[0] == "worker"] == [("worker", 10)]

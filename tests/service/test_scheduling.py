@@ -1,4 +1,4 @@
-"""Which dry run goes where: gangs, priorities, fair shares, quotas, backfilling, and words for what waits."""
+"""Assignment of dry runs to workers: gangs, priorities, fair shares, quotas, backfilling, and reasons for waiting."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -77,12 +77,12 @@ def test_a_quota_holds_only_its_user_back():
 
 
 def test_small_ones_do_not_starve_a_gang():
-    """The gang's worker drains: what would outlast the wait goes elsewhere or waits."""
+    """The gang's worker drains: a dry run that would outlast the wait runs elsewhere or waits."""
     running = [runs(9, "a", 1, started=NOW, seconds=100.0), runs(10, "b", 6, started=NOW, seconds=50.0)]
     gang = wants(1, 8, submitted=0.0)
     workers = [worker("a"), worker("b")]
     assert placed([gang, wants(2, 1, submitted=5.0, seconds=80.0)], running, workers) == [(2, "a")]
-    # One worker alone, which the gang waits for: 80 s are too long, 40 s are not.
+    # The gang waits for the only worker: 80 s are too long, 40 s are not.
     assert placed([gang, wants(2, 1, submitted=5.0, seconds=80.0)], running[1:], [worker("b")]) == []
     assert placed([gang, wants(2, 1, submitted=5.0, seconds=40.0)], running[1:], [worker("b")]) == [(2, "b")]
     assert placed([gang, wants(2, 1, submitted=5.0)], running[1:], [worker("b")]) == []
@@ -91,7 +91,7 @@ def test_small_ones_do_not_starve_a_gang():
 def test_what_a_gang_leaves_of_its_worker_is_filled():
     running = [runs(10, "b", 5, seconds=50.0)]
     small = [wants(number, 1, submitted=5.0, seconds=900.0) for number in (2, 3, 4)]
-    # The gang takes 6 of 8 when the 5 are free: two may stay as long as they like, the third may not.
+    # The gang takes 6 of 8 devices once the 5 are free: two small ones may run as long as they like, a third may not.
     assert placed([wants(1, 6, submitted=0.0), *small], running, [worker("b")]) == [(2, "b"), (3, "b")]
 
 
@@ -175,7 +175,7 @@ def test_whatever_waits_no_device_is_given_twice_and_no_quota_passed(machines, w
     assert all(taken[where] <= free[where] for where in taken)
     first = [each for each in (*running, *(of[number] for number, _ in got)) if each.user == 1]
     assert len(first) <= max(limit, sum(each.user == 1 for each in running))
-    # Nothing idles where all that waits is small and free to go.
+    # No device idles if every waiting dry run takes one device and has no limits.
     if waiting and all(each.devices == 1 and each.user != 1 and not each.device for each in waiting):
         assert len(got) == min(len(waiting), sum(free.values()))
 
@@ -240,7 +240,7 @@ def test_a_simulated_search_needs_a_place_and_no_devices():
 
 
 def test_a_search_runs_on_the_kind_that_it_was_placed_on_whatever_else_its_name_fits():
-    """`H100` is a part of both names; what was planned for one does not run on the other."""
+    """`H100` is a part of both names; a search that was planned for one does not run on the other."""
     workers = [worker("a", 8, "NVIDIA H100 PCIe"), worker("b", 2, "NVIDIA H100")]
     wanted = replace(wants(1, device="H100"), kind="NVIDIA H100")
     assert placed([wanted], (), workers) == [(1, "b")]

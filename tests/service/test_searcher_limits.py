@@ -1,4 +1,4 @@
-"""A searcher that takes more than it may ends its search, with the reason; its server goes on."""
+"""A searcher that exceeds a limit ends its search, with the reason; its server continues."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""The searchers of a server: one for each running search, started anew when it dies."""
+"""The searchers of a server: one for each running search, restarted when it dies."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
 
 @pytest.fixture
 def service(tmp_path, monkeypatch):
-    """A store with a worker, and what makes searchers that do something in the place of a search."""
+    """A store with a worker, and a function that creates searchers that run a task in place of a search."""
     for name, seconds in (("LOOK_S", 0.05), ("FIRST_PAUSE_S", 0.01), ("LONGEST_PAUSE_S", 0.02)):
         monkeypatch.setattr(module, name, seconds)
     store, user = a_store(tmp_path)
@@ -44,7 +44,7 @@ def a_search(store, **more):
 
 
 def until(condition, within_s=30.0):
-    """Waits until something is so."""
+    """Waits until the condition holds and returns its value."""
     begun = time.monotonic()
     while not (found := condition()):
         assert time.monotonic() - begun < within_s, "it did not come to that"
@@ -87,7 +87,7 @@ def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_a
 
 
 def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch):
-    """A user over their quota held every slot with no device busy."""
+    """Regression: a user over their quota occupied every slot while no device was busy."""
     monkeypatch.setattr(module, "UNABLE_S", 0.2)
     monkeypatch.setattr(module, "DECIDE_S", 0.05)
     store, searching = service
@@ -166,7 +166,7 @@ def test_an_agent_that_is_killed_is_started_again_and_its_searchers_are_not_to_b
 
 
 def test_searchers_end_when_their_server_is_killed(tmp_path):
-    """By the kernel, whatever they do: nothing is asked of them."""
+    """The kernel ends them, whatever they are doing."""
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path; from agent_tasks import Waits; from redline.runners.host import HostAgent\n"

@@ -1,4 +1,4 @@
-"""Searches: what is submitted is kept, a key stands for one search, and pages and events miss nothing."""
+"""Searches: each submission is kept, submissions with the same key are one search, and pages and events are complete."""
 
 import pytest
 from redline.base.errors import KeyTaken, NotFound, UsageError
@@ -45,7 +45,7 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
     ids = []
     for number in range(12):
         ids.append(store.submit(bob if number % 3 == 0 else ann, REQUEST, devices=1)[0].id)
-        clock.pass_by(number % 2)  # several are of the same moment
+        clock.pass_by(number % 2)  # several have the same time
     found, after = [], None
     while page := store.searches(after=after, limit=5):
         found += [each.id for each in page]
@@ -141,7 +141,7 @@ def test_workers_that_are_not_heard_of_have_left_until_they_are(store, ann, cloc
 def test_what_was_measured_is_found_by_all_that_decides_it(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 2.0}, one.id)
-    store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 9.0}, one.id)  # told again
+    store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 9.0}, one.id)  # a repeated report
     store.note_measured("f1", "c2", {"tp": 2}, {"status": "oom"}, one.id)
     store.note_measured("f2", "c1", {"tp": 1}, {"status": "ok", "throughput": 5.0})
     assert [(each.config_id, each.measurement) for each in store.measured("f1")] == [

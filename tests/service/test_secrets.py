@@ -1,4 +1,4 @@
-"""What is told to one is shown to no other: environments, tokens, sessions; and what strangers send steers nothing."""
+"""Secrets of a user are shown to no other: environments, tokens, sessions; input of strangers has no effect."""
 
 import contextlib
 import io
@@ -93,7 +93,7 @@ def test_a_session_ends_with_a_logout_whoever_has_its_cookie(service):
             assert thief.get("/session").status_code == 401
             assert thief.get("/runs/api/runs").status_code == 401
     with service.client() as api:
-        assert api.get("/v1/me").status_code == 200  # the token is as good as before
+        assert api.get("/v1/me").status_code == 200  # the token is still valid
 
 
 def test_a_session_ends_with_its_time_and_with_its_token(service, sqlite, clock):
@@ -110,7 +110,7 @@ def test_a_session_ends_with_its_time_and_with_its_token(service, sqlite, clock)
     assert sqlite.user_of_session(session) is None
 
 
-# -- what strangers send -------------------------------------------------------------------------------------
+# -- input of strangers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [

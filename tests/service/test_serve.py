@@ -1,4 +1,4 @@
-"""`redline serve` as one starts it: killed in the middle of a search and started again, it goes on by itself."""
+"""`redline serve` as a process: killed during a search and restarted, it continues the search."""
 
 import os
 import signal

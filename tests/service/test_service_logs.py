@@ -1,4 +1,4 @@
-"""Logs of dry runs on the server: no text of a worker's becomes a path."""
+"""Logs of dry runs on the server: no text from a worker becomes a path."""
 
 import pytest
 from redline.base.errors import UsageError

@@ -1,4 +1,4 @@
-"""Encryption: a server with a certificate, clients that trust it and ones that do not, and a proxy in front."""
+"""TLS: a server with a certificate, clients that trust it and ones that do not, and a proxy in front."""
 
 import os
 import ssl
@@ -21,7 +21,7 @@ from server_process import Server
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Of an authority, of a server's certificate, and of its key."""
+    """Files of an authority's certificate, a server's certificate and its key."""
     return authority(tmp_path_factory.mktemp("tls"))
 
 
@@ -109,7 +109,7 @@ def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
             )
             login = next(each for each in service.store.audited() if each.action == "login")
             assert login.subject == ("203.0.113.9" if secure else "127.0.0.1")
-            # A form of the page behind the proxy is the server's own, one of another site is not.
+            # The server accepts a form of its own page behind the proxy and refuses one of another site.
             own, other = "https://redline.example.org", "https://elsewhere.example.org"
             status = [client.post("/logout", headers={"origin": each}).status_code for each in (own, other)]
             assert status == [303 if secure else 403, 403]
@@ -117,7 +117,7 @@ def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
 
 @pytest.mark.slow
 def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_path):
-    """Its certificate does not name 127.0.0.1, by which the server's own worker reaches it."""
+    """The certificate does not name 127.0.0.1, the address at which the server's own worker reaches it."""
     ours, certificate, key = authority(tmp_path, "DNS:localhost")
     server = Server(tmp_path, "--port", "0", "--certificate", str(certificate), "--key", str(key), "--devices", "1")
     try:

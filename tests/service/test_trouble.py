@@ -1,4 +1,4 @@
-"""A database that fails under a server: requests are answered in words, and all goes on when it is back."""
+"""A database that fails under a server: requests get an error message, and service resumes when it is back."""
 
 import contextlib
 import sqlite3
@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch, caplog):
-    """Locks are waited for a moment only; nothing of what happens is a traceback in the log."""
+    """Shortens the wait for locks, and checks that no traceback is logged."""
     monkeypatch.setattr(connections, "BUSY_S", 0.3)
     yield
     assert [each.getMessage() for each in caplog.records if each.exc_info] == []
@@ -41,7 +41,7 @@ def client(service):
 
 
 def away(answer, said):
-    """An answer that says what is wrong with the database, and when to come again."""
+    """Checks that an answer names the problem with the database and when to retry."""
     assert answer.status_code == 503, answer.text
     detail = answer.json()["error"]
     assert detail["code"] == "storage_unavailable" and said in detail["message"], detail
@@ -50,7 +50,7 @@ def away(answer, said):
 
 
 def until(ask, status):
-    """Asks until it is answered so; that answer."""
+    """Repeats a request until its answer has the status; returns that answer."""
     end = time.monotonic() + LONG_S
     while (answer := ask()).status_code != status:
         assert time.monotonic() < end, answer.text
@@ -64,7 +64,7 @@ def submit(client, **more):
 
 @contextlib.contextmanager
 def locked(service, table="redline_searches"):
-    """A lock that another connection holds."""
+    """Holds a lock on another connection."""
     database = service.store.database
     if database.sqlite:
         with contextlib.closing(sqlite3.connect(database._reader.url.database, isolation_level=None)) as other:
@@ -82,13 +82,13 @@ def test_a_locked_database_is_said_to_be_and_is_written_when_the_lock_is_gone(se
         away(submit(client), "is locked by another process")
         away(client.post(f"/v1/searches/{first}/cancel"), "is locked by another process")
         assert client.get("/v1/me").status_code == client.get("/healthz").status_code == 200
-        if service.store.database.sqlite:  # whoever looks waits for nobody who writes
+        if service.store.database.sqlite:  # readers do not wait for writers
             assert client.get(f"/v1/searches/{first}").json()["state"] == "queued"
     assert submit(client).status_code == 201
 
 
 def test_many_who_wait_for_a_lock_are_all_answered_and_keep_nobody_else_waiting(service):
-    """More than the server has threads, each of whom would wait for those before."""
+    """There are more requests than server threads, and each would wait for those before it."""
     many = httpx.Limits(max_connections=60)
     with locked(service), ThreadPoolExecutor(60) as pool, service.client(limits=many) as client:
         client.timeout = 2 * LONG_S
@@ -109,7 +109,7 @@ def test_a_read_only_database_is_said_to_be_and_can_be_read(service, client, clu
 
 
 class _ReadOnly:
-    """Has a database refuse whatever is written."""
+    """Makes a database refuse writes."""
 
     @contextlib.contextmanager
     def read_only(self, service):
@@ -131,7 +131,7 @@ class _ReadOnly:
 
     @staticmethod
     def _alter(engine, what):
-        """Changes the database, and cuts its connections: the next ones have it so."""
+        """Alters the database and ends its connections, so that new ones use the setting."""
         import psycopg
 
         name = engine.url.database
@@ -148,7 +148,7 @@ def cluster_of():
 
 
 def on_a_full_disk(folder):
-    """What a server on a disk that fills up answers: to whoever submits, and to whoever looks; and then."""
+    """Returns a server's answers to submissions and reads on a disk that fills up, and after space is freed."""
     from pathlib import Path
 
     with served(Path(folder), patience_s=0.5) as service, service.client() as client:

@@ -1,4 +1,4 @@
-"""What a worker on a Ray cluster keeps warm: runners that hold devices, each for one dry run at a time."""
+"""Runners that a worker on a Ray cluster keeps warm: each holds devices and serves one dry run at a time."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ class Holding(Runner):
 
 @pytest.fixture
 def warm(tmp_path, monkeypatch):
-    """Of four devices; `made` are all runners that were ever made, of which no more than fit are open at a time."""
+    """Warm runners with four devices. `made` lists all runners created; the open ones never exceed four devices."""
     kept = WarmRunners("ray", 4, tmp_path, address="127.0.0.1:1")
     kept.made = []
 

@@ -1,5 +1,4 @@
-"""One winner: whatever names the winner of a search names the configuration that was confirmed, not the fastest row of
-trials.csv, in which nothing tells that it was measured once."""
+"""Every view of a search names the confirmed winner, not the fastest row of trials.csv, which was measured only once."""
 
 import json
 import re
@@ -20,14 +19,14 @@ from served import SEARCH, SPACE
 
 ASKED = {"model": "gpt2-tiny", "workload": {"id": "x", "spec": "gpt2-tiny"}, "space": SPACE}
 FIRST = (100.0, 150.0, 145.0)
-"""Throughputs of trials 0 to 2, of micro_batch 1, 2 and 4."""
+"""Throughputs of trials 0 to 2, with micro_batch 1, 2 and 4."""
 AGAIN = {0: (99.0, 101.0, 100.0), 1: (139.0, 140.0, 141.0)}
-"""Of the trials that were measured again: trial 1 is confirmed at 140, trial 2 was measured once, at 145."""
+"""Throughputs of re-measured trials: trial 1 is confirmed at 140; trial 2 was measured once, at 145."""
 
 
 @pytest.fixture(scope="module")
 def search(service):
-    """A search of the service that ended, its trials in the service's database."""
+    """A finished search of the service, with its trials in the service's database."""
     with service.client() as client:
         made = client.post("/v1/searches", json=SEARCH).json()["id"]
     attempt = service.store.take_search(made)
@@ -110,7 +109,7 @@ def told_of(trial):
 
 
 def waited(run):
-    """What `redline submit --wait` prints."""
+    """Returns the output of `redline submit --wait`."""
     from click import command
 
     out = CliRunner().invoke(command("wait")(lambda: followed(run)), [], standalone_mode=False)
@@ -119,7 +118,7 @@ def waited(run):
 
 
 def report_of(said, folder, tmp_path):
-    """The document in the page of `redline report`."""
+    """Returns the document in the page of `redline report`."""
     said("report", folder, "-o", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     return json.loads(re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)[1])

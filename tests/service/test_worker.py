@@ -1,4 +1,4 @@
-"""A worker: what it leases it runs, answers, or gives back; a pool that is away is waited for."""
+"""A worker runs, answers and gives back the dry runs that it leases; it waits for a pool that cannot be reached."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ LEASE_S = 2.0
 
 
 class Formula(Runner):
-    """Runs a configuration by a formula, and prints what it does."""
+    """Runs a configuration by a formula and prints a line."""
 
     name = "formula"
 
@@ -38,7 +38,7 @@ class Formula(Runner):
 
 
 class Warm:
-    """In the place of `WarmRunners`: one runner for all."""
+    """Replaces `WarmRunners`: one runner for all."""
 
     def __init__(self, runner):
         self._runner = runner
@@ -62,7 +62,7 @@ class Warm:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A store with a search of somebody's, and workers that are in a hurry."""
+    """A store with a submitted search. Workers' intervals are short."""
     for name, seconds in (("RENEW_S", 0.2), ("WAIT_S", 0.3), ("RETRY_S", 0.05), ("LOG_S", 0.1)):
         monkeypatch.setattr(work, name, seconds)
     store, user = a_store(tmp_path)
@@ -75,7 +75,7 @@ def place(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def working(store, runner, pool=None, warm=Warm):
-    """A worker that works."""
+    """Runs a worker in a thread."""
     pool = pool or StorePool(store, user=store.ann, data=store.data, lease_s=LEASE_S)
     worker = Worker(
         pool,
@@ -111,7 +111,7 @@ def asked(store, number=0):
 
 
 def until(condition, within_s=20.0):
-    """Waits until something is so."""
+    """Waits until the condition holds and returns its value."""
     begun = time.monotonic()
     while not (found := condition()):
         assert time.monotonic() - begun < within_s, "it did not come to that"
@@ -190,7 +190,7 @@ def test_machinery_that_is_lost_once_runs_it_again_at_once_and_its_log_begins_an
                 return super().run(request)
             self.begun.set()
             request.log.write_text("what was printed before it was lost\n")
-            time.sleep(0.3)  # it is sent meanwhile
+            time.sleep(0.3)  # the worker sends it meanwhile
             raise RunnerError("the agent died")
 
     with working(place, LostOnce()):
@@ -218,7 +218,7 @@ def test_a_worker_that_can_start_nothing_gives_back_what_it_has_and_ends_in_word
 
 
 class Away(StorePool):
-    """A pool that cannot be reached every other time."""
+    """A pool that fails every other call."""
 
     def __init__(self, *what, **more):
         super().__init__(*what, **more)

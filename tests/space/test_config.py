@@ -1,4 +1,4 @@
-"""A configuration is an immutable mapping with an id that is the same everywhere."""
+"""A configuration is an immutable mapping whose id is the same on every machine."""
 
 import json
 import os
@@ -76,7 +76,7 @@ print(json.dumps([ids, [config.id for config in set(space)], [c.id for c in spac
 
 
 def test_the_id_of_a_known_configuration_never_changes():
-    # Ids stand in ledgers of earlier runs: this one was computed by hand from the canonical JSON.
+    # Ledgers of earlier runs contain ids: this one was computed by hand from the canonical JSON.
     import hashlib
 
     canonical = '{"checkpoint_ratio":0.5,"fusion":true,"kernel":null,"precision":"bf16","tp":2}'

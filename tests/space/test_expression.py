@@ -1,4 +1,4 @@
-"""Expressions are built by operators, refuse to be decided by Python, and agree on scalars and columns."""
+"""Expressions are built by operators, cannot be converted to bool, and give the same results for scalars and columns."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Text is parsed by a grammar, never run, and what is wrong is said with line and column."""
+"""Text is parsed by a grammar and never run; errors have a line and a column."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What cannot be meant is refused where it is declared, and leaves the space as it was."""
+"""Invalid declarations are refused at once and leave the space unchanged."""
 
 import copy
 import doctest

@@ -1,4 +1,4 @@
-"""Random spaces against a brute-force reading of the same rules."""
+"""Random spaces, compared with a brute-force evaluation of the same rules."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ NOTHING = object()  # the oracle's "no value"
 
 @dataclass
 class Term:
-    """An expression, and what it must give, computed in plain Python."""
+    """An expression and its oracle, which computes the expected value in plain Python."""
 
     expression: Any
     oracle: Callable[[dict], Any]
@@ -90,7 +90,7 @@ APPLY = {
 
 @st.composite
 def numbers(draw, knobs, depth=2):
-    """A numeric term over the knobs."""
+    """Draws a numeric term over the knobs."""
     numeric = [knob for knob in knobs if knob.kind in ("integer", "number")]
     if depth == 0 or draw(st.booleans()):
         if numeric and draw(st.integers(0, 3)):
@@ -112,7 +112,7 @@ def numbers(draw, knobs, depth=2):
 
 @st.composite
 def conditions(draw, knobs, depth=2):
-    """A condition over the knobs."""
+    """Draws a condition over the knobs."""
     if depth and draw(st.integers(0, 2)) == 0:
         a, b = draw(conditions(knobs, depth - 1)), draw(conditions(knobs, depth - 1))
         if draw(st.booleans()):
@@ -157,14 +157,14 @@ def conditions(draw, knobs, depth=2):
 
 @dataclass
 class Model:
-    """A space and the oracle's notes about it."""
+    """A space and the same rules for the oracle."""
 
     space: Space
     rules: list = field(default_factory=list)  # ("knob", name, values, when) | ("derived", name, term)
     constraints: list = field(default_factory=list)
 
     def configurations(self, constraints=None, start=0):
-        """Every valid configuration, by trying all combinations."""
+        """Returns every valid configuration, found by trying all combinations."""
         chosen = [rule for rule in self.rules if rule[0] == "knob"]
         found = {}
         for picked in itertools.product(*(rule[2] for rule in chosen)):
@@ -204,7 +204,7 @@ DOMAINS = st.one_of(
 
 
 def as_predicate(term: Term) -> Callable:
-    """The term as a Python callable whose parameters are its knobs; division by zero raises, as it would."""
+    """Returns the term as a Python callable whose parameters are its knobs. Division by zero raises."""
     names = sorted(term.names)
 
     def call(env):

@@ -32,7 +32,7 @@ def huge():
 
 @pytest.fixture
 def unlisted():
-    """One component with far more valid choices than are ever listed."""
+    """One component with more valid choices than can be listed."""
     space = Space()
     knobs = [space.integer(f"k{at}", 1, 20, default=20) for at in range(10)]
     space.require(sum(knobs) <= 100, "sum")
@@ -170,7 +170,7 @@ def test_default_is_the_valid_configuration_nearest_to_the_defaults():
     space.choice("precision", ["fp32", "bf16"], default="bf16")
     assert space.default() == {"tp": 8, "pp": 4, "precision": "bf16"}
     space.require(tp * pp <= 16)
-    # One knob has to change, and pp = 2 is as far as tp = 4: the first in order wins.
+    # One knob has to change, and pp = 2 is as near as tp = 4: the first in order wins.
     assert space.default() == {"tp": 4, "pp": 4, "precision": "bf16"}
     space.require(tp == 8)
     assert space.default() == {"tp": 8, "pp": 2, "precision": "bf16"}
@@ -206,7 +206,7 @@ def test_a_sample_of_everything_is_the_whole_space(space):
 
 
 def test_a_huge_product_of_small_components_is_never_listed(huge):
-    """Or this would not end."""
+    """Listing it would not end."""
     size = len(huge)
     assert size == huge.size == 999 * 1000**3
     assert huge.enumerable
@@ -250,7 +250,7 @@ def test_what_cannot_be_listed_says_so_and_works_otherwise(unlisted):
     picked = unlisted.sample(200, seed=5)
     assert len(set(picked)) == 200 and all(config in unlisted for config in picked)
     assert picked == unlisted.sample(200, seed=5) != unlisted.sample(200, seed=6)
-    assert len({config["k0"] for config in picked}) == 7  # every way to write 36 shows up
+    assert len({config["k0"] for config in picked}) == 7  # every factorisation of 36 occurs
     default = unlisted.default()
     assert default in unlisted and default["k0"] * default["k1"] == 36
     assert unlisted.config(**default) == default
@@ -258,7 +258,7 @@ def test_what_cannot_be_listed_says_so_and_works_otherwise(unlisted):
 
 
 def changed(one, other):
-    """Knobs that both have, with different values; what is derived follows."""
+    """Number of knobs that both have with different values, without derived ones."""
     return sum(one[name] != other[name] for name in one.keys() & other.keys() if name not in ("dp", "sum"))
 
 
@@ -267,7 +267,7 @@ def test_neighbours_are_all_that_differ_in_a_few_knobs(space, listed, monkeypatc
     everything = list(space)
     choices = space.choices(10**6)
     assert space.made(choices) == everything
-    if not listed:  # joined from the rules instead of picked from the list
+    if not listed:  # combined from the rules instead of looked up in the list
 
         def refuse(self, at):
             raise enumeration.TooLarge("too many")
@@ -395,7 +395,7 @@ def test_rules_do_not_apply_to_rows_whose_conditional_knob_is_absent_while_other
 
 
 def test_pruning_reaches_what_filtering_could_not():
-    """512**5 combinations would not end."""
+    """Filtering 512**5 combinations would not end."""
     space = Space()
     names = ("tp", "pp", "dp", "micro", "acc")
     tp, pp, dp, micro, acc = (space.integer(name, 1, 512) for name in names)

@@ -1,4 +1,4 @@
-"""Spaces as files: readable, complete, parsed rather than run, and refused with file and line."""
+"""Spaces as files: readable, complete, parsed instead of run, and refused with file and line."""
 
 import os
 import re
@@ -358,7 +358,7 @@ def test_a_lambda_that_means_something_else_as_text_is_refused(tmp_path):
     limit = 2
     for rule in (
         lambda pp: 8 // pp > 4 or pp == 0,  # Python divides by zero before it gets to pp == 0
-        lambda tp: tp <= limit,  # a variable that is no knob
+        lambda tp: tp <= limit,  # a variable that is not a knob
         lambda tp: tp & 3,  # bits, not conditions
         lambda tp, pp: tp and pp,  # numbers, not conditions
         lambda tp: 1 < tp < 8,

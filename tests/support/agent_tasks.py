@@ -1,4 +1,4 @@
-"""What a host agent does in the place of a search."""
+"""Tasks that a host agent runs in place of a search."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from redline.runners.protocol import Channel, Received
 
 @dataclass
 class InPlaceOfASearch(AgentTask):
-    """Of the same fields."""
+    """A task with the same fields as a search's."""
 
     url: str
     data: Path
@@ -21,7 +21,7 @@ class InPlaceOfASearch(AgentTask):
 
 
 class Waits(InPlaceOfASearch):
-    """Until it is not needed any more."""
+    """Waits until the caller closes the channel."""
 
     def run(self, call: Received) -> None:
         call.note(Begun(os.getpid()))
@@ -32,7 +32,7 @@ class Waits(InPlaceOfASearch):
 
 
 class Fails(InPlaceOfASearch):
-    """With a code, and words in its log."""
+    """Fails with an exit code and a message in its log."""
 
     def run(self, call: Received) -> int:
         with open(self.log, "a") as log:
@@ -42,5 +42,4 @@ class Fails(InPlaceOfASearch):
 
 
 def run_alone(task, connection):
-    """Runs a task in this process."""
     task.run(Received(Channel(connection), 1, "task", (task,)))

@@ -1,4 +1,4 @@
-"""Requests by which a server was attacked (issue 33), for tests and `bench/attacks.py`."""
+"""Attack requests on a server, for tests and `bench/attacks.py`."""
 
 import contextlib
 import json
@@ -35,11 +35,11 @@ ATTACKS = {
     "half a surrogate pair": ("submitter", "POST", "/v1/searches", b'{"request": {"target": "\\ud800"}}'),
     "a priority": ("other", "POST", "/v1/searches", _json({"request": {"target": "gpt2-tiny"}, "priority": 100})),
 }  # fmt: skip
-"""By name: whose token, method, path, body."""
+"""By name: role of the token, method, path, body."""
 
 
 def attack(client, name, tokens):
-    """One attack; its status and how long its answer took, s."""
+    """Sends one attack and returns its status and response time, s."""
     role, method, path, body = ATTACKS[name]
     token = tokens.get(role, "redline_00000000_forged") if role else None
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
@@ -49,7 +49,8 @@ def attack(client, name, tokens):
 
 
 def attacked(address, tokens, end):
-    """All attacks in turn, once at least and then until that time (monotonic clock): name, status and seconds of each."""
+    """Sends all attacks in turn, at least once, until `end` (monotonic clock); returns name, status and seconds of
+    each."""
     seen = []
     with httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
         while not seen or time.monotonic() < end:
@@ -59,7 +60,7 @@ def attacked(address, tokens, end):
 
 @contextlib.contextmanager
 def half_open(address, number):
-    """So many connections on which a request has begun and does not go on."""
+    """Holds `number` connections open, each with an incomplete request."""
     place = urlsplit(address)
     with contextlib.ExitStack() as held:
         for _ in range(number):

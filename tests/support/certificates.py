@@ -1,4 +1,4 @@
-"""Certificates of one's own: an authority, and what it signs."""
+"""A certificate authority for tests, and certificates that it signs."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import pytest
 
 
 def authority(folder, names="IP:127.0.0.1,DNS:localhost"):
-    """Files of an authority's certificate, of a server's that it signed for some names, and of the key of that."""
+    """Returns the files of an authority's certificate, of a server's certificate for `names`, and of its key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     ours, key, signed, request = (folder / name for name in ("authority.pem", "key.pem", "signed.pem", "request.pem"))

@@ -10,14 +10,14 @@ from redline.testing.numerics import FAMILIES
 
 
 def architecture(family, *, lora=None, **more):
-    """The tiny architecture of a family of the table, or of another that takes Llama's configuration."""
+    """Returns the tiny architecture of a family of the table, or of another that takes Llama's configuration."""
     task, arguments = FAMILIES.get(family, FAMILIES["llama"])
     given = {"model_type": family, "arguments": {**arguments, **more}, "task": task}
     return AdaptedArchitecture(**given, lora=Lora.parse(lora)) if lora else Architecture(**given)
 
 
 def filled(made, seed=0):
-    """The model with every parameter drawn: none is left at a value that another has too."""
+    """Returns the model with every parameter drawn at random, so that no two have the same values."""
     model = made({}).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -33,12 +33,12 @@ def saved(model, folder, **options):
 
 
 def weights_of(model):
-    """A model's own tensors as weights."""
+    """Returns a model's own tensors as lazy weights."""
     return LazyWeights({name: lazy(each) for name, each in model.state_dict().items()})
 
 
 def lazy(tensor, log=None):
-    """A tensor of which boxes are read; how many entries each took is appended to `log`."""
+    """Returns a lazy tensor that appends the number of entries of each box read to `log`."""
 
     def read(box):
         if log is not None:
@@ -49,6 +49,6 @@ def lazy(tensor, log=None):
 
 
 def differing(weights, model):
-    """Names of a model's tensors that the weights lack, or have with other bits."""
+    """Names of a model's tensors that the weights lack or have with other bits."""
     own = model.state_dict()
     return [name for name in own if name not in weights.shapes or not torch.equal(weights.read(name), own[name])]

@@ -1,4 +1,4 @@
-"""Runs' folders, whole and damaged, and everything that reads one."""
+"""Folders of runs, whole and damaged, and functions that read them in every way."""
 
 import contextlib
 import io
@@ -56,7 +56,7 @@ FILES = ("run.yaml", "best.yaml", "study.log", "trials.csv", ".lock")
 
 
 def make_run(folder: Path, asked=ASKED, configs=None, storage=None) -> Path:
-    """A finished run of eight trials with every kind of outcome, re-measurements, ranks and a probe."""
+    """Writes a finished run of eight trials with every kind of outcome, re-measurements, ranks and a probe."""
     computed = Computed(loss=6.9, gradient=1.2, blocks=(0.1, 0.2), vectors=(0.3,), samples=4)
     probe = Probe(quiet=computed, step=computed, logits=(0.1, 0.2), roundoff=2**-24, loss_roundoff=2**-24)
     names = {name: None for each in configs or () for name in each} or KNOBS
@@ -117,7 +117,7 @@ _WILD = (
 
 
 def _places(document, path=()):
-    """Paths to every value of a document."""
+    """Yields the paths to every value of a document."""
     yield path
     parts = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
@@ -127,7 +127,7 @@ def _places(document, path=()):
 
 
 def _with_another(document, draw: random.Random):
-    """The document with a value replaced, dropped, added or nested."""
+    """Replaces, drops, adds or nests a value of the document."""
     path = draw.choice(list(_places(document))[1:])
     holder = document
     for key in path[:-1]:
@@ -147,7 +147,7 @@ def _with_another(document, draw: random.Random):
 
 
 def _flow(value) -> str:
-    """A document as JSON, which is YAML too, however deep it is."""
+    """Returns a document as JSON, which is also YAML, at any depth."""
     if isinstance(value, list) and len(value) == 1:
         depth = 0
         while isinstance(value, list) and len(value) == 1:
@@ -251,7 +251,7 @@ _DAMAGES = (_another_value,) * 6 + (
 
 
 def damage(folder: Path, draw: random.Random) -> list[str]:
-    """Damages one to three files of a run; says how."""
+    """Damages one to three files of a run and returns a description of each damage."""
     said = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         path, how = folder / draw.choice(FILES[:4] * 4 + FILES[4:]), draw.choice(_DAMAGES)
@@ -266,16 +266,16 @@ def damage(folder: Path, draw: random.Random) -> list[str]:
                 KeyError,
                 RecursionError,
             ):
-                how(path, draw)  # what is damaged already cannot always be damaged in that way again
+                how(path, draw)  # a damaged file cannot always be damaged in that way again
                 said.append(f"{how.__name__} {path.name}")
     return said
 
 
 def read_everything(folder: Path, whole: Path) -> list[str]:
-    """Reads a run in every way that there is; how it was refused, for each way that was.
+    """Reads a run in every way and returns the refusals as text.
 
     Raises:
-        Exception: anything but a refusal in words.
+        Exception: anything but a refusal by a `RedlineError`.
     """
     refused: list[str] = []
 
@@ -306,7 +306,7 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
             for target in export_targets():
                 for trial in (trials[0], trials[-1]):
                     if target == "deepspeed" and {trial.config.get("tp"), trial.config.get("pp")} == {2}:
-                        continue  # what DeepSpeed has no words for is refused in a whole run too
+                        continue  # DeepSpeed cannot express this, so it is refused for a whole run too
                     attempt(
                         target, lambda target=target, trial=trial: render(target, trial, view.document).text.encode()
                     )
@@ -317,7 +317,7 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
 
 
 def serve_everything(root: Path) -> dict[str, dict]:
-    """What the dashboard's API has for each run under `root`, by its name in the list."""
+    """Reads each run under `root` through the dashboard's API; returns its list's entries by name."""
     library = Library(root)
     lines = {line["run"]: line for line in library.lines()}
     for run in lines:
@@ -330,5 +330,4 @@ def serve_everything(root: Path) -> dict[str, dict]:
 
 
 def copied(whole: Path, to: Path) -> Path:
-    """A copy of a run's folder."""
     return Path(shutil.copytree(whole, to))

@@ -1,4 +1,4 @@
-"""Faults that a candidate can have, to be planted one at a time: `with fault(training): ...`."""
+"""Faults that a candidate can have, planted one at a time: `with fault(training): ...`."""
 
 import itertools
 import re
@@ -16,18 +16,18 @@ ATTENTION = {
     "bert-tiny": r"bert\.encoder\.layer\.\d+\.attention\.self",
     "t5-tiny": r"(encoder|decoder)\.block\.\d+\.layer\.\d\.(SelfAttention|EncDecAttention)",
 }
-"""Paths of the modules that attend."""
+"""Paths of the attention modules."""
 PROJECTION = {
     "gpt2-tiny": r"transformer\.h\.\d+\.attn\.c_proj",
     "llama-tiny": r"model\.layers\.\d+\.self_attn\.o_proj",
     "bert-tiny": r"bert\.encoder\.layer\.\d+\.attention\.output\.dense",
     "t5-tiny": r"(encoder|decoder)\.block\.\d+\.layer\.\d\.(SelfAttention|EncDecAttention)\.o",
 }
-"""Paths of the projections behind them."""
+"""Paths of the output projections of attention."""
 
 
 def found(training, pattern):
-    """The modules whose path is of a pattern."""
+    """Modules whose path matches a pattern."""
     modules = [each for path, each in training.model.named_modules() if re.fullmatch(pattern, path)]
     assert modules
     return modules
@@ -44,7 +44,7 @@ def hooks(*handles):
 
 @contextmanager
 def replaced(owner, name, value):
-    """An attribute, for a while."""
+    """Replaces an attribute within the context."""
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -55,7 +55,7 @@ def replaced(owner, name, value):
 
 
 def first(output, change):
-    """What a module returned, its first tensor changed."""
+    """Returns a module's output with its first tensor changed."""
     if isinstance(output, torch.Tensor):
         return change(output)
     return (change(output[0]), *output[1:])
@@ -76,7 +76,7 @@ def one_block_is_skipped(training):
 
     def skip(module, args, kwargs, output):
         before = args[0] if args else kwargs["hidden_states"]
-        # Its weights still take part, with a gradient of zero, or replicas would wait for them.
+        # The block's weights take part with a gradient of zero, or replicas would wait for them.
         return first(output, lambda tensor: before + 0 * tensor)
 
     return hooks(block.register_forward_hook(skip, with_kwargs=True))
@@ -134,7 +134,7 @@ def _without_mask(module, args, kwargs):
 
 @contextmanager
 def a_causal_mask_is_added(training):
-    """To an encoder: the fault that an encoder can have in its mask."""
+    """For an encoder, which has no causal mask."""
     with ExitStack() as stack:
         for each in found(training, ATTENTION[training.workload.name]):
             stack.enter_context(replaced(each, "is_causal", True))
@@ -167,7 +167,7 @@ def dropout_is_twice_as_strong(training):
 
 
 def a_dropout_is_added(training):
-    """To a model that has none."""
+    """For a model without dropout."""
     block = training.model.get_submodule(training.outline.blocks[0])
 
     def drop(module, args, output):
@@ -232,11 +232,11 @@ def replaced_item(mapping, key, value):
         mapping[key] = before
 
 
-# Of a loss that is computed without all logits.
+# Faults of a loss that is computed without all logits.
 
 
 def _of_chunks(change):
-    """`change(logits, losses)` of every chunk, whose `logits` are their gradients by then; returns losses."""
+    """Calls `change(logits, losses)` for every chunk and uses the losses it returns; `logits` holds their gradients."""
     real = unformed._to_gradients
 
     def faulty(logits, target, product):
@@ -261,7 +261,7 @@ def losses_of_a_chunk_are_of_one_token(training):
 
 @contextmanager
 def the_heads_bias_is_forgotten(training):
-    """In the logits that are looked at and in the loss."""
+    """Both in the logits that are inspected and in the loss."""
     linear = nn.functional.linear
     forget = lambda hidden, weight, bias=None: linear(hidden, weight)  # noqa: E731
     with replaced(unformed, "F", SimpleNamespace(linear=forget)):
@@ -274,17 +274,17 @@ def the_heads_gradient_is_of_one_chunk(training):
         yield
 
 
-# On two ranks.
+# Faults on two ranks.
 
 
 def gradients_are_not_reduced(training):
-    """Over replicas that are kept whole."""
+    """For replicas that are kept whole."""
     return replaced(training.model.replicas, "buckets", [])
 
 
 @contextmanager
 def one_gradient_is_not_reduced(training):
-    """Of one parameter each replica keeps its own: one that was left out of a bucket."""
+    """Each replica keeps its own gradient of one parameter, as if it were missing from a bucket."""
     own = {}
     block = training.model.get_submodule(training.outline.blocks[0])
     param = max(block.parameters(), key=lambda each: each.numel())
@@ -305,7 +305,7 @@ def one_gradient_is_not_reduced(training):
 
 
 def a_stage_is_not_updated(training):
-    """The last of a pipeline."""
+    """The last stage of a pipeline."""
     if training.world.pp_rank == 0:
         return hooks()
     return replaced(training.optimizer, "step", lambda *args: None)
@@ -324,7 +324,7 @@ def bias_is_added_on_every_rank(training):
 
 @contextmanager
 def partial_sums_are_not_added(training):
-    """Of the last attention's heads each rank goes on with its own."""
+    """Each rank continues with the partial sum of its own heads of the last attention."""
     module = found(training, PROJECTION[training.workload.name])[-1]
     before = dict(module._forward_hooks)
     module._forward_hooks.clear()
@@ -335,7 +335,7 @@ def partial_sums_are_not_added(training):
 
 
 def ranks_disagree(training):
-    """One rank of a layer has other norms' gradients: their sum over the sequence's pieces was forgotten."""
+    """One rank of a layer has different gradients of norms, as if their sum over the sequence's pieces were missing."""
     block = training.model.get_submodule(training.outline.blocks[0])
     scale = 0.5 if dist.get_rank() else 1.0
     vectors = [each for each in block.parameters() if each.dim() == 1]

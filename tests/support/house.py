@@ -1,4 +1,4 @@
-"""The package's files, and what each imports."""
+"""The package's files and their imports."""
 
 import ast
 import re
@@ -6,11 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("tests", "bench", "docs", "examples", "build")
-"""Folders of the repository outside of the package."""
+"""Folders of the repository outside the package."""
 
 
 def sources(root):
-    """Every module of the package and its file: `{"redline.space.knob": Path}`."""
+    """Maps every module of the package to its file: `{"redline.space.knob": Path}`."""
     out = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -21,7 +21,7 @@ def sources(root):
 
 
 def imports(name, path, known):
-    """Modules of the package that one names, in whatever function, for types too."""
+    """Yields the package's modules that a file imports, also within functions and for types."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -38,7 +38,7 @@ def imports(name, path, known):
 
 
 def lost(name, path, known):
-    """Relative imports that lead to no module of the package: in a function nothing else would notice them."""
+    """Yields relative imports of modules that do not exist; inside a function no other test would notice them."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -49,7 +49,7 @@ def lost(name, path, known):
 
 
 def by_string(call, package, known):
-    """Modules of the package that `import_module("...")` or `import_module(f".{name}", __package__)` may import."""
+    """Yields modules of the package that `import_module("...")` or `import_module(f".{name}", __package__)` may import."""
     given = call.args[0]
     parts = given.values if isinstance(given, ast.JoinedStr) else [given]
     first = parts[0].value if isinstance(parts[0], ast.Constant) else ""
@@ -63,7 +63,7 @@ def by_string(call, package, known):
 
 
 def named(path):
-    """Packages that a file imports by their absolute names."""
+    """Yields packages that a file imports by absolute name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (each.name.split(".")[0] for each in node.names)
@@ -77,6 +77,6 @@ def importers(package):
 
 
 def graph(root):
-    """What each module imports, itself left out."""
+    """Maps each module to the modules that it imports, without itself."""
     known = sources(root)
     return {name: {each for each in imports(name, path, known) if each != name} for name, path in known.items()}

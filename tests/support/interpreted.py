@@ -1,6 +1,6 @@
-"""A program: runs tiny models with and without Liger's modules, by Triton's interpreter on a CPU.
+"""A program that runs tiny models with and without Liger's modules, in Triton's interpreter on a CPU.
 
-Prints a line of JSON for each model: what was replaced, and what loss, logits and gradients depart by.
+Prints a line of JSON for each model: the replaced modules, and the differences of loss, logits and gradients.
 """
 
 import copy
@@ -26,7 +26,7 @@ LENGTH = 6
 
 
 def complete():
-    """Gives the interpreter what it lacks: floats as arguments, and functions of CUDA's library."""
+    """Adds to the interpreter what it lacks: floats as arguments, and functions of CUDA's library."""
     convert = interpreter._implicit_cvt
 
     def converted(given):
@@ -37,7 +37,7 @@ def complete():
 
     interpreter._implicit_cvt = converted
     libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
-    libdevice.rsqrt = lambda x: tl.rsqrt(x)  # what stands there is found when it is called
+    libdevice.rsqrt = lambda x: tl.rsqrt(x)  # libdevice is looked up at each call
 
 
 def model_of(family, seed):
@@ -48,14 +48,14 @@ def model_of(family, seed):
     torch.manual_seed(seed)
     kind = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager")
-    for _name, param in model.named_parameters():  # Gemma's norms begin at zero, others at one: all differ
+    for _name, param in model.named_parameters():  # Gemma's norms begin at zero, others at one: all differ after this
         if param.dim() == 1:
             param.data.add_(0.1 * torch.randn_like(param))
     return model.train()
 
 
 def passed(model, seed):
-    """Loss, logits and gradients of one batch."""
+    """Returns loss, logits and gradients of one batch."""
     tokens = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     out = model(input_ids=tokens, labels=tokens)
     out.loss.backward()

@@ -1,11 +1,11 @@
-"""One host agent for all that the tests of a session start in this process: starting one costs seconds, a trial a tenth."""
+"""One host agent for all tests of a session: starting an agent takes seconds, a trial a tenth of a second."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def kept_agent():
-    """Called as `HostAgent` is: the same agent every time with the same environment, which outlives those that it is lent to."""
+    """Replaces `HostAgent`: calls with the same environment return the same agent, which lasts until the session ends."""
     from redline.runners.host import PLAIN_IMPORTS, HostAgent
 
     class KeptAgent(HostAgent):
@@ -28,7 +28,7 @@ def kept_agent():
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_agent(kept_agent):
-    """What runs on this machine has that agent, which is started when it is first needed."""
+    """Makes runners and searches in this process use the shared agent, which starts when it is first needed."""
     from redline.runners import emulate, local
     from redline.tuner import search_setup
 

@@ -1,4 +1,4 @@
-"""Bytes that are live while code runs, counted from the operators that run."""
+"""Counts the bytes of live tensors while code runs, from the operators that run."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators made and that are still there; views are of what they view."""
+    """Counts the bytes of live tensors that operators created. A view counts as part of its storage."""
 
     def __init__(self):
         super().__init__()

@@ -1,10 +1,10 @@
-"""megatron-core's own GPTModel beside a model of ours, on the CPU: what it computes with our checkpoint, and what it saves.
+"""A program that runs megatron-core's own GPTModel on the CPU with our checkpoint, and saves its checkpoints.
 
     python megatron_side.py SPEC.json
 
-SPEC: `family`, `sizes`, `ours` (a folder that `write_megatron` wrote), `ids`, `out`. Writes the logits to `out`/logits.pt,
-then draws all weights anew and saves them by dist_checkpointing.save to `out`/theirs and, a name for each layer, to
-`out`/by_layer, with the logits of those in `out`/drawn.pt.
+SPEC: `family`, `sizes`, `ours` (a folder that `write_megatron` wrote), `ids`, `out`. Writes the logits to
+`out`/logits.pt. Then draws all weights anew, writes their logits to `out`/drawn.pt, and saves them by
+dist_checkpointing.save to `out`/theirs and, with a name for each layer, to `out`/by_layer.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-# Triton, where it stands beside the other packages.
+# Triton's folder, if it is installed beside the other packages.
 sys.path.append(os.path.join(sys.prefix, "beside"))
 
 import torch
@@ -61,7 +61,7 @@ def logits(model, ids):
 def main():
     asked = json.loads(Path(sys.argv[1]).read_text())
     out = Path(asked["out"])
-    # What it asks of a GPU although the tensors lie on the CPU.
+    # megatron-core calls these although the tensors are on the CPU.
     torch.cuda.synchronize = lambda *args: None
     torch.cuda.current_device = lambda: "cpu"
     CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()

@@ -1,9 +1,9 @@
-"""What numeric tests share: comparisons that keep a record of how near they came to what rounding may do.
+"""Comparisons of numeric tests, which record how close each came to its tolerance.
 
-A test is numeric where it takes the fixture `seed`, from which it makes weights and data. What it may allow
-is said in one place, `redline/schedule/rounding.py`, by number format, depth and optimizer. `make
-test-portable` runs the numeric tests with many seeds along the paths that a maths library may take on other
-machines, and shows the largest share of its tolerance that each test used.
+A numeric test takes the fixture `seed`, from which it makes weights and data. Tolerances are defined in one place,
+`redline/schedule/rounding.py`, by number format, depth and optimizer. `make test-portable` runs the numeric tests with
+many seeds and with the code paths that a maths library may take on other machines, and shows the largest share of its
+tolerance that each test used.
 """
 
 import importlib
@@ -16,8 +16,8 @@ from redline.schedule.parallel.replicas import whole_gradient
 from redline.testing import numerics
 
 MARGIN = 3.0
-"""A planted fault departs by more than this times the tolerance; the rest must stay below it by as much
-(`bench/portability.py`)."""
+"""A planted fault must exceed the tolerance by more than this factor; everything else must stay below it by the same
+factor (`bench/portability.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,30 @@ class Check:
     departure: float
     allowed: float
     fault: bool = False
-    """Whether it is of something wrong on purpose."""
+    """True if it compares a planted fault."""
 
 
 checks: list[Check] = []
-"""Of the test that runs; those of other ranks arrive with their answers."""
+"""Checks of the running test; those of other ranks arrive with their answers."""
 
 
 references: dict[tuple, numerics.Reference] = {}
 
 
 def within(departure, allowed, what):
-    """Asserts that a departure is no more than rounding may do."""
+    """Asserts that a departure is within the tolerance of rounding."""
     checks.append(Check(what, float(departure), float(allowed)))
     assert departure <= allowed, f"{what} departs by {departure:.2g}; {allowed:.2g} is allowed"
 
 
 def caught(departure, allowed, what):
-    """Asserts that a planted fault departs by clearly more than rounding may do."""
+    """Asserts that a planted fault departs by clearly more than the tolerance of rounding."""
     checks.append(Check(what, float(departure), float(allowed), fault=True))
     assert departure > MARGIN * allowed, f"{what} departs by {departure:.2g}; {allowed:.2g} is allowed"
 
 
 def departure(workload, config, seed):
-    """`numerics.departure`, each reference computed once a process."""
+    """Returns `numerics.departure`; computes each reference once per process."""
     alone = numerics.for_one_process(config)
     key = (workload.id, seed, *alone.items())
     if key not in references:
@@ -67,7 +67,7 @@ def hold(found: Comparison):
 
 
 def same(found, expected, allowed, what="the output"):
-    """Asserts that tensors, or mappings of such, are equal but for rounding."""
+    """Asserts that tensors, or mappings of tensors, are equal up to rounding."""
     if not isinstance(expected, Mapping):
         found, expected = {what: found}, {what: expected}
     assert found.keys() <= expected.keys() and found
@@ -77,13 +77,13 @@ def same(found, expected, allowed, what="the output"):
 
 
 def gradients(model):
-    """Gradients by name, whole; all ranks call it. Zero where there is none."""
+    """Returns whole gradients by name, zero where there are none. All ranks must call it."""
     found = model.named_parameters(remove_duplicate=False)
     return {name: whole_gradient(model, name, param).clone() for name, param in found}
 
 
 def trained(model, optimizer, passes):
-    """A model after as many steps of `numerics.adamw` as comparisons take; `passes()` is a forward and a
+    """Trains a model for as many steps of `numerics.adamw` as comparisons take. `passes()` runs a forward and a
     backward pass and returns the loss."""
 
     def update():
@@ -95,7 +95,7 @@ def trained(model, optimizer, passes):
 
 
 def record_verify():
-    """Lets `verify` keep record, too: of what it accepts."""
+    """Makes `verify` record the comparisons that it accepts."""
     module = importlib.import_module("redline.schedule.verify")
     compare = module.compare
 

@@ -1,4 +1,4 @@
-"""Processes of another Unix user, on a host whose Python that user may not be able to reach."""
+"""Starts processes of another Unix user, on a host whose Python that user may not be able to reach."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 NOBODY = "nobody"
-# Puts Python where its folder is closed to others into an open folder of the same name, for one process and what it starts.
+# Mounts Python, whose folder other users cannot enter, at the same path within an open folder, for one process and its
+# children.
 _OPENED = """set -e
 beside=$(mktemp -d)
 mount --bind "$1" "$beside"
@@ -24,7 +25,7 @@ exec "$@"
 
 
 def only_root():
-    """Skips a test where nobody may change users."""
+    """Returns the entry of the user `nobody`; skips the test unless this process may change users."""
     if os.geteuid() != 0:
         pytest.skip("only root starts processes of other users")
     with contextlib.suppress(KeyError):
@@ -34,13 +35,13 @@ def only_root():
 
 
 def closed():
-    """The folder, perhaps, that keeps others from this Python."""
+    """The outermost folder that keeps other users from this Python, or None."""
     base = Path(os.path.realpath(sys.base_prefix))
     return next((each for each in reversed(base.parents) if not each.stat().st_mode & 1), None)
 
 
 def open_python():
-    """What a command begins with so that every user can run this Python; skips the test where that cannot be arranged."""
+    """Returns a command prefix with which every user can run this Python; skips the test if it cannot."""
     if closed() is None:
         return []
     start = [

@@ -1,4 +1,4 @@
-"""Loops of somebody's own: modules, data, an optimizer, and what the loop trains in plain PyTorch."""
+"""A user's own loops: modules, data, an optimizer, and the same training in plain PyTorch."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ CLIP = 0.5
 
 
 def make_optimizer(params):
-    # With the usual epsilon of 1e-8 the mere rounding of gradients would move weights.
+    # With the usual epsilon of 1e-8 mere rounding of gradients would move weights.
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-2)
 
 
@@ -24,7 +24,7 @@ def make_llama(seed=0, **changed):
 
 
 def make_data(ignored=True):
-    """Samples of tokens; of each another number is not predicted, so that micro-batches count for more or less."""
+    """Returns samples of tokens that ignore varying numbers of labels, so that micro-batches have different weights."""
     generator = torch.Generator().manual_seed(1)
     out = []
     for number in range(SAMPLES):
@@ -35,7 +35,7 @@ def make_data(ignored=True):
 
 
 class Net(nn.Module):
-    """A module that is no Hugging Face model: no loss of its own, samples are tuples."""
+    """A module that is not a Hugging Face model: it has no loss of its own, and samples are tuples."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def make_points():
 
 
 def plain(model, dataset, loss_of, steps=STEPS, clip=CLIP):
-    """The loop in plain PyTorch, on one process: losses and weights."""
+    """Runs the loop in plain PyTorch on one process and returns losses and weights."""
     from redline.training.data import FromDataset
 
     samples, optimizer, losses = FromDataset(dataset), make_optimizer(model.parameters()), []

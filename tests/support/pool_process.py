@@ -1,8 +1,7 @@
-"""A process that takes part in a pool by the store alone: `python pool_process.py ROLE URL ARGUMENTS...`.
+"""A process that takes part in a pool through the store alone: `python pool_process.py ROLE URL ARGUMENTS...`.
 
-A worker leases whatever waits, and at random renews, answers, answers late, gives back, or says nothing more; each
-answer that was taken it prints as `DRY_RUN LEASE`. A reaper ends leases that are over. Both run until nothing is left to
-do.
+A worker leases any waiting dry run, and at random renews, answers, answers late, gives back, or stops responding; it
+prints each accepted answer as `DRY_RUN LEASE`. A reaper ends expired leases. Both run until nothing is left to do.
 """
 
 import random
@@ -17,7 +16,7 @@ IDLE_S = 20.0
 
 
 def work(store, worker, seed):
-    """Leases and answers, not always in time."""
+    """Leases dry runs and answers them, at times too late or not at all."""
     rng, idle = random.Random(seed), time.monotonic()
     while time.monotonic() - idle < IDLE_S:
         waiting = store.waiting()
@@ -31,12 +30,12 @@ def work(store, worker, seed):
             lease = store.lease(rng.choice(waiting).dry_run, worker, LEASE_S)
             what = rng.random()
             if what < 0.1:
-                continue  # says nothing more
+                continue  # no answer for this lease
             if what < 0.2:
                 store.give_back(lease.dry_run, lease.lease)
                 continue
             if what < 0.4:
-                time.sleep(2 * LEASE_S)  # late: another one may have it by now
+                time.sleep(2 * LEASE_S)  # late: another worker may have it by now
             elif what < 0.5:
                 store.renew(lease.dry_run, lease.lease, LEASE_S)
             store.answer(lease.dry_run, lease.lease, {"by": worker, "lease": lease.lease})
@@ -46,7 +45,7 @@ def work(store, worker, seed):
 
 
 def reap(store):
-    """Ends leases that are over, beside others who do."""
+    """Ends expired leases; several reapers may run at once."""
     idle = time.monotonic()
     while time.monotonic() - idle < IDLE_S:
         if store.expire() or store.waiting():

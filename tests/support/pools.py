@@ -1,4 +1,4 @@
-"""A pool without processes: a store, and hands that run what it asks for by a formula."""
+"""A pool without processes: a store, and a thread that runs its dry runs by a formula."""
 
 import threading
 import time
@@ -22,13 +22,13 @@ PLACED = Placed(device=DEVICE, hardware=None, memory_limit_mib=1000.0, software=
 
 
 def a_store(folder):
-    """A store in a folder, and a user of it."""
+    """Opens a store in a folder and returns it with the id of a user."""
     store = Store.open(f"sqlite:///{folder}/redline.db")
     return store, store.add_user("ann", "admin").id
 
 
 def a_space():
-    """Two knobs, twelve configurations."""
+    """A space of two knobs and twelve configurations."""
     space = Space()
     space.choice("micro_batch", [1, 2, 4, 8])
     space.choice("checkpoint_ratio", [0.0, 0.5, 1.0])
@@ -36,12 +36,12 @@ def a_space():
 
 
 def speed(config):
-    """What a configuration reaches."""
+    """Returns the throughput of a configuration, tokens/s."""
     return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.3 * config["checkpoint_ratio"])
 
 
 def measured(payload):
-    """What comes of a dry run: more memory than the limit is an `oom`."""
+    """Returns the outcome of a dry run: `oom` if it needs more memory than the limit."""
     [asked] = payload["requests"]
     config = TrialRequest.from_dict(asked).config
     peak = 150.0 * config["micro_batch"] * (1 - 0.5 * config["checkpoint_ratio"])
@@ -55,9 +55,9 @@ def measured(payload):
 
 
 class Hands(threading.Thread):
-    """Runs every dry run that a store's searches ask for, and counts how often each was run.
+    """Runs every dry run that a store's searches ask for, and counts the runs of each.
 
-    One that has no outcome takes the worker with it, which joins anew.
+    A dry run whose outcome is None loses its worker, which joins again.
     """
 
     def __init__(self, store, user, outcome=measured):
@@ -102,17 +102,18 @@ class Hands(threading.Thread):
 
 
 class Killed(BaseException):
-    """The death of a searcher, where it is to be seen what comes after."""
+    """Raised in place of a searcher's death."""
 
 
 def a_runner(store, search, **more):
-    """The runner of a new attempt at a search."""
+    """Returns the runner of a new attempt at a search."""
     attempt = store.take_search(search)
     return PoolRunner(store, search=search, attempt=attempt, placed=PLACED, devices=1, in_turns=False, **more)
 
 
 def a_whole_search(store, search, folder, killed_after=None, known=None):
-    """A search to its end, or to the death of its searcher after so many finished trials; `known` is a `Known` of it."""
+    """Runs a search to its end, or until its searcher dies after `killed_after` finished trials; `known` is the
+    search's `Known`."""
 
     class Dying(Telling):
         def on_trial_end(self, trial):
@@ -126,7 +127,7 @@ def a_whole_search(store, search, folder, killed_after=None, known=None):
         listener.finished_one, more = known.note, {"known": known.measurement}
     runner = a_runner(store, search, finished=lambda: listener.done, **more)
     return tune(
-        lambda config: 0.0,  # which the pool runs in its own way
+        lambda config: 0.0,  # not called: the pool runs its own formula
         a_space(),
         runner=runner,
         trials=8,

@@ -1,4 +1,4 @@
-"""A Postgres cluster of one's own in a temporary folder, as an unprivileged user."""
+"""A temporary Postgres cluster that runs as an unprivileged user."""
 
 import contextlib
 import glob
@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def program(name):
-    """The path of one of Postgres's programs, of the latest version that is installed; None where it is not."""
+    """Path of a program of the latest Postgres installed, or None."""
     found = sorted(glob.glob(f"/usr/lib/postgresql/*/bin/{name}"), key=lambda path: float(path.split("/")[4]))
     return found[-1] if found else shutil.which(name)
 
 
 def missing():
-    """What Postgres needs here and is not there; empty where it can run."""
+    """Returns a message that names what Postgres needs and is not installed, or ""."""
     absent = [each for each in ("initdb", "pg_ctl") if program(each) is None]
     try:
         import psycopg  # noqa: F401
@@ -30,7 +30,7 @@ def missing():
 
 
 def _user():
-    """Whom Postgres runs as where this is root, as whom it refuses to."""
+    """Returns the user that Postgres runs as if this process is root, which Postgres refuses."""
     for name in ("postgres", "nobody"):
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name)
@@ -38,7 +38,7 @@ def _user():
 
 
 class Cluster:
-    """A server that can be stopped as by a crash and started again. No durability: it is for tests."""
+    """A server that can be stopped as by a crash and started again. It is for tests and has no durability."""
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="redline-postgres-"))
@@ -77,7 +77,7 @@ class Cluster:
         return f"postgresql://redline@127.0.0.1:{self.port}/{database}"
 
     def new_database(self):
-        """The URL of an empty database."""
+        """Creates an empty database and returns its URL."""
         import psycopg
 
         self._made += 1
@@ -87,7 +87,7 @@ class Cluster:
         return self.url(name)
 
     def empty(self, url, tables):
-        """Has tables be as if they were new."""
+        """Empties the tables and restarts their ids."""
         import psycopg
 
         with psycopg.connect(url, autocommit=True) as connection:

@@ -1,4 +1,4 @@
-"""What candidates are supposed to have computed, for tests of what is made of it."""
+"""Probe results of made-up candidates, for tests of their evaluation."""
 
 import math
 
@@ -17,7 +17,7 @@ def part(squares=(1.0, 3.5), logits=(), *, changed=0.0, size=0.0, by_batch=False
 
 
 def probe(roundoff=FP32, **values):
-    """A probe that is complete."""
+    """A complete probe."""
     quiet = Computed(loss=9.0, gradient=2.0, blocks=(1.0, 1.2), vectors=(0.1, 0.1, 0.2), samples=2)
     step = Computed(loss=9.1, gradient=1.0, blocks=(0.5, 0.6), vectors=(0.05, 0.05, 0.1), samples=32)
     given = {"quiet": quiet, "step": step, "logits": (0.5, -0.5, 0.5, -0.5), "depth": 25}

@@ -1,4 +1,4 @@
-"""Which processes are still there, whatever ends while one looks."""
+"""Checks which processes are still running. They may end during the check."""
 
 import time
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def running(process: psutil.Process) -> bool:
-    """Whether it runs: it has neither ended nor is a zombie that nobody has reaped yet."""
+    """True unless the process has ended or is a zombie."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -14,7 +14,7 @@ def running(process: psutil.Process) -> bool:
 
 
 def left_of(processes, timeout: float = 30) -> list[psutil.Process]:
-    """Those of `processes`, or of process numbers, that still run `timeout` seconds from now."""
+    """Returns those of `processes`, or of process numbers, that still run after at most `timeout` seconds."""
     found = []
     for each in processes:
         try:

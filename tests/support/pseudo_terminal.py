@@ -1,4 +1,4 @@
-"""Commands run as a person runs them: in a terminal, of a size, with keys pressed in the middle."""
+"""Runs commands in a terminal of a given size, with keys pressed while they run."""
 
 import codecs
 import fcntl
@@ -16,13 +16,13 @@ import pyte
 
 
 class Terminal:
-    """A command in a pseudo-terminal, and what its screen shows at each moment.
+    """A command in a pseudo-terminal, and the contents of its screen at each moment.
 
     Args:
         command: the program and its arguments.
         cwd: where it runs.
         columns, rows: the terminal's size.
-        env: variables that differ from this process's; None takes one away.
+        env: variables that differ from this process's; None removes one.
     """
 
     def __init__(self, command, *, cwd=None, columns=80, rows=40, env=None):
@@ -32,9 +32,9 @@ class Terminal:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.begin = time.monotonic()
         self.output = []
-        """What was written, as (seconds since the start, text)."""
+        """Output, as (seconds since the start, text)."""
         self.frames = []
-        """What the screen showed, as (seconds since the start, lines), an entry a change."""
+        """Contents of the screen, as (seconds since the start, lines), one entry per change."""
         self.code = None
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": None, "LINES": None, **(env or {})}
         self.pid, self.fd = pty.fork()
@@ -56,7 +56,7 @@ class Terminal:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def resize(self, columns, rows):
-        """Makes the terminal larger or smaller, as dragging its corner does."""
+        """Resizes the terminal, as dragging its corner does."""
         self.columns, self.rows = columns, rows
         self.screen.resize(rows, columns)
         self._size(columns, rows)
@@ -66,14 +66,14 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def wait_for(self, text, timeout=200):
-        """Goes on until `text` has been shown."""
+        """Waits until `text` has been shown."""
         end = time.monotonic() + timeout
         while text not in self.text:
             if time.monotonic() > end or not self._read(0.2):
                 raise AssertionError(f"{text!r} was not shown:\n{self.text}")
 
     def wait(self, timeout=250):
-        """Goes on until the command ends; its exit code."""
+        """Waits until the command ends and returns its exit code."""
         end = time.monotonic() + timeout
         while self._read(0.2):
             if time.monotonic() > end:
@@ -94,13 +94,13 @@ class Terminal:
             os.close(self.fd)
 
     def _read(self, seconds):
-        """Takes in what is written within so long; whether the command may write more."""
+        """Reads output for at most `seconds`; returns False once the command can write no more."""
         ready, _, _ = select.select([self.fd], [], [], seconds)
         if not ready:
             return True
         try:
             data = os.read(self.fd, 65536)
-        except OSError:  # how Linux says that the other side was closed
+        except OSError:  # Linux reports a closed other side like this
             data = b""
         if not data:
             return False
@@ -114,7 +114,7 @@ class Terminal:
 
     @property
     def lines(self):
-        """All lines, those that have scrolled away too."""
+        """All lines, including those that have scrolled away."""
         gone = [
             "".join(line[column].data for column in range(max(line, default=-1) + 1)).rstrip()
             for line in self.screen.history.top
@@ -131,11 +131,11 @@ class Terminal:
 
     @property
     def raw(self):
-        """Everything that was written, with its control sequences."""
+        """The whole output, with its control sequences."""
         return "".join(text for _, text in self.output)
 
     def record(self, path):
-        """Writes what was seen: `path` as an asciicast (version 2), which players replay, and beside it `.txt`, the
+        """Writes the recording: `path` as an asciicast (version 2), which players replay, and beside it `.txt`, the
         frames as text."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

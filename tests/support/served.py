@@ -1,4 +1,4 @@
-"""A service on a port of this machine, without searchers or workers: what answers over HTTP is real, what runs is the test's."""
+"""A service on a local port, without searchers or workers: the HTTP server is real, and tests play the other parts."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ SPACE = {"knobs": [{"name": "micro_batch", "type": "choice", "values": [1, 2, 4,
 
 @dataclass
 class Served:
-    """A service that runs, with a user of each role."""
+    """A running service with a user of each role."""
 
     address: str
     store: Store
@@ -33,12 +33,12 @@ class Served:
     tokens: dict
 
     def client(self, role="submitter", **more):
-        """An HTTP client with the token of a role, or with none."""
+        """Returns an HTTP client with the token of a role, or without a token."""
         headers = ({"authorization": f"Bearer {self.tokens[role]}"} if role else {}) | more.pop("headers", {})
         return httpx.Client(base_url=self.address, headers=headers, trust_env=False, timeout=30, **more)
 
     def rl(self, role="submitter", **more):
-        """The same as `rl.Client`."""
+        """Returns an `rl.Client` with the token of a role."""
         import redline as rl
 
         return rl.Client(self.address, token=self.tokens[role], **more)
@@ -58,7 +58,7 @@ def served(
     patience_s=10.0,
     **uvicorn_,
 ):
-    """A service over a folder; ended in order."""
+    """Runs a service over a folder and closes it in order."""
     with contextlib.ExitStack() as held:
         url = url or f"sqlite:///{folder / 'redline.db'}"
         store = held.enter_context(Store.open(url, patience_s=patience_s))
@@ -91,7 +91,7 @@ def served(
 
 
 def users(store):
-    """A token for each role; `other` is another submitter, `coder` one who may submit code."""
+    """Returns a token for each role; `other` is another submitter, `coder` one who may submit code."""
     made = {role: store.add_user(role, role) for role in ("reader", "admin", "worker")}
     made["submitter"] = store.add_user("submitter", "submitter", priority=100)
     made["other"] = store.add_user("other", "submitter")

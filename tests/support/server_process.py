@@ -1,4 +1,4 @@
-"""`redline serve` as a process, as one starts it."""
+"""`redline serve` as a process."""
 
 import re
 import subprocess
@@ -7,8 +7,6 @@ import time
 
 
 class Server:
-    """A server process."""
-
     def __init__(self, folder, *options):
         self.said = folder / f"said-{time.monotonic_ns()}"
         command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / "data"), *options]
@@ -16,7 +14,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
 
     def line(self, pattern, seconds=120):
-        """What it said that matches."""
+        """Waits for output that matches the pattern and returns its first group."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if found := re.search(pattern, self.said.read_text()):

@@ -1,8 +1,8 @@
-"""A pool as tests see it, and time that they tell to pass."""
+"""A pool for tests of the store, and a clock that tests advance."""
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that moves only by `pass_by`."""
 
     def __init__(self):
         self.now = 1_000_000.0

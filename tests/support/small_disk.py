@@ -1,4 +1,4 @@
-"""A disk that is really full: a small file system of its own, in a process of its own."""
+"""A small file system of its own, mounted in a separate process, for tests of a full disk."""
 
 import contextlib
 import ctypes
@@ -15,8 +15,11 @@ _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
 
 
 def on_small_disk(size, function, *args, ranks=1):
-    """Calls `function(folder, *args)` where `folder` is on a file system of `size` bytes, in forked processes, which are ranks
-    of a process group where there are several; what they return. Skips the test where nobody may mount."""
+    """Returns the results of `function(folder, *args)`, where `folder` is on a file system of `size` bytes.
+
+    The calls run in forked processes, which are ranks of a process group if there are several. Skips the test if this
+    user cannot mount.
+    """
     reads, writes = os.pipe()
     if os.fork() == 0:
         with contextlib.suppress(BaseException), os.fdopen(writes, "wb") as out:
@@ -40,7 +43,7 @@ def fill(folder):
 
 
 def free(folder):
-    """Takes that away."""
+    """Removes that file."""
     Path(folder, "ballast").unlink()
 
 
@@ -67,7 +70,7 @@ def _mounted(size, function, args, ranks):
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as stores:
-        private = 1 << 18 | 1 << 14  # recursively
+        private = 1 << 18 | 1 << 14  # recursive
         if libc.mount(None, b"/", None, private, None) or libc.mount(
             b"tmpfs", folder.encode(), b"tmpfs", 0, f"size={size}".encode()
         ):

@@ -1,4 +1,4 @@
-"""Small models without dropout, and devices to declare spaces on: fixtures of those who train or describe them."""
+"""Fixtures: small models without dropout, and devices to declare spaces on."""
 
 import json
 
@@ -22,7 +22,8 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def small():
-    """Makes a small workload without dropout: `small("gpt2", seq_len=16, global_batch=8, n_layer=2)`."""
+    """Returns a function that makes a small workload without dropout: `small("gpt2", seq_len=16, global_batch=8,
+    n_layer=2)`."""
 
     def make(model_type="gpt2", seq_len=16, global_batch=8, **changed):
         task = "masked" if model_type == "bert" else "causal"
@@ -42,7 +43,7 @@ def small():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes a Hugging Face model's folder with a config.json."""
+    """Returns a function that writes a Hugging Face model's folder with a config.json."""
 
     def make(name="model", **values):
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""What the file of another tuner came to."""
+"""Spaces that are read from files of other tuners."""
 
 from redline.frameworks.autotuners import find_source
 
@@ -8,11 +8,11 @@ def read(document, devices=1, **asked):
 
 
 def values(space):
-    """The values of each knob that is chosen."""
+    """Values of each knob that is not derived."""
     return {knob.name: knob.values for knob in space.knobs if not knob.derived}
 
 
 def left(found):
-    """What was not carried over, by name."""
+    """Reasons for settings that were not carried over, by name."""
     notes = [each.removeprefix("not carried over: ") for each in found.notes if each.startswith("not carried over: ")]
     return dict(each.split(": ", 1) for each in notes)

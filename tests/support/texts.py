@@ -3,7 +3,7 @@
 from pydoc_data.topics import topics
 
 TOPICS = [topics[name] for name in sorted(topics)]
-"""English texts that Python ships: its own documentation."""
+"""English texts that come with Python: its own documentation."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

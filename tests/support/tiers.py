@@ -1,16 +1,16 @@
-"""Parameters of a test of which `make test` tries some, and `make test-slow` the others."""
+"""Test parameters of which `make test` tries some and `make test-slow` the others."""
 
 import pytest
 
 
 def tiered(quick, slow):
-    """Parameters, each of one test: those that are tried always, and those that rarely fail where the others hold."""
+    """Returns parameters, one test each: `quick` are always tried; `slow` rarely fail if the quick ones pass."""
     rest = (each if isinstance(each, tuple) else (each,) for each in slow)
     return [*quick, *(pytest.param(*each, marks=pytest.mark.slow) for each in rest)]
 
 
 def diagonal(rows, columns):
-    """Every row with every column, of which a diagonal is tried always: each row and each column once at least."""
+    """Pairs every row with every column. A diagonal is always tried, so that each row and column occurs at least once."""
     rows, columns = list(rows), list(columns)
     over = max(len(rows), len(columns))
     always = {(at % len(rows), at % len(columns)) for at in range(over)}

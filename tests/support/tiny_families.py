@@ -1,4 +1,4 @@
-"""Tiny models of all families, with dropout, a batch for each, and what one pass of them gives."""
+"""Tiny models of all families, with dropout, a batch for each, and the results of one pass."""
 
 import torch
 import transformers
@@ -62,7 +62,7 @@ def batch(family, size=2, length=12):
 
 
 def trained(model, data):
-    """The loss and the gradients of one pass with dropout."""
+    """Returns the loss and the gradients of one pass with dropout."""
     model.train()
     model.zero_grad()
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Trainings by the command line: a tiny model's folder, English texts, and commands that run beside the tests."""
+"""Trainings by the command line: a tiny model's folder, English texts, and commands that run in the background."""
 
 import contextlib
 import json
@@ -116,7 +116,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture
 def run(here, capsys, monkeypatch):
-    """`run(*arguments)`: a command in this process; its exit code, output and errors."""
+    """Returns `run(*arguments)`, which runs a command in this process and returns its exit code, output and errors."""
     monkeypatch.chdir(here)
 
     def command(*arguments):
@@ -128,14 +128,14 @@ def run(here, capsys, monkeypatch):
 
 
 def ended(here, *arguments):
-    """A command in this process that a module's tests look at the outcome of; its exit code."""
+    """Runs a command in this process for all tests of a module; returns its exit code."""
     with contextlib.chdir(here), pytest.raises(SystemExit) as end:
         main([str(each) for each in arguments])
     return end.value.code
 
 
 class Command:
-    """A command that runs beside the test."""
+    """A command that runs in the background."""
 
     def __init__(self, arguments, cwd, launcher=()):
         program = launcher or [sys.executable, "-m", "redline.cli"]
@@ -155,11 +155,11 @@ class Command:
 
     @property
     def text(self):
-        """What it has printed so far."""
+        """Its output so far."""
         return "".join(self._lines)
 
     def until_holds(self, holds, timeout=240):
-        """Waits until something is so."""
+        """Waits until the condition holds."""
         end = time.monotonic() + timeout
         while not holds():
             assert self.process.poll() is None, self.text
@@ -167,7 +167,7 @@ class Command:
             time.sleep(0.02)
 
     def until(self, folder, holds, timeout=240):
-        """Waits until the log of a training holds a line like this, and notes which processes are at it."""
+        """Waits until a line of the training's log satisfies `holds`, and records the command's processes."""
         self.until_holds(lambda: any(holds(each) for each in lines_of(folder)), timeout)
         self.began = processes_of(self.process.pid)
 
@@ -175,7 +175,7 @@ class Command:
         os.kill(self.process.pid, number)
 
     def wait(self, timeout=300):
-        """Its exit code and what it printed."""
+        """Returns its exit code and output."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -187,7 +187,7 @@ class Command:
 
 @pytest.fixture
 def start(here):
-    """`start(*arguments)`: such a command."""
+    """Returns `start(*arguments)`, which starts a background command."""
     begun = []
 
     def command(*arguments, launcher=()):
@@ -202,23 +202,23 @@ def start(here):
 
 
 def processes_of(pid):
-    """A process and all that it has started."""
+    """Returns a process and all its descendants."""
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def lines_of(folder):
-    """The whole lines of a training's log."""
+    """Returns the complete lines of a training's log."""
     path = folder / "log.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def curve(folder):
-    """The loss of every step, the last time it was made."""
+    """Returns the loss of every step, as it was last computed."""
     return {line["step"]: line["loss"] for line in lines_of(folder) if line["kind"] == "step"}
 
 
 def trained(command, source, out, *more, steps=12, devices=1):
-    """Arguments of a training of the texts."""
+    """Returns the arguments of a training on the texts."""
     return [command, source, "--data", "corpus.txt", *SIZES, *PLAIN, "--devices", devices, "--steps", steps,
             "--log-every", 1, "--out", out, *more]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Trainings of small models: a part of one, on every rank of whatever process group there is."""
+"""Runs a part of a training of a small model, on every rank of the process group if there is one."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,28 +17,29 @@ from redline.training.loop import Loop, LoopPlan, averages
 CPU = torch.device("cpu")
 QUIET = {"log_every": 1, "save_minutes": 0}
 KNOWN: dict[str, dict[str, Any]] = {}
-"""What was found out of workloads in this process, which a driver finds once and sends along: it takes longer than a step."""
+"""Facts found about workloads in this process. A driver finds them once and sends them along; finding them takes longer
+than a step."""
 
 
 @dataclass(kw_only=True)
 class Part:
-    """What a part of a training came to, on one rank."""
+    """Results of a part of a training, on one rank."""
 
     lines: list[dict[str, Any]]
-    """Of the log; none but on rank 0."""
+    """Lines of the log; only on rank 0."""
     step: int
-    """Steps that were done at its end."""
+    """Number of steps done at its end."""
     stopped: bool
     failure: str
     found: int | None
-    """The step of the checkpoint that it began with."""
+    """Step of the checkpoint that it resumed from."""
     said: list[str] = field(default_factory=list)
-    """Of checkpoints that were passed over."""
+    """Messages about checkpoints that were skipped."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """At its end, where the model is whole on this rank."""
+    """Weights at its end, if the model is whole on this rank."""
 
     def of(self, kind, what=None):
-        """Lines of a kind, or what they say of something."""
+        """Returns the lines of a kind, or their values of the key `what`."""
         found = [each for each in self.lines if each["kind"] == kind]
         return found if what is None else [each[what] for each in found]
 
@@ -56,7 +57,7 @@ def place():
 
 
 def built(workload, config, hyper, seed=0):
-    """A training without data of its own, in the optimizer of the workload or else of `hyper`."""
+    """Returns a training without data of its own, with the workload's optimizer or else that of `hyper`."""
     rank, size = place()
     workload.known.update(KNOWN.setdefault(workload.id, {}))
     made = workload.with_optimizer(hyper.optimizer)
@@ -65,13 +66,13 @@ def built(workload, config, hyper, seed=0):
 
 def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, save=None, seed=0, stop=None,
          watch=None, **plan):  # fmt: skip
-    """Trains, on every rank; all call it alike.
+    """Trains on every rank; all ranks make the same call.
 
     Args:
-        until: up to which step; None for the last one.
-        begin: a folder of checkpoints, whose latest it begins with.
-        save: where checkpoints go.
-        stop: whether to end, given the loop; asked on every rank at every step.
+        until: the last step; None for the end of the training.
+        begin: a folder of checkpoints; the training resumes from the latest.
+        save: folder for checkpoints.
+        stop: returns True to end, given the loop; called on every rank at every step.
         watch: called with the training before its first step.
     """
     hyper = hyper or Hyperparameters(steps=8, lr=1e-3, warmup=2)
@@ -115,5 +116,5 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
 
 
 def unequal(one, other):
-    """Names of tensors that two models do not have alike, bit for bit."""
+    """Names of tensors that are not equal in two models, bit for bit."""
     return sorted(one.keys() ^ other.keys()) + [name for name in one if not torch.equal(one[name], other[name])]

@@ -1,4 +1,4 @@
-"""What scripts begin with in which the tests ask other frameworks."""
+"""Beginning of scripts that run other frameworks for the tests."""
 
 WITHOUT_TRITON = """
 import importlib.abc, importlib.machinery, importlib.util, json, sys
@@ -21,4 +21,4 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 if importlib.util.find_spec("triton") is None:
     sys.meta_path.append(Absent())
 """
-"""Has torchtitan and Megatron be imported where triton is not there."""
+"""Lets torchtitan and Megatron be imported without triton."""

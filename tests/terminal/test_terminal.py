@@ -1,4 +1,4 @@
-"""Every command in a terminal: it ends as it should, fits the width, and leaves nothing behind of what it redrew."""
+"""Every command in a terminal: it ends properly, fits the width, and leaves no remains of its live view."""
 
 import os
 import re
@@ -93,12 +93,12 @@ def tune(place, *arguments, workload="mlp", **terminal):
 
 
 def ended_well(shown, code=0):
-    """The exit code, no traceback, a cursor that is there again, and nothing left of the live view."""
+    """Checks the exit code, that the cursor is visible, and that no traceback and no part of the live view remains."""
     assert shown.wait() == code, shown.text
     assert "Traceback" not in shown.text, shown.text
     hidden = [match[2] for match in ESCAPE.finditer(shown.raw) if match[1] == "?25"]
     assert not hidden or hidden[-1] == "h"
-    if hidden:  # what is live hides the cursor; plain lines stay
+    if hidden:  # the live view hides the cursor; plain lines remain
         live = r"\.\.\.$|about \d+:\d\d left|^trial \d+, \d+:\d\d: "
         assert [line for line in shown.lines if re.search(live, line)] == []
 
@@ -120,13 +120,13 @@ def test_a_search_to_its_end(place, columns):
     shown.record(RECORDINGS / f"tune-{columns}.cast")
     lines = trial_lines(shown)
     assert [int(line.split()[0]) for line in lines] == [0, 1, 2, 3], "a line that wrapped would be two"
-    # The first tells the whole configuration, the others what is other in them.
+    # The first line shows the whole configuration, the others only the differences.
     assert "micro_batch=8 checkpoint_ratio=0"[: columns - 45] in lines[0]
     assert not any("grad_accum" in line for line in lines)
     for word in ("winner", "default", "gain", "±", "wrote", "redline report"):
         assert word in shown.text
     assert any("trial " in line for _, frame in shown.frames for line in frame), "what runs was never shown"
-    # No line but the last ones, which are paths and commands to copy, is longer than the terminal is wide.
+    # Only the last lines, which are paths and commands to copy, may be longer than the terminal's width.
     body = shown.raw[: shown.raw.index("wrote ")]
     plain = ESCAPE.sub("", body).replace("\r", "\n")
     assert max(map(len, plain.splitlines())) <= columns
@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(place):
     assert re.search(r"trials: \d ok, 1 pending", beside.text), beside.text
     shown.send("\x03")
     ended_well(shown, 130)
-    done = len(trial_lines(shown))  # two, and what else ended meanwhile
+    done = len(trial_lines(shown))  # two, and any that ended meanwhile
     assert "Interrupted; the results so far are kept." in shown.text
     assert "--out stopped --resume" in shown.text
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -318,7 +318,7 @@ for command in sys.argv[1:]:
     with contextlib.suppress(SystemExit):
         main([command, "-h"])
 """
-"""The help of one command after the other, in one process."""
+"""Prints the help of each command in one process."""
 
 
 @pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
@@ -328,7 +328,7 @@ def test_every_help_fits(columns):
     assert shown.wait() == 0
     for command, help in zip(commands, shown.raw.split("\x1e")[1:], strict=True):
         plain = ESCAPE.sub("", help).replace("\r", "").splitlines()
-        # Examples are lines to copy, which a break would spoil.
+        # Examples are lines to copy, which must not be broken.
         helped = plain[: next(at for at, line in enumerate(plain) if "Examples:" in line)]
         assert max(map(len, helped)) <= max(columns, 70), command
 
@@ -344,7 +344,7 @@ def clone(to):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_make_tune_in_a_fresh_clone(tmp_path):
-    """The first ten minutes: installing and all, in an empty folder; its recording is to be looked at."""
+    """A new user's first ten minutes, with the installation, in an empty folder. The recording is for people to view."""
     shown = Terminal(["make", "tune"], cwd=clone(tmp_path / "redline"), columns=110, rows=45)
     assert shown.wait(1400) == 0, shown.text
     shown.record(RECORDINGS / "make-tune.cast")
@@ -356,7 +356,7 @@ def test_make_tune_in_a_fresh_clone(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_make_tune_with_what_is_installed(tmp_path):
-    """`make tune` from a clone, without installing anew."""
+    """Runs `make tune` from a clone, without installing anew."""
     venv = Path(sys.prefix)
     stamp = venv / ".installed"
     if not stamp.exists():
@@ -376,7 +376,7 @@ def test_a_terminal_that_goes_away_ends_the_search_with_what_was_found(place, te
     shown = tune(place, "--out", term, workload="slow", env={"TERM": term})
     shown.wait_for("   0  ok")
     family = psutil.Process(shown.pid).children(recursive=True)
-    os.close(shown.fd)  # from which the kernel sends SIGHUP
+    os.close(shown.fd)  # the kernel then sends SIGHUP
     _, status = os.waitpid(shown.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 130
     assert left_of(family) == []

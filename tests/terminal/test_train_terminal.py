@@ -1,4 +1,4 @@
-"""A training in a terminal: what it shows, and that Ctrl-C there ends it with a checkpoint."""
+"""A training in a terminal: its display, and Ctrl-C, which ends it with a checkpoint."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def whole(shown, columns):
-    """The cursor is there again, and nothing is broken across lines that was drawn anew."""
+    """Checks that the cursor is visible and no redrawn line wrapped; returns the redrawn lines."""
     assert "Traceback" not in shown.text, shown.text
     hidden = [match[2] for match in ESCAPE.finditer(shown.raw) if match[1] == "?25"]
     assert hidden and hidden[-1] == "h"
@@ -32,7 +32,7 @@ def test_a_training_to_its_end(here, columns):  # noqa: F811
     assert "training llama on " in shown.text and "configuration: " in shown.text and "data: corpus.txt: " in shown.text
     seen = {int(found[1]) for line in live if (found := re.search(r" (\d+)/30", line))}
     assert {0, 30} <= seen
-    # The line that stays says how it ended; of what was drawn before it nothing is left.
+    # Only the line with the final state remains of the live view.
     kept = [line for line in shown.lines if re.match(r"step [━╸╺ ]", line)]
     assert len(kept) == 1 and "30/30" in kept[0]
     if columns >= 160:

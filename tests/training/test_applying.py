@@ -1,4 +1,4 @@
-"""apply_schedule: a configuration on a model, in one's own loop."""
+"""apply_schedule: a configuration is applied to a model in a user's own loop."""
 
 import pytest
 import redline as rl

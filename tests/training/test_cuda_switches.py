@@ -1,4 +1,4 @@
-"""What torch's switches for CUDA mean to a training, where no device is needed to see it."""
+"""Effects of torch's CUDA switches on a training, tested without a device."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TF32, IEEE = torch.finfo(torch.float16).eps / 2, torch.finfo(torch.float32).eps 
 
 @pytest.fixture
 def switches():
-    """Torch's, which are as before at the end."""
+    """torch's switches, which are restored at the end."""
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision
     yield matmul, conv
@@ -47,7 +47,7 @@ def test_convolutions_have_a_switch_of_their_own(switches, asked, roundoff):
 
 
 def test_the_generators_of_a_device_exist_before_they_are_taken(monkeypatch):
-    """A process that has not used CUDA has none, as `deferred("cuda:0")` in its first line finds."""
+    """A process that has not used CUDA has no generators, as with `deferred("cuda:0")` in its first line."""
     generator = torch.Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", (generator,)))
@@ -70,7 +70,7 @@ def test_the_knob_switches_tf32_on_for_the_passes_alone(switches, matmul_precisi
     assert matmul.fp32_precision == "ieee"
     with fp32.products():
         assert matmul.fp32_precision == "ieee"
-    matmul.fp32_precision = "tf32"  # a program's own choice stays
+    matmul.fp32_precision = "tf32"  # the program's own setting is kept
     for each in (tf32, fp32):
         with each.products():
             assert matmul.fp32_precision == "tf32"
@@ -103,7 +103,7 @@ def test_tf32_costs_the_memory_of_float32_and_the_time_of_its_own_rate():
     made = Estimator(shape, "h100", TrainingSetup(seq_len=2048, global_batch=8))
     fp32, tf32, bf16 = (made({"micro_batch": 2, "precision": each}) for each in ("fp32", "tf32", "bf16"))
     assert tf32.peak_memory_mib == fp32.peak_memory_mib
-    # 7.39 at the same clocks, which are lower where products take a larger share of the step.
+    # The ratio is 7.39 at equal clocks. Clocks are lower the larger the share of products in the step.
     assert (
         7.39
         <= fp32.breakdown["time.matmul"] / tf32.breakdown["time.matmul"]

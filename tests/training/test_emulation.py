@@ -1,4 +1,4 @@
-"""Process groups of one rank without peers, and the record of what it communicates."""
+"""Process groups of one rank without peers, and the record of their communication."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 class Ticks:
-    """A clock that goes on by one second whenever it is read."""
+    """A clock that advances by one second at each reading."""
 
     def __init__(self):
         self.now = -1.0
@@ -28,7 +28,7 @@ def group(recorder, rank=1, ranks=(4, 5, 6, 7)):
 
 
 def noted(recorder, call):
-    """The entries of a step in which one call is made and waited for."""
+    """Returns the trace of a step with one call and its wait."""
     recorder.begin_step()
     call().wait()
     recorder.end_step()

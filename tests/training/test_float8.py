@@ -1,4 +1,4 @@
-"""precision=fp8 and fp8_rowwise: what is computed in 8 bits, how far that departs, where a space has it."""
+"""precision=fp8 and fp8_rowwise: the products computed in 8 bits, their error, and the spaces that have them."""
 
 import sys
 from dataclasses import replace
@@ -26,13 +26,13 @@ from torchao.float8.float8_linear import Float8Linear
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = torch.device("cpu")
 GRADIENTS = {"fp8": torch.float8_e5m2, "fp8_rowwise": torch.float8_e4m3fn}
-"""Formats that gradients are rounded to; all else is rounded to e4m3."""
+"""Formats that gradients are rounded to; everything else is rounded to e4m3."""
 every_format = pytest.mark.parametrize("precision", FLOAT8)
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """A space of a device is as if torchao were installed, or were not."""
+    """Returns a function that makes torchao appear installed or not. It starts as installed."""
 
     def there(is_there=True):
         said = "" if is_there else "torchao is not installed: pip install 'redline[fp8]'"
@@ -50,12 +50,12 @@ def probed(made, precision, **knobs):
     return together([take(Training(made, {"precision": precision, **knobs}, CPU))])
 
 
-# What is converted
+# Converted layers
 
 
 @every_format
 def test_linear_layers_of_blocks_with_sizes_of_16_are_converted_and_no_others(small, precision):
-    made = small("llama", intermediate_size=72)  # no multiple of 16
+    made = small("llama", intermediate_size=72)  # not a multiple of 16
     training = Training(made, {"micro_batch": 8, "precision": precision}, CPU)
     projections = [f"{name}_proj" for name in "qkvo"]
     assert converted(training.model) == {
@@ -69,7 +69,7 @@ def test_linear_layers_of_blocks_with_sizes_of_16_are_converted_and_no_others(sm
 
 
 def test_a_model_without_such_layers_is_refused(small):
-    """GPT-2 has projections of a class of its own."""
+    """GPT-2 uses a projection class of its own."""
     for made in (small("gpt2"), small("llama", hidden_size=24, intermediate_size=40)):
         with pytest.raises(WorkloadError, match="multiples of 16, and there is none in its repeated"):
             Training(made, {"micro_batch": 8, "precision": "fp8"}, CPU)
@@ -105,14 +105,14 @@ def test_hooks_layers_and_references_stay(seed):
     assert model[1] is kept and isinstance(kept, Float8Linear) and called and kept.weight.grad is not None
 
 
-# How far it departs
+# Error of the products
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_product_rounds_its_factors_to_8_bits_and_no_more(seed, scaling):
-    """Of a product with rounded factors, |x'w' - xw| <= (u + v + uv) |x| |w| in each term."""
+    """A product with rounded factors satisfies |x'w' - xw| <= (u + v + uv) |x| |w| in each term."""
     torch.manual_seed(seed)
-    # 20 rows are filled up to 32 in the gradient of the weight.
+    # 20 rows are padded to 32 in the gradient of the weight.
     x, w, g = torch.randn(20, 64), torch.randn(48, 64), torch.randn(20, 48)
     sch = create_schedule(nn.Sequential(nn.Linear(64, 48, bias=False)))
     sch.module[0].weight.data.copy_(w)
@@ -129,9 +129,9 @@ def test_a_product_rounds_its_factors_to_8_bits_and_no_more(seed, scaling):
     ):
         exact, size = a.double() @ b.double(), a.abs().double() @ b.abs().double()
         departs = float(((found.detach().double() - exact).abs() / size).max())
-        # Scaled to their largest, factors are no subnormal numbers but where they add nothing.
+        # Factors are scaled to their largest value, so that subnormal ones add next to nothing.
         within(departs, u + forward + u * forward, what)
-        # That of bfloat16, which could be no further out.
+        # `caught` multiplies by MARGIN, 3: the departure exceeds the bound of factors in bfloat16.
         v = unit_roundoff(torch.bfloat16)
         caught(departs, (2 * v + v * v) / 3, f"{what} against bfloat16")
 
@@ -147,7 +147,7 @@ def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precis
     def distance(probe):
         return sum((a - b) ** 2 for a, b in zip(probe.logits, expected.logits)) ** 0.5
 
-    # Sixteen times the roundoff, of which some falls to what is bf16 in both.
+    # The roundoff is sixteen times as large; a part of the error is that of bf16 in both.
     assert distance(found) > 4 * distance(half)
 
 
@@ -170,7 +170,7 @@ def test_verify_allows_what_the_format_does():
         sch["2"].float8("rowwise", emulate=True)
 
 
-# With other knobs
+# Combination with other knobs
 
 
 @every_format
@@ -188,13 +188,13 @@ def test_it_goes_with_what_else_rewrites_a_block(small, precision, knobs):
         for block in other.model.model.layers:
             block.compile(backend="aot_eager")
     loss, found = float(plain.step()), float(other.step())
-    # Micro-batches have scales of their own, and compiled code rounds where it likes.
+    # Micro-batches have scales of their own, and compiled code may round at other places.
     assert found == pytest.approx(loss, rel=unit_roundoff(torch.float8_e4m3fn) / 8**0.5)
     assert converted(other.model) == converted(plain.model)
 
 
 def on_ranks(made, config):
-    """On each rank: the first loss, the norms of its gradients, and how many layers are converted."""
+    """Returns, on each rank, the first loss, its gradient norms, the probe, and the number of converted layers."""
     training = Training(made, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     loss, part = first_step(training)
     return float(loss), part, take(training), len(converted(training.model))
@@ -220,7 +220,7 @@ def test_ranks_that_share_a_model_convert_what_they_hold(two, small, precision, 
 
 @pytest.mark.parametrize(("precision", "zero"), [("fp8", 1), ("fp8_rowwise", 2), ("fp8", 3)])
 def test_replicas_round_their_micro_batches_as_one_process_does(two, small, precision, zero):
-    """Where weights are gathered as bf16 they are rounded twice."""
+    """Weights that are gathered as bf16 are rounded twice."""
     made = small("llama")
     one = Training(made, {"micro_batch": 4, "grad_accum": 2, "precision": precision}, CPU)
     loss, alone = first_step(one)
@@ -234,7 +234,7 @@ def test_replicas_round_their_micro_batches_as_one_process_does(two, small, prec
     within(abs(probe.step.gradient / expected.step.gradient - 1), allowed, "the gradient's norm")
 
 
-# Where a space has it
+# Spaces that offer it
 
 
 def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda, installed):

@@ -1,4 +1,4 @@
-"""The knob kernels: where a default space has it, why elsewhere not, and what it does not go with."""
+"""The knob kernels: default spaces that have it, reasons why others do not, and combinations that are refused."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ V, H = 128, 16
 
 
 class Blocks(nn.Module):
-    """A language model of one's own, with a head of `size`."""
+    """A user's own language model with a head of `size`."""
 
     def __init__(self, size=V):
         super().__init__()

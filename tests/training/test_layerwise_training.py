@@ -1,4 +1,4 @@
-"""A strategy for each run of blocks does what it says, and leaves what is computed as it is."""
+"""A strategy for each run of blocks is applied, and the computed values stay the same."""
 
 import re
 
@@ -12,11 +12,11 @@ CPU = torch.device("cpu")
 
 
 def recomputed(workload, **config):
-    """How often each block's forward runs in a step."""
+    """Returns how often each block's forward runs in a step."""
     training = Training(workload, {"micro_batch": 8, **config}, CPU)
     ran = []
     for index, block in enumerate(training.model.model.layers):
-        # The first of the block: recomputing ends as soon as nothing more is needed.
+        # The first module of the block: recomputation stops as soon as nothing more is needed.
         block.input_layernorm.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
     training.step()
     return [ran.count(index) for index in range(len(training.model.model.layers))]
@@ -54,7 +54,7 @@ def test_texts_of_other_models_or_none_are_refused_with_the_place(small, text, s
 
 
 def gathers_of(workload, config):
-    """On each rank: how many gathers of weights a step has."""
+    """Returns, on each rank, the number of gathers of weights in a step."""
     import torch.distributed as dist
 
     training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -79,7 +79,7 @@ def test_blocks_that_zero_3_keeps_whole_are_gathered_once(two, small):
         text: two.run(gathers_of, workload, {**config, **({"strategy": text} if text else {})})[0]
         for text in ("", "0-1:- 2-3:zero2", "0-3:zero2")
     }
-    # Gathered once a step in place of twice a micro-batch; the last block stays whole in each micro-batch anyway.
+    # Gathered once a step instead of twice a micro-batch; the last block stays whole in each micro-batch anyway.
     assert gathers[""] - gathers["0-1:- 2-3:zero2"] == 3 + 1
     assert gathers[""] - gathers["0-3:zero2"] == 3 * 3 + 1
 

@@ -1,4 +1,4 @@
-"""The knob kernels on a GPU: what Liger's modules replace, that they compute the same, what stays."""
+"""The knob kernels on a GPU: modules that Liger's replace, modules that stay, and the equality of their results."""
 
 import copy
 import json
@@ -39,11 +39,12 @@ FAMILIES = {
     "gpt2": (NORMS, ["LayerNorm"]),
     "bert": ({"attention.output.LayerNorm", "output.LayerNorm"}, ["LayerNorm"]),
 }
-"""What is replaced in the first block of a family, and by what."""
+"""Replaced modules in the first block of a family, and the classes that replace them."""
 
 
 def interpreted(*arguments):
-    """What tests/support/interpreted.py prints: Triton is told to interpret before it is imported."""
+    """Returns the results that tests/support/interpreted.py prints, by family. Triton's interpreter must be enabled
+    before triton is imported."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *map(str, arguments)], capture_output=True, text=True, check=False
     )
@@ -54,7 +55,7 @@ def interpreted(*arguments):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Training replaces modules as it would on a GPU; nothing of them is run."""
+    """Makes training replace modules as on a GPU; tests do not run them."""
     monkeypatch.setattr("redline.training.training.liger_obstacle", lambda device_type: "")
 
 
@@ -77,7 +78,7 @@ def test_a_norm_of_another_offset_would_be_seen(seed):
     caught(found["gradient"], found["allowed"], "a gradient")
 
 
-# What is not replaced
+# Modules that are not replaced
 
 
 class Norm(nn.Module):
@@ -145,7 +146,7 @@ def test_what_computes_something_else_stays():
     assert [type(each) for each in model] == kinds
 
 
-# With what else a configuration holds
+# Combination with the rest of a configuration
 
 
 def test_a_cpu_keeps_its_modules(small):

@@ -1,4 +1,4 @@
-"""The loop: which samples, how they count, how weights move, how it ends; the same whatever the configuration."""
+"""The loop: its samples, their weights, the updates and the end are the same for every configuration."""
 
 import json
 import math
@@ -39,7 +39,8 @@ def ranks(config):
 
 @pytest.fixture
 def run(two, four):
-    """`run(config, function)`: what rank 0 of as many ranks as it takes returns; `all=True`: what each does."""
+    """Returns `run(config, function)`, which returns rank 0's result on the ranks of `config`; `all=True` returns every
+    rank's."""
 
     def go(config, function, all=False):
         size = ranks(config)
@@ -51,7 +52,7 @@ def run(two, four):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """`read(**plan)`: samples of English texts by bytes, from a cache that is there before ranks read it."""
+    """Returns `read(**plan)`, which reads samples of English texts by bytes; their cache exists before ranks read it."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "texts.txt").write_text("\n".join(TOPICS)[:60_000])
     lines = [json.dumps({"text": text[: 1 + 7 * number % 19]}) for number, text in enumerate(TOPICS * 3)]
@@ -68,11 +69,11 @@ def corpus(tmp_path_factory):
     return reader
 
 
-# -- which samples -------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------------------
 
 
 def seen(workload, config, read, **more):
-    """What this rank's model was given, step by step, and which replica it is."""
+    """Returns the part, this rank's replica, and the samples that its model got at each step."""
     steps = []
 
     def watch(training):
@@ -85,7 +86,7 @@ def seen(workload, config, read, **more):
 
 
 def together(everybody):
-    """The samples of each step, of all replicas in order; ranks of a replica are given the same."""
+    """Returns the samples of each step over all replicas in order; asserts that ranks of a replica got the same."""
     replicas = {}
     for _, replica, steps in everybody:
         assert replicas.setdefault(replica, steps) == steps
@@ -103,7 +104,7 @@ FIVE = [{"micro_batch": 4}, PARTS["tp2"], PARTS["zero3"], PARTS["tp2·pp2"], PAR
 def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, corpus, tmp_path, ends, lr):
     workload, read, steps = small("llama", seq_len=16), corpus(seed=3), ends[-1]
     hyper = Hyperparameters(steps=steps, lr=lr, warmup=10)
-    # A soak would take its longest batch in between.
+    # A soak would add its longest batch.
     whole, _, expected = seen(workload, {"micro_batch": 8}, read, hyper=hyper, soak=False)
     given, losses = [], []
     for config, until in zip(FIVE, ends):
@@ -118,7 +119,7 @@ def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, c
         given += together(everybody)
         losses += everybody[0][0].losses
     assert given == expected and len(given) == steps
-    # They are those that the data says they are, each once an epoch.
+    # These are the samples of the data, each once an epoch.
     samples = read()
     assert samples(0, 8)["input_ids"].tolist() == given[0]
     assert samples(8 * steps - 8, 8)["input_ids"].tolist() == given[-1]
@@ -128,7 +129,7 @@ def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, c
     assert losses[-1] < losses[0] - 1
 
 
-# -- what counts how -----------------------------------------------------------------------------------------
+# -- weights of samples --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, c
     ids=str,
 )
 def test_every_token_counts_alike_however_uneven_samples_are_cut(small, run, corpus, config):
-    """Documents of 1 to 19 bytes, padded: the mean over micro-batches is not that over tokens."""
+    """With padded documents of 1 to 19 bytes the mean over micro-batches differs from that over tokens."""
     workload, read = small("llama"), corpus("lines.jsonl", packing="padded")
     lengths = (read()(0, 8)["labels"] != -100).sum(1)
     assert lengths.min() < 0.3 * lengths.max()
@@ -145,22 +146,24 @@ def test_every_token_counts_alike_however_uneven_samples_are_cut(small, run, cor
     found = run(config, lambda: part(workload, config, HYPER, samples=read()))
     assert found.losses == pytest.approx(whole.losses, rel=2e-6)
     assert found.norms == pytest.approx(whole.norms, rel=1e-4)
-    # And that is the mean over tokens.
+    # The loss is the mean over tokens.
     training, batch = built(workload, {"micro_batch": 8}, HYPER), read()(0, 8)
     logits = training.model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100)
     assert whole.losses[0] == pytest.approx(float(expected), rel=1e-6)
 
 
-# -- how weights move ----------------------------------------------------------------------------------------
+# -- updates -------------------------------------------------------------------------------------------------
 
 
 def plain_sgd(params):
-    return torch.optim.SGD(params, lr=0.5)  # by which AdamW's indifference to scale hides nothing
+    return torch.optim.SGD(
+        params, lr=0.5
+    )  # unlike AdamW it depends on the scale of gradients, so that a wrong scale shows
 
 
 def reference(workload, clip, steps):
-    """A loop as anybody would write it, with torch's own clipping: losses and norms."""
+    """Runs a plain loop with torch's own clipping; returns losses and norms."""
     training = built(workload, {"micro_batch": 8}, HYPER)
     losses, norms = [], []
     from redline.training.data import FromWorkload
@@ -187,7 +190,7 @@ QUICK = {"gpt2": ("tp2", "pp2"), "llama": ("zero3", "tp2·pp2")}
     ],
 )
 def test_gradients_are_clipped_by_their_norm_over_every_axis_as_torch_does(small, run, family, config):
-    """GPT-2's embedding is tied, which in a pipeline two stages hold."""
+    """GPT-2's embedding is tied; in a pipeline two stages hold it."""
     workload = replace(small(family), optimizer=plain_sgd)
     losses, norms = reference(workload, 0.1, 4)
     assert min(norms) > 0.3 and len({round(each, 4) for each in losses}) == 4
@@ -235,9 +238,9 @@ def test_the_learning_rate_is_what_its_name_says(schedule, middle, late, end):
     hyper = Hyperparameters(steps=100, warmup=10, lr_schedule=schedule, min_lr=0.1, decay=0.2)
     assert [hyper.lr_factor(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert hyper.lr_factor(10) == 1.0
-    # In the middle behind the warm-up, at nine tenths, and at the last step.
+    # At the middle after the warm-up, at nine tenths, and at the last step.
     assert [hyper.lr_factor(step) for step in (55, 91, 99)] == pytest.approx([middle, late, end])
-    # More steps than were planned stay where it ended.
+    # Beyond the planned steps the factor stays at its last value.
     least = 1.0 if schedule == "constant" else 0.1
     assert [hyper.lr_factor(step) for step in (100, 5000)] == pytest.approx([least] * 2)
     values = [hyper.lr_factor(step) for step in range(10, 100)]
@@ -318,7 +321,7 @@ def test_evaluations_say_the_same_whatever_the_strategy(small, run, corpus, conf
 
 @pytest.mark.parametrize("config", tiered([{"micro_batch": 4}, PARTS["pp2"]], [PARTS["zero3"]]), ids=str)
 def test_an_evaluation_changes_nothing_of_the_training(small, run, tmp_path, config):
-    """Bit for bit, dropout on, and held-out samples that are drawn by a workload's own function."""
+    """Bit for bit, with dropout, and with held-out samples from a workload's own function."""
     workload = small("gpt2", resid_pdrop=0.3)
 
     def losses(**plan):
@@ -351,7 +354,7 @@ def test_evaluations_drop_nothing(small):
     assert abs(dropping.losses[0] - plain.losses[0]) > 1e-3
 
 
-# -- how it ends ---------------------------------------------------------------------------------------------
+# -- the end of a training -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -365,7 +368,7 @@ def test_a_stop_that_one_rank_hears_ends_all_at_the_same_step_with_a_checkpoint(
     assert 3 < step <= 7 and all(each.stopped and not each.failure for each in found)
     assert [each.step for each in CheckpointFolder(tmp_path).all()] == [step]
     assert found[0].of("end") == [{"kind": "end", "step": step, "stopped": True, "failure": ""}]
-    # What was not logged yet is.
+    # Steps that were not logged yet are logged at the end.
     assert found[0].of("step", "step")[-1] == step
 
 
@@ -381,14 +384,14 @@ def test_signals_and_a_file_are_heard(tmp_path, number):
         assert not told()
         (tmp_path / "stop").touch()
         assert told()
-    with _stop_requested(None) as told:  # the other ranks leave that to the first
+    with _stop_requested(None) as told:  # only the first rank watches the file
         assert not told()
         os.kill(os.getpid(), number)
         assert told()
 
 
 def poisoned(step, rank=0, gradient=False):
-    """Has a weight of a rank become nan at a step, or its gradient."""
+    """Returns a watch function that sets a weight of a rank, or its gradient, to nan at a step."""
 
     def watch(training):
         inner, weight = training.reseed, next(iter(training.model.parameters()))
@@ -444,7 +447,7 @@ def test_where_nothing_was_saved_it_says_so(small, tmp_path):
         part(small("llama"), {"micro_batch": 4}, HYPER, watch=poisoned(2))
 
 
-# -- what is asked -------------------------------------------------------------------------------------------
+# -- invalid hyperparameters ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what it costs, and that the space stays."""
+"""Adapters: the trained parameters, their cost, and the unchanged space."""
 
 import sys
 
@@ -40,7 +40,7 @@ def test_adapters_start_as_nothing_and_then_train(small):
     before = {name: each.detach().clone() for name, each in adapted.model.named_parameters()}
     assert all(not each.any() for name, each in before.items() if ".lora_B." in name)
     assert all(each.any() for name, each in before.items() if ".lora_A." in name)
-    for _ in range(2):  # an adapter's inner half has a gradient once its outer half is something
+    for _ in range(2):  # an adapter's inner half has a gradient only once its outer half is not zero
         adapted.step()
     after = dict(adapted.model.named_parameters())
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -76,7 +76,7 @@ def test_the_workload_is_another_and_its_space_is_the_same(cpu):
     assert adapted.id != whole.id and adapted.id != workload("llama-tiny", lora="r=16").id
     spaces = [default_space(each, cpu, 2) for each in (whole, adapted)]
     assert spaces[0].to_dict() == spaces[1].to_dict()
-    # Frozen weights have no gradient to be computed: about two thirds of the work is left.
+    # Frozen weights need no gradient: about two thirds of the work remain.
     assert 0.55 < flops_of(adapted).per_sample / flops_of(whole).per_sample < 0.85
 
 

@@ -1,4 +1,4 @@
-"""A rank's memory is traced without memory: totals to the byte, names, roles, and no trace left behind."""
+"""A rank's memory is traced without allocating it: totals to the byte, names, roles, and no side effects."""
 
 import pytest
 import redline as rl

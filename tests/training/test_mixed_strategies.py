@@ -1,4 +1,4 @@
-"""Blocks that are cut and shared out unlike each other compute what one process computes."""
+"""Blocks with different strategies compute the same as one process."""
 
 from dataclasses import replace
 
@@ -51,13 +51,13 @@ FOUR = [
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    # Once, before ranks are forked.
+    # Imported once, before ranks are forked.
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 
 def deep(family, blocks=4):
-    """The family's workload of the numerics table with four blocks, or more."""
+    """Returns the family's workload of the numerics table with `blocks` blocks."""
     task, arguments = numerics.FAMILIES[family]
     numerics.FAMILIES = {**numerics.FAMILIES, family: (task, {**arguments, DEPTH[family]: blocks})}
     try:
@@ -103,14 +103,14 @@ def test_chunks_of_unlike_numbers_of_blocks_compute_what_one_process_computes(tw
 
 
 def held(config):
-    """Numbers of the blocks of which a rank has the weights."""
+    """Returns the numbers of the blocks whose weights are on this rank."""
     training = Training(deep("llama"), config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     names = (name.split(".") for name, _ in training.model.named_parameters())
     return sorted({int(each[2]) for each in names if each[:2] == ["model", "layers"]})
 
 
 def away(config):
-    """Parameters whose optimizer state is in host memory, and the weights after a step, by name."""
+    """Returns the parameters whose optimizer state is in host memory, and the weights after a step, by name."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     training = Training(deep("llama"), config, CPU, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
     names = {param: name for name, param in training.model.named_parameters()}
@@ -142,7 +142,7 @@ def test_a_stage_has_the_blocks_that_are_given(two):
 
 
 def summed_over_replicas_alone(family, config, text, seed):
-    """As if the gradients of a run's weights were those of all samples on each rank already."""
+    """Plants a fault: gradients of a run's weights are treated as if they already covered all samples on each rank."""
     shared = sharing.shared_parameters
     from redline.schedule.primitives import data_parallel
 
@@ -160,7 +160,7 @@ def test_gradients_of_a_part_of_the_samples_alone_are_seen(two, seed):
 
 
 def drawn(config):
-    """What a block of a dropping model lets through on this rank: the mask of its last dropout."""
+    """Returns the mask of the last dropout of a block on this rank."""
     made = workload("gpt2-tiny", seq_len=8, global_batch=4)
     made = replace(made, model=replace(made.model, arguments={**made.model.arguments, "n_layer": 2}))
     training = Training(made, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())

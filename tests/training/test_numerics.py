@@ -1,4 +1,4 @@
-"""Families spread over ranks compute what one process computes, dropout included, and say what they cannot do."""
+"""Families spread over ranks compute the same as one process, dropout included, and report what they do not support."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ QUICK = [
     ("llama", "runs tp1/tp2"),
     ("gpt2", "runs zero1/zero3"),
 ]
-"""Every way of spreading at least once, and of every family what is its own."""
+"""Every way of spreading at least once, and for every family its special ways."""
 MORE = [
     *(("bert", cell) for cell in ("tp2", "zero3", "pp2 1f1b", "kernels", "tp2+kernels")),
     *(("t5", cell) for cell in ("tp2+sp", "zero3", "pp2 zbv")),
@@ -68,7 +68,7 @@ CELLS = [(family, cell) for family in numerics.FAMILIES for cell in numerics.COM
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    # Once, before ranks are forked.
+    # Imported once, before ranks are forked.
     import transformers.models.albert.modeling_albert
     import transformers.models.mixtral.modeling_mixtral
     import transformers.models.opt.modeling_opt
@@ -105,7 +105,7 @@ STYLES = {
     "deepseek_v2": ("mla_kv_a_proj",),
     "deepseek_v3": (),
 }
-"""Families whose plans have styles that no family of the table has. That of DeepSeek-V3 leaves attention whole."""
+"""Families whose plans have styles that no family of the table has. DeepSeek-V3's plan does not split attention."""
 
 
 def styled(family):
@@ -134,7 +134,7 @@ def test_latent_attention_is_cut_by_heads_where_its_plan_leaves_it_whole():
 
 
 def against_all_rows(seed):
-    """A capacity against one process that drops nothing."""
+    """Compares a run with limited expert capacity with one process that drops no rows."""
     made = numerics.tiny("mixtral")
     return numerics.departure(made, numerics.COMBINATIONS["ep2+capacity"], seed, numerics.reference(made, seed))
 
@@ -146,7 +146,7 @@ def test_rows_that_are_dropped_are_seen(two, seed):
 
 
 def balanced(**config):
-    """A mixture whose experts are balanced by a loss, in a configuration with one micro-batch."""
+    """A mixture whose experts are balanced by a loss, and a configuration with one micro-batch."""
     task, arguments = numerics.FAMILIES["mixtral"]
     more = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     made = Architecture(model_type="mixtral", arguments={**arguments, **more}, task=task)
@@ -258,7 +258,7 @@ def test_a_bias_of_as_many_heads_as_a_head_has_features_is_cut_right(two, seed):
         numeric.hold(found)
 
 
-# Faults, planted one at a time behind the passes of what is spread, and seen
+# Planted faults: one at a time, after the passes of a spread training. Each must be noticed.
 
 
 def one_weight(training, name="transformer.h.0.mlp.c_fc.weight"):
@@ -342,7 +342,7 @@ def test_a_small_fault_is_noticed(two, seed, fault, config):
 def without_sum(sch, config):
     schedule_of("gpt2")(sch, config)
     if config.get("tp", 1) > 1:
-        # What adds up the gradients of what enters the attention's region.
+        # The hook that sums the gradients of the attention's input.
         sch["transformer.h.0.attn"].module._forward_pre_hooks.clear()
 
 
@@ -391,9 +391,9 @@ def check_dropout(sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_not(two, sequence_parallel):
-    # Two independent masks of rate p agree in p^2 + (1 - p)^2 of their places, of which there are 8,192 or
-    # more: five standard errors are 0.03, of a mask's own rate 0.02. Half of the inner values are zero behind
-    # the activation, where nothing can be told.
+    # Two independent masks of rate p agree in p^2 + (1 - p)^2 of their places, of which there are 8,192 or more: five
+    # standard errors are 0.03, and 0.02 for a mask's own rate. Half of the inner values are zero after the activation,
+    # so that nothing can be concluded there.
     independent = 0.25**2 + 0.75**2
     first, second = two.run(check_dropout, sequence_parallel)
     for found in (first, second):
@@ -407,7 +407,7 @@ def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_not(two, seq
             assert found["behind"][0] == 1.0
 
 
-# What cannot be, and why
+# Unsupported strategies and their reasons
 
 
 def supported(family):
@@ -426,12 +426,12 @@ def test_reasons_name_the_numbers():
     assert "residual" in supported("albert").sequence_parallel
     assert "odd number" in supported("vit").sequence_parallel
     assert "tied weights, shared.weight and encoder.embed_tokens.weight" in supported("t5").zero_in_stages
-    # Of these two the tie is across stages, which is kept.
+    # The weights of these two are tied across stages, which is supported.
     assert supported("gpt2").zero_in_stages == supported("bert").zero_in_stages == ""
 
 
 def test_sizes_that_ranks_do_not_divide_are_padded_or_refused_in_words():
-    # The vocabulary of 97 with its embedding, once though the head is tied to it.
+    # The vocabulary of 97 is named once, with its embedding, though the head is tied to it.
     assert supported("gpt2").padding(2) == "the 97 rows of 'transformer.wte.weight' are padded to 98"
     assert supported("gpt2").padding(1) == supported("vit").padding(2) == ""
     assert "padded to 100" in supported("bert").padding(4)

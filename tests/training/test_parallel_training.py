@@ -1,4 +1,4 @@
-"""A trial on several ranks trains what one process trains: loss, gradients and weights."""
+"""A trial on several ranks computes the same loss, gradients and weights as one process."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def check(pool, workload, config, seed):
-    """On each of the ranks of a process group, which all report the same loss."""
+    """Compares each rank with one process, and checks that all ranks report the same loss."""
     found = pool.run(numeric.departure, workload, config, seed)
     for each in found:
         assert each.gravest("loss").by == found[0].gravest("loss").by
@@ -21,12 +21,12 @@ def check(pool, workload, config, seed):
 
 
 def held(workload, config):
-    """On each rank: how many values of optimizer state and of weights it holds, and the samples of a step."""
+    """Returns, on each rank, the numbers of values of optimizer state and of weights, and the samples of a step."""
     import torch.distributed as dist
 
     training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     training.step()
-    # ZeRO stage 1 wraps the optimizer, which then steps this rank's share of the weights.
+    # ZeRO stage 1 wraps the optimizer, which steps this rank's share of the weights.
     optimizer = getattr(training.optimizer, "optim", training.optimizer)
     state = sum(
         getattr(value, "to_local", lambda value=value: value)().numel()
@@ -91,8 +91,8 @@ def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
 
 @pytest.mark.slow
 def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
-    """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, ZeRO 3
-    gathers the weights besides."""
+    """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, and ZeRO 3 also
+    gathers the weights."""
 
     def exchanged(workload, zero, accumulate):
         import torch.distributed as dist
@@ -105,7 +105,7 @@ def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs
         return [event.name for event in profile.events() if event.name.startswith("gloo:")]
 
     workload = small("llama")
-    # Gloo reduces and scatters by an all-reduce.
+    # Gloo implements reduce-scatter by an all-reduce.
     reduced, gathered = {}, {}
     for zero in (0, 1, 2, 3):
         once, four_times = (two.run(exchanged, workload, zero, accumulate)[0] for accumulate in (1, 4))
@@ -117,7 +117,7 @@ def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs
 
 def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(four, small):
     def exchanged(workload, config):
-        """Bytes that this rank's collectives are told, by the ranks that take part and what they do."""
+        """Returns the sizes passed to this rank's collectives, by kind and ranks."""
         import torch.distributed as dist
 
         training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=4)
@@ -149,7 +149,7 @@ def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(fo
         within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
         assert set(once[rank]) == {("all_gather", within), ("reduce_scatter", within), ("all_reduce", across)}
         assert twice[rank]["reduce_scatter", within] == 2 * once[rank]["reduce_scatter", within]
-        # Pieces, of half of what is reduced, however many micro-batches there are.
+        # Groups sum pieces of half the reduced size, once a step for any number of micro-batches.
         assert twice[rank]["all_reduce", across] == once[rank]["all_reduce", across]
         assert 2 * once[rank]["all_reduce", across] == once[rank]["reduce_scatter", within]
 
@@ -259,7 +259,7 @@ def test_a_loss_computed_in_bfloat16_reaches_every_stage(two):
         return float(Training(made, config, CPU, rank=dist.get_rank(), world_size=2).step())
 
     first, second = two.run(run)
-    # T5's is, unlike those of models that compute it in float32.
+    # T5 computes its loss in bfloat16 too; most models compute it in float32.
     assert first == second and 1 < first < 4
 
 

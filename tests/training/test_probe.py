@@ -1,4 +1,4 @@
-"""What a candidate computes on the probe is the same whatever is spread how, and leaves no trace."""
+"""The probe of a candidate gives the same values for every way to spread it, and has no side effects."""
 
 import random
 import sys
@@ -26,7 +26,7 @@ FP32 = 2.0**-24
 
 
 def probed(workload, step=False, device=CPU, **knobs):
-    """What one process computes."""
+    """Returns the probe of one process."""
     training = Training(workload, knobs, device)
     return together([take(training)], [first_step(training)[1]] if step else [])
 
@@ -35,23 +35,23 @@ def verdict(probe, expected):
     return numerics_mismatch(probe, Reference(probe=expected), loss=1.0, last_loss=1.0)
 
 
-# How samples fill micro-batches
+# Samples per micro-batch
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        # One micro-batch where one is a step, two where gradients are accumulated.
+        # One micro-batch without gradient accumulation, two with it.
         ((2, 8, 1, False), (2, 1)),
         ((2, 8, 2, False), (1, 2)),
         ((2, 1, 1, False), (1, 2)),
-        # A single sample is repeated, so that accumulation is seen.
+        # A single sample is repeated, so that accumulation is exercised.
         ((1, 8, 2, False), (1, 2)),
         # As many micro-batches as a pipeline of two or four stages needs.
         ((4, 8, 2, False), (2, 2)),
         ((4, 1, 2, False), (1, 4)),
         ((6, 2, 4, False), (1, 12)),
-        # Compiled code is made for one size: samples repeated until they fill micro-batches evenly.
+        # Code is compiled for one size: samples are repeated until they fill micro-batches evenly.
         ((2, 8, 1, True), (8, 1)),
         ((2, 3, 1, True), (3, 2)),
         ((4, 6, 2, True), (6, 2)),
@@ -74,11 +74,11 @@ def test_the_probe_has_samples_for_every_rank_and_few_of_a_step():
             assert samples(world, step) <= max(world, step / 4)
 
 
-# It leaves no trace
+# No side effects
 
 
 class Restless(nn.Module):
-    """Draws from every random stream, and counts."""
+    """Draws from every random stream and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def test_it_leaves_weights_buffers_streams_and_optimizer_as_they_were():
     before = state(training)
     part = take(training)
     after = state(training)
-    assert part.changed > 0  # it trained, and it drew
+    assert part.changed > 0  # it ran in training mode, with random draws
     for name, value in before.pop("weights").items():
         assert torch.equal(after["weights"][name], value), name
     assert torch.equal(before["random"][0], after["random"][0])
@@ -177,7 +177,7 @@ def test_steps_on_two_ranks_are_what_they_are_without_it(two, knobs):
         assert probed_losses == losses
 
 
-# The same numbers, whatever is spread how
+# The same numbers for every way to spread
 
 
 def part_of(workload, knobs):
@@ -223,7 +223,7 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
     workload, expected = gpt2_on_two
     found = spread(two, workload, **knobs)
     assert verdict(found, expected) == ""
-    # Not only within tolerance: these are float32 sums in another order.
+    # Closer than the tolerance: only the order of float32 sums differs.
     assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
     assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
     assert found.quiet.gradient == pytest.approx(expected.quiet.gradient, rel=1e-5)
@@ -285,7 +285,7 @@ def test_ranks_of_several_stages_compute_what_the_reference_computes(two, deeper
 
 def without_later_gradients(workload, knobs):
     with pytest.MonkeyPatch.context() as patch:
-        # To torch the module of a stage has no weights, as none are registered with it.
+        # Torch sees no weights in the module of a stage, as none are registered with it.
         patch.setattr("redline.schedule.parallel.pipeline.Stage.parameters", lambda self, recurse=True: iter(()))
         return part_of(workload, knobs)
 
@@ -299,7 +299,7 @@ def test_gradients_that_a_divided_backward_leaves_out_are_seen(two, deeper_gpt2_
 
 
 def test_one_process_computes_it_too(gpt2_on_two):
-    # Gradients of the first step are over the same samples on one process and on two.
+    # Gradients of the first step cover the same samples on one process and on two.
     workload, expected = gpt2_on_two
     found = probed(workload, step=True, micro_batch=8)
     assert found.step.loss == pytest.approx(expected.step.loss, rel=1e-6)
@@ -325,7 +325,7 @@ def test_norms_are_those_of_the_gradients(small):
     assert part.step.vectors[-1] == pytest.approx(float(outside), rel=1e-6)
 
 
-# Models of somebody's own
+# Users' own models
 
 
 def spans(size, seed):
@@ -365,7 +365,7 @@ def test_a_boolean_buffer_that_is_empty_is_seen_without_repeated_blocks():
     def emptied(sch, config):
         def empty(module, args):
             assert module.mask.dtype == torch.bool
-            module.mask.zero_().fill_diagonal_(True)  # wholly empty it would be not a number
+            module.mask.zero_().fill_diagonal_(True)  # with no entry at all the result would be nan
 
         sch.module.register_forward_pre_hook(empty)
 
@@ -378,7 +378,7 @@ def test_a_boolean_buffer_that_is_empty_is_seen_without_repeated_blocks():
         (lambda logits, x: logits, True),
         (lambda logits, x: (logits, x), True),
         (lambda logits, x: {"hidden": x, "logits": logits}, True),
-        (lambda logits, x: logits.flatten(0, 1), False),  # nothing tells which belong to which sample
+        (lambda logits, x: logits.flatten(0, 1), False),  # samples cannot be told apart
         (lambda logits, x: logits.transpose(0, 1), False),
     ],
     ids=["tensor", "tuple", "by name", "samples and positions in one", "positions first"],
@@ -460,7 +460,7 @@ def test_a_recurrent_model_is_probed():
     assert verdict(probed(workload, micro_batch=8), expected) == ""
 
 
-# What begins as zero or one
+# Parameters that begin as zero or one
 
 
 def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
@@ -484,12 +484,13 @@ def test_adapters_that_begin_as_nothing_are_seen_however_they_are_spread(two, kn
     expected = spread(two, workload, dp=2)
     assert verdict(spread(two, workload, **knobs), expected) == ""
     assert min(expected.quiet.blocks) > 0
-    # Without the adapters' outer halves the inner ones have no gradient, and the model computes as without them.
+    # Without the adapters' outer halves the inner ones have no gradient, and the model computes the same as without
+    # adapters.
     bare = spread(two, numerics.tiny("llama"), dp=2)
     assert max(abs(a - b) for a, b in zip(bare.logits, expected.logits)) > 0.01
 
 
-# Weights that a schedule brings in
+# Weights that a schedule adds
 
 
 def test_weights_that_a_schedule_brings_in_are_named(small):
@@ -556,7 +557,7 @@ def test_weights_without_a_gradient_may_stay():
 
 
 def test_in_a_narrow_format_a_block_counts_as_moved_where_any_of_it_is(small):
-    # Norms begin as 1, which bfloat16 does not leave by 1e-4.
+    # Norms begin as 1, and an update of 1e-4 is lost in bfloat16.
     assert probed(small(), step=True, precision="bf16_pure", micro_batch=8).still == ()
     held = replace(small(), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
     assert len(probed(held, step=True, precision="bf16_pure", micro_batch=8).still) > 10

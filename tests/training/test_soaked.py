@@ -1,4 +1,4 @@
-"""The soak of a training tries what would come hours later, after the first step, and leaves all as it would be without it."""
+"""The soak tries, after a training's first step, what would come hours later, and has no effect on the training."""
 
 import json
 import random
@@ -29,7 +29,7 @@ STRATEGIES = {
 
 
 class Moody(nn.Module):
-    """Has running means, and draws from every source of random numbers."""
+    """Has running means and draws from every source of random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Moody(nn.Module):
 
 
 def points(size, seed):
-    """Samples of as many rows as the seed says."""
+    """Returns samples with a number of rows that depends on the seed."""
     draw = torch.Generator().manual_seed(seed)
     rows = int(torch.randint(1, 9, (), generator=draw))
     return torch.randn(size, rows, 6, generator=draw), torch.randint(0, 3, (size, rows), generator=draw)
@@ -60,7 +60,7 @@ def moody():
 
 
 def trained(workload, config, folder, soak, hyper=HYPER):
-    """Seven steps at least of a hundred. On several threads not every sum has the same bits twice."""
+    """Trains at least seven of a hundred steps, in one thread, as sums over several threads vary in their last bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     random.seed(3), np.random.seed(3)
@@ -99,8 +99,8 @@ def test_a_training_is_bit_for_bit_the_one_without_it(request, small, tmp_path, 
 
 
 def test_running_means_and_numbers_drawn_by_the_model_are_given_back(tmp_path):
-    """Sums of this model do not have the same bits twice; other draws would show in the first digits."""
-    trained(moody(), {"micro_batch": 4}, tmp_path / "traced", False)  # which draws too, once
+    """This model's sums are not reproducible to the bit; different random numbers would change the first digits."""
+    trained(moody(), {"micro_batch": 4}, tmp_path / "traced", False)  # tracing draws random numbers too, once
     soaked, plain = (trained(moody(), {"micro_batch": 4}, tmp_path, soak) for soak in (True, False))
     assert soaked[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
     assert soaked[1:3] == plain[1:3]
@@ -109,7 +109,7 @@ def test_running_means_and_numbers_drawn_by_the_model_are_given_back(tmp_path):
 
 
 def test_it_is_the_longest_batch_that_is_tried(small, tmp_path):
-    """Behind the first step, at the end of whose passes its gradients are dropped."""
+    """The soak runs it after the first step and drops the gradients of its passes."""
     workload, sizes = moody(), []
 
     def watch(training):

@@ -1,4 +1,4 @@
-"""What a configuration changes and what it must not: numbers, work per step, and each knob's real effect."""
+"""Effects of a configuration: each knob does what it should, while numbers and work per step stay the same."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +23,7 @@ def losses(workload, steps=3, seed=0, **knobs):
 
 
 class Operators(TorchDispatchMode):
-    """Names and result formats of the operators that run."""
+    """Records names and result formats of the operators that run."""
 
     def __init__(self):
         super().__init__()

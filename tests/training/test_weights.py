@@ -1,8 +1,9 @@
-"""Presets and transformers' architectures: what redline makes late is, bit for bit, what their constructors make.
+"""Presets and transformers' architectures: deferred construction gives bit for bit the weights of the constructors.
 
-Architectures are made small from their configuration classes alone: layers, vocabularies and experts are cut down to a
-few, widths divided by a common factor, so that heads still fit their widths. The first factor of FACTORS is taken with
-which transformers builds the model. What cannot be made small in this way is skipped with the reason; NAMED must be.
+Architectures are made small from their configuration classes alone: numbers of layers, vocabularies and experts are
+reduced to a few, and widths are divided by a common factor, so that heads still fit their widths. The first of FACTORS
+with which transformers builds the model is used. An architecture that cannot be reduced in this way is skipped with the
+reason, unless it is in NAMED.
 """
 
 import random
@@ -36,7 +37,7 @@ QUICK = (
     "causal/falcon", "causal/gptj", "causal/mamba", "image/swin", "image/vit", "masked/deberta-v2",
     "masked/mobilebert", "seq2seq/fsmt", "seq2seq/t5",
 )  # fmt: skip
-"""One of each way to make weights: alibi and masks, sinusoids, by hand, truncated, ties."""
+"""One for each way to make weights: alibi and masks, sinusoids, by hand, truncated, ties."""
 # fmt: off
 NAMED = (
     *QUICK,
@@ -77,7 +78,7 @@ def all_architectures():
 
 
 def reduced(name, value, factor):
-    """A configuration's number made small, or as it is."""
+    """Returns a configuration's number reduced, or unchanged."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if "vocab" in name:
@@ -93,7 +94,7 @@ def reduced(name, value, factor):
 
 
 def small_configuration(kind, factor, **arguments):
-    """A configuration of a class with its numbers made small."""
+    """Returns a configuration of a class with its numbers reduced."""
     from transformers import PretrainedConfig
 
     changed = {}
@@ -102,7 +103,7 @@ def small_configuration(kind, factor, **arguments):
             changed[name] = small_configuration(type(value), factor).to_dict()
         elif name == "depths":
             changed[name] = type(value)(1 for _ in value)
-        elif name == "attention_types":  # of GPT-Neo's layers, by how many
+        elif name == "attention_types":  # types of GPT-Neo's layers, with a repeat count
             changed[name] = [[["global", "local"], 1]]
         elif isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
             small = [reduced(name, each, factor) for each in value]
@@ -114,7 +115,7 @@ def small_configuration(kind, factor, **arguments):
 
 
 def small(name):
-    """A function that makes an architecture from a small configuration; or a text that says why there is none."""
+    """Returns a function that makes an architecture from a small configuration, or a text with the reason against it."""
     import transformers
 
     task, _, kind = name.partition("/")
@@ -126,7 +127,7 @@ def small(name):
         try:
             with torch.device("meta"):
                 model = auto.from_config(small_configuration(kind, factor))
-        except Exception as error:  # whatever a library of 300 models raises on sizes that it did not expect
+        except Exception as error:  # a library of 300 models may raise anything on unexpected sizes
             why.append(f"{type(error).__name__}: {error}")
             continue
         if sum(each.numel() for each in model.parameters()) < MOST_PARAMETERS:
@@ -137,7 +138,7 @@ def small(name):
 
 @pytest.fixture(autouse=True)
 def unset_memory_is_alike():
-    """What a constructor leaves unset is filled with one value."""
+    """Fills memory that a constructor leaves unset with one value."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -166,7 +167,7 @@ def assert_same(made, expected):
 
 
 class _Same:
-    """Equal to one object only: for the first of those that are tied."""
+    """Equal to one object only, to find the first of tied parameters."""
 
     def __init__(self, one):
         self.one = one
@@ -186,7 +187,7 @@ def check(make, seed=5):
     assert_same(made, expected)
 
 
-# -- models that have names ----------------------------------------------------------------------------------
+# -- presets and named architectures -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -222,11 +223,11 @@ def test_every_architecture_has_the_weights_of_its_constructor(name):
     check(make)
 
 
-# -- what is trained -----------------------------------------------------------------------------------------
+# -- weights in training -------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """A model whose weights come about in more ways than rules know."""
+    """A model that creates weights in more ways than redline's rules cover."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +246,7 @@ class Net(nn.Module):
 
 
 class Looking(Net):
-    """A model whose constructor looks at the weights that it has drawn."""
+    """A model whose constructor reads the weights that it has drawn."""
 
     def __init__(self):
         super().__init__()
@@ -304,7 +305,7 @@ def test_the_generators_of_python_and_numpy_are_left_as_they_were():
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which holds its parameters in a list as well."""
+    """An LSTM, which also holds its parameters in a list."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which rank is what, and what cannot be arranged."""
+"""Ranks and their axes, and degrees that are refused."""
 
 from itertools import product
 
@@ -63,7 +63,7 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, said):
 
 
 def _axes(timeout_s):
-    """Of each axis of a mesh of two stages by two replicas: its ranks, where this one is among them, how long it waits."""
+    """Returns, for each axis of two stages by two replicas, its ranks, this rank's place among them, and its timeout."""
     import torch.distributed as dist
 
     world = World.of({"pp": 2}, dist.get_rank(), dist.get_world_size())
@@ -89,7 +89,7 @@ def test_every_axis_of_a_mesh_waits_as_long_as_it_is_told(four):
 
 
 def _divided(axes, name):
-    """An axis in two groups: with whom this rank has a piece, with whom it has all; its place; how long it waits."""
+    """Splits an axis into groups; returns the ranks of both groups, this rank's coordinate, and the timeout."""
     import torch.distributed as dist
     from redline.schedule.parallel.collectives import divided
 
@@ -111,7 +111,7 @@ def test_an_axis_in_groups_keeps_neighbours_together_and_waits_as_long(four):
 
 
 def _gives_up():
-    """What a stage is told that waits for another one, which sends nothing."""
+    """Returns the error of a stage that waits for another one, which sends nothing."""
     import torch.distributed as dist
 
     mesh = World.of({"pp": 2}, dist.get_rank(), 4).mesh(torch.device("cpu"), 1.0)

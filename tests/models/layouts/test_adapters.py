@@ -1,4 +1,4 @@
-"""Adapters as peft keeps them: both ways, merged, and refused where they are another model's."""
+"""Adapters in peft's format: read, written, merged, and refused if they belong to another model."""
 
 import json
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 def folders(family, lora, tmp_path):
-    """A model with adapters, and folders of its base and of its adapters."""
+    """Writes folders of a model's base and of its adapters; returns the architecture and the model."""
     made = architecture(family, lora=lora)
     model = filled(made)
     base = filled(plain(made))

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read in part, written in pieces, refused where they are damaged."""
+"""Folders of torch.distributed.checkpoint: read in part, written in pieces, refused if damaged."""
 
 import os
 import pickle

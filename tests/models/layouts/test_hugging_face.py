@@ -1,4 +1,4 @@
-"""transformers' checkpoints: read as from_pretrained reads them, written as save_pretrained writes them."""
+"""transformers' checkpoints: reading matches from_pretrained, writing matches save_pretrained."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_configuration_and_generation_settings_are_those_of_save_pretrained(tmp_
     write_hugging_face(hugging_face(theirs, made), made, tmp_path / "ours")
     for file in ("config.json", "generation_config.json"):
         expected, found = (json.loads((tmp_path / each / file).read_text()) for each in ("theirs", "ours"))
-        # Training alone has it off.
+        # It is switched off for training only.
         assert found.pop("use_cache") is True and expected.pop("use_cache") is False
         assert found == expected
     assert sorted(os.listdir(tmp_path / "ours")) == ["config.json", "generation_config.json", "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Lazy tensors hold what torch's operations would, box by box, and read no more than a box needs."""
+"""Operations on lazy tensors give the values of torch's, for any box, and read no more than the box needs."""
 
 import pytest
 import torch

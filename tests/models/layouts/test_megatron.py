@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of Llama and GPT-2, held against megatron-core where it is installed."""
+"""Megatron-LM's checkpoints of Llama and GPT-2, compared with megatron-core if it is installed."""
 
 import importlib.util
 import json
@@ -71,7 +71,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_to_transformers(case, t
 
 
 def test_llama_s_rows_go_by_query_group_and_the_gate_stands_first(tmp_path):
-    """As megatron/core/transformer/attention.py splits them: of each group its queries, its key, its value."""
+    """megatron/core/transformer/attention.py splits each group's rows into its queries, key and value, in this order."""
     made = CASES["llama"]
     model = filled(made)
     write_megatron(weights_of(model), made, tmp_path)

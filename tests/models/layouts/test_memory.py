@@ -1,4 +1,4 @@
-"""Reading a share takes the memory of the share, and writing that of a shard: measured in a process of its own."""
+"""Reading a share takes the memory of the share, and writing takes that of a shard, measured in a separate process."""
 
 import json
 import subprocess
@@ -10,12 +10,12 @@ from house import ROOT
 pytestmark = pytest.mark.slow
 
 SLACK_MIB = 32
-"""What allocators, a mapped block and the file system's buffers may take besides."""
+"""Memory that allocators, a mapped block and the file system's buffers may take in addition."""
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """What bench/weights.py prints of a model of 320 MiB in shards of 64 MiB."""
+    """Returns the results of bench/weights.py for a model of 320 MiB in shards of 64 MiB, by kind."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "weights.py"), "--layers", "4", "--hidden", "1024", "--shard-mib", "64", "--json"],
         capture_output=True, text=True, timeout=300,

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoints of Llama, held against its own model and its own adapter of state dicts."""
+"""torchtitan's checkpoints of Llama, compared with its own model and its own adapter of state dicts."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed import checkpoint
 
 
 def its_model(made, fused):
-    """torchtitan's model of the same sizes, and its configuration."""
+    """Returns torchtitan's model of the same sizes, and its configuration."""
     pytest.importorskip("torchtitan")
     pytest.importorskip("triton")
     from torchtitan.models import llama3
@@ -61,12 +61,12 @@ def test_torchtitan_computes_what_the_model_does_and_is_read_back(tied, fused, t
 
     checkpoint.save(theirs.state_dict(), checkpoint_id=tmp_path / "theirs" / "step-9", no_dist=True)
     checkpoint.save({"step": 1}, checkpoint_id=tmp_path / "theirs" / "step-10", no_dist=True)
-    (tmp_path / "theirs" / "step-10" / ".metadata").unlink()  # it was killed
+    (tmp_path / "theirs" / "step-10" / ".metadata").unlink()  # as if the save had been killed
     assert differing(find_weights(tmp_path / "theirs", made), model) == []
 
 
 def test_rows_of_queries_and_keys_are_in_the_order_of_neighbouring_pairs(tmp_path):
-    """Entry j d/2 + i of a head is 2i + j there, written out."""
+    """Entry j d/2 + i of a head becomes 2i + j in torchtitan; the test spells this out."""
     made = architecture("llama")
     model = filled(made)
     write_torchtitan(weights_of(model), made, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A checkpoint for another tool is whole or not there, whatever ends its writing."""
+"""A checkpoint for another tool is complete or absent, however its writing ends."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def test_what_a_killed_one_left_is_swept_by_the_next_and_nothing_else(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     with whole_folder(tmp_path / "out") as made:
         assert sorted(each.name for each in tmp_path.iterdir()) == sorted([".out.mine.writing", made.name])
-        with whole_folder(tmp_path / "out") as beside:  # one that is at it is left alone
+        with whole_folder(tmp_path / "out") as beside:  # a folder that is being written is left alone
             assert made.is_dir()
         assert not beside.exists()
         (tmp_path / "out").rmdir()

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what it was saved as is refused, said to be, and the one before is taken."""
+"""A damaged checkpoint is refused with a message, and the previous one is used."""
 
 import json
 import os
@@ -18,7 +18,7 @@ HYPER = Hyperparameters(steps=6, lr=1e-3)
 
 @pytest.fixture(scope="module")
 def saved(small, tmp_path_factory):
-    """Of steps 2, 4 and 6."""
+    """Checkpoints of steps 2, 4 and 6."""
     where = tmp_path_factory.mktemp("saved") / "checkpoints"
     part(small("llama"), {"micro_batch": 8}, HYPER, save=where, save_every=2)
     return where
@@ -41,7 +41,7 @@ def cut(path):
 
 
 def swap(path):
-    """What another checkpoint has under the name: as large, and not this one's."""
+    """Puts a file of another checkpoint in its place, with the same size and other contents."""
     other = path.parent.with_name("step-00000004") / path.name
     path.write_bytes(other.read_bytes())
 
@@ -65,7 +65,7 @@ def test_a_file_that_is_not_what_it_was_is_refused_and_the_one_before_taken(smal
         if (newest.path / name).exists() and damage is swap and name == ".metadata":
             shutil.rmtree(newest.path)
             newest.path.with_name("spare").rename(newest.path)
-            continue  # what is described alike is the same bytes
+            continue  # files with the same description have the same bytes
         notes = []
         assert latest(here, None, notes.append).step == 4
         assert len(notes) == 1 and "checkpoint step-00000006 is passed over" in notes[0]
@@ -103,7 +103,7 @@ def test_a_manifest_that_says_nothing_of_use_is_a_damaged_checkpoint(here, damag
 
 @pytest.mark.parametrize("number", range(12))
 def test_no_bit_of_a_manifest_may_differ(here, number):
-    """Its numbers say where the training goes on: one that is altered must not pass for what was saved."""
+    """The manifest's numbers define where the training resumes: an altered one must be detected."""
     path = here.all()[0].path / MANIFEST
     data = bytearray(path.read_bytes())
     at = next(at for at in random.Random(number).choices(range(len(data)), k=1000) if not chr(data[at]).isspace())
@@ -123,7 +123,7 @@ def test_where_all_are_damaged_nothing_begins_anew(here):
 
 
 def test_weights_that_are_kept_once_are_checked_with_each_checkpoint(small, tmp_path):
-    """Adapters alone are of no use."""
+    """Adapters are useless without the frozen weights."""
     adapted, where = with_lora(small("llama"), Lora(r=4)), tmp_path / "here"
     part(adapted, {"micro_batch": 8}, HYPER, until=2, save=where, save_every=1)
     folder = CheckpointFolder(where)
@@ -139,7 +139,7 @@ def test_where_there_is_none_there_is_none(tmp_path):
 
 
 def test_what_one_rank_finds_damaged_no_rank_takes(two, small, tmp_path):
-    """Each rank reads some of the files: what the other has found it has not seen itself."""
+    """Each rank reads some of the files, so that the damage may be on the other rank."""
     where = tmp_path / "here"
     two.run(lambda workload: part(workload, {"tp": 2}, HYPER, save=where, save_every=3), small("llama"))
     newest = CheckpointFolder(where).all()[0]
@@ -155,7 +155,7 @@ def test_what_one_rank_finds_damaged_no_rank_takes(two, small, tmp_path):
 
 
 def test_going_on_behind_a_damaged_one_ends_where_the_whole_training_did(small, here, saved):
-    """The damaged one is out of the way then: it is not counted among those that are kept, nor taken for the latest."""
+    """The damaged checkpoint is moved aside: it neither counts among those to keep nor becomes the latest."""
     flip(here.all()[0].path / "__0_0.distcp")
     part(small("llama"), {"micro_batch": 8}, HYPER, begin=here.path, save=here.path, until=5)
     assert [each.step for each in here.all()] == [5, 4, 2]
@@ -193,6 +193,6 @@ def test_the_last_few_are_kept_and_going_back_replaces(small, tmp_path):
     other = Hyperparameters(steps=6, lr=5e-3)
     shutil.rmtree(where / "step-00000005")
     part(small("llama"), {"micro_batch": 8}, other, save=where, save_every=3, keep=2)
-    # From the first step on again, over what there was.
+    # A new training from the first step, over the earlier checkpoints.
     assert [each.step for each in CheckpointFolder(where).all()] == [6, 3]
     assert Checkpoint(where / "step-00000006").manifest["files"] != before

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, whatever moment a process is killed at: the last few, each of them whole."""
+"""A folder of checkpoints keeps the last few, each complete, at whatever moment a process is killed."""
 
 import itertools
 import os
@@ -13,11 +13,11 @@ from redline.training.checkpoint.restoring import check
 
 
 class Killed(BaseException):
-    """The end of the process."""
+    """Raised in place of the process's death."""
 
 
 def write(folder, step):
-    """What ranks have written, made the checkpoint of a step."""
+    """Writes files as ranks do, and makes them the checkpoint of a step."""
     beside = folder.beside(step)
     beside.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
@@ -30,8 +30,7 @@ def damage_of(folder):
 
 
 def killed_at(patch, number):
-    """Has the process end in that one of its calls that change what is on the disk; in the middle of a removal half of it is
-    done."""
+    """Raises `Killed` at the call with this number among those that change the disk. Half of a removal is done by then."""
     calls = itertools.count(1)
 
     def ending(inner, half):
@@ -101,13 +100,14 @@ def test_those_that_stay_are_the_latest(tmp_path, keep):
 
 
 def test_what_is_saved_stays_even_where_later_ones_lie(tmp_path):
-    """Of a training that went back behind them: they are not its own, and what it saves is not theirs."""
+    """Later steps are from before the training went back: `keep` neither counts nor removes them, and the new save
+    stays."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 8), write(folder, 3), write(folder, 4)
     assert [each.step for each in folder.all()] == [8, 4] and damage_of(folder) == []
 
 
-# -- what is somebody else's ---------------------------------------------------------------------------------
+# -- files of others -----------------------------------------------------------------------------------------
 
 FOREIGN = (
     ".git/HEAD", ".hydra/config.yaml", ".step-notes/x", "frozen/lake.txt", "frozen/.cache/x", "step-00000001/model.bin",
@@ -169,7 +169,7 @@ def test_an_older_damaged_one_that_was_put_aside_stays_beside_the_next(tmp_path)
 
 
 def test_names_survive_a_power_cut_as_what_they_name_does(tmp_path, monkeypatch):
-    """A file is synced before it gets its name, and the folder after."""
+    """A file is synced before it is renamed, and the folder after."""
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{int(fd)}")) or fsync(fd))
     write_atomic(tmp_path / "train.yaml", b"x")

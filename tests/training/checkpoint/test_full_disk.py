@@ -1,4 +1,4 @@
-"""A disk that is full ends a save, loudly, and nothing else."""
+"""A full disk makes a save fail, with a message, and does nothing else."""
 
 import json
 import resource
@@ -17,11 +17,11 @@ from trainings import part, place
 
 HYPER = Hyperparameters(steps=12, lr=1e-3)
 FULL, ROOM = 5, 9
-"""Steps before which the disk becomes full, and has room again: the saves of 6 and 8 fail."""
+"""The disk is full before step FULL and has space again before step ROOM, so that the saves of steps 6 and 8 fail."""
 
 
 def hooked(full, room):
-    """Has the disk become full and empty between saves; what the folder held when it had been full."""
+    """Returns a stop function that calls `full` and `room` at their steps, between saves."""
 
     def stop(loop):
         if loop.step in (FULL, ROOM):
@@ -34,7 +34,7 @@ def hooked(full, room):
 
 
 def trained(folder, workload, config):
-    """On every rank: the part, and what lay in the folder while the disk was full."""
+    """Trains on a disk that fills up; returns the part, the folder's contents meanwhile, and the last checkpoint."""
     kept = {}
 
     def room(loop):
@@ -63,7 +63,7 @@ def test_it_ends_the_save_and_not_the_training(small, config, ranks):
     assert "No space left on device" in told[6] and "\n" not in told[6]
     assert ("rank " in told[6]) is (ranks > 1)
     assert one.step == 12 and not one.failure and last == (12, "")
-    # What failed left nothing, and the one before stayed whole.
+    # The failed saves left nothing, and the previous checkpoint is complete.
     assert kept == {"names": ["step-00000002", "step-00000004"], "whole": [4, 2]}
     if ranks == 1:
         assert one.losses == part(workload, config, HYPER).losses
@@ -139,7 +139,7 @@ def test_a_log_that_cannot_be_written_ends_no_training(small, capfd):
 
 
 def test_ranks_do_not_wait_for_one_that_failed(two, small, tmp_path):
-    """A folder that is no folder on any rank: each save fails at once, on both, and steps go on."""
+    """The checkpoints' folder is below a file: each save fails at once on both ranks."""
     (tmp_path / "file").write_text("")
 
     def run(workload):

@@ -1,4 +1,4 @@
-"""`kill -9` at any moment of a save leaves the checkpoint before it, whole, and nothing that passes for one."""
+"""`kill -9` at any moment of a save leaves the previous checkpoint complete, and nothing that looks like another."""
 
 import os
 import random
@@ -23,7 +23,7 @@ MANY = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def training(small):
-    """One that has taken a step, so that its optimizer has a state."""
+    """A training after one step, so that its optimizer has a state."""
     found = built(small("llama", num_hidden_layers=3), {"micro_batch": 8}, Hyperparameters())
     batch = found.micro_batches(found.workload.batch(8, 0))
     found.passes(batch)
@@ -32,8 +32,7 @@ def training(small):
 
 
 def saving(training, where, told, rank=0, group=None):
-    """Saves checkpoints as fast as it can, every tensor of each full of the number of its step; tells of those that are
-    done."""
+    """Saves checkpoints in a loop, each tensor filled with its step's number; writes finished steps to the pipe `told`."""
     folder = CheckpointFolder(where, KEEP)
     found = latest(folder, group, lambda note: os.write(told, note.encode() + b"\n"))
     if rank == 0:
@@ -51,7 +50,7 @@ def saving(training, where, told, rank=0, group=None):
 
 
 def forked(function, *args):
-    """A process that does this until it is killed; what it says comes out of the pipe."""
+    """Runs a function in a child process until it is killed; returns the process and its pipe."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -70,13 +69,13 @@ def kill(pid):
 
 
 def said(reads):
-    """What a process has said until its end."""
+    """Returns the output of a process until its end."""
     with os.fdopen(reads, "rb") as file:
         return file.read().decode().split()
 
 
 def killed_once(training, where, chance):
-    """Ends such a process at some moment behind its first checkpoint; the last step that it told of."""
+    """Kills such a process at a random moment after its first checkpoint; returns the last step that it reported."""
     pid, reads = forked(lambda told: saving(training, where, told))
     first = os.read(reads, 64).decode().split()
     time.sleep(chance.uniform(0, 0.15))
@@ -85,11 +84,11 @@ def killed_once(training, where, chance):
 
 
 def holds(where, told):
-    """What must be so after every kill; what kind of rest was left."""
+    """Checks the folder after a kill; returns the suffixes of the remaining temporary folders."""
     folder = CheckpointFolder(where, KEEP)
     notes = []
     found = latest(folder, None, notes.append)
-    # Not even one that is passed over: what has a checkpoint's name is one.
+    # A folder with a checkpoint's name is always complete: none is skipped.
     assert notes == [] and [each for each in folder.all() if check(each, None)] == []
     assert found.step >= told and found.manifest["samples"] == 8 * found.step
     assert len(folder.all()) <= KEEP + 1
@@ -108,7 +107,7 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint_whole(training, tmp_pat
         assert again > told, "it went on from the last one"
         told = again
         rests.update(holds(tmp_path / "here", told))
-    # Most moments are in the middle of a save; without any, this would have tried nothing.
+    # Most kills must hit a save, or this would test nothing.
     assert rests["saving"] >= times / 4
     CheckpointFolder(tmp_path / "here", KEEP).prepare()
     assert [each.name for each in (tmp_path / "here").iterdir() if each.name.startswith(".")] == []
@@ -134,7 +133,7 @@ def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
         time.sleep(chance.uniform(0, 0.15))
         victims = [first, second] if chance.random() < 0.5 else [second, first]
         kill(victims[0])
-        time.sleep(chance.choice([0, 0.02, 0.1]))  # the other may find out, or be in the middle of something itself
+        time.sleep(chance.choice([0, 0.02, 0.1]))  # the other rank may notice, or may be saving itself
         try:
             os.kill(victims[1], signal.SIGKILL)
         finally:

@@ -1,4 +1,4 @@
-"""A checkpoint opens no context on a GPU that is another rank's."""
+"""A checkpoint creates no context on another rank's GPU."""
 
 import threading
 

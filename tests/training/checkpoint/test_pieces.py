@@ -1,4 +1,4 @@
-"""Large checkpoints are written, read and checked in pieces, by each rank about as many bytes."""
+"""Large checkpoints are written, read and checked in pieces. Each rank handles about the same number of bytes."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Copies of tensors of a GPU lie in pinned memory, which is kept from save to save and given back to the system at the end."""
+"""Copies of a GPU's tensors are in pinned memory, which is reused by later saves and returned to the system at the end."""
 
 import weakref
 from dataclasses import replace
@@ -16,21 +16,21 @@ SHAPE, BYTES = (64, 32), 64 * 32 * 4
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of this host that says that it is on a GPU."""
+    """A tensor on the CPU that reports a GPU as its device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: torch.device("cuda"))
 
 
 class PinnedMemory:
-    """Pinned memory as torch manages it: what nobody has any more stays reserved until the cache is emptied."""
+    """Pinned memory as torch manages it: unused blocks stay reserved until the cache is emptied."""
 
     def __init__(self):
         self.blocks, self.allocations = [], 0
 
     @property
     def reserved(self):
-        """Bytes that the system does not have."""
+        """Bytes that have not been returned to the system."""
         return sum(size for _, size in self.blocks)
 
     def empty_like(self, tensor, *, device, pin_memory):
@@ -100,7 +100,7 @@ def test_they_are_given_back_where_a_rank_writes_other_parts_from_now_on(pinned,
 
 @pytest.fixture
 def alone():
-    """A group of one rank, which shares out what it writes as several do."""
+    """A group of one rank, which divides the writing as several ranks do."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""A training goes on in another strategy, on other ranks, as if nothing had happened."""
+"""A training that resumes with another strategy on other ranks equals one without an interruption."""
 
 import functools
 
@@ -15,7 +15,7 @@ QUICK = [
     ("mixtral", "ep2", "one"),
     ("llama", "runs", "zero1"),
 ]
-"""Every kind of strategy on either side of a checkpoint."""
+"""Every kind of strategy before and after a checkpoint."""
 SLOW = [
     ("llama", "pp2 interleaved", "one"),
     ("bert", "zero2+ckpt", "tp2+sp"),
@@ -44,7 +44,7 @@ def kept(tmp_path_factory):
 
 @functools.cache
 def tiny(family):
-    """The workload of a family, of which a training's driver would know the FLOPs."""
+    """Returns the workload of a family with its FLOPs known, as a training's driver would provide them."""
     made = resharding.tiny(family)
     flops_of(made)
     return made
@@ -60,7 +60,7 @@ def run(pools, family, strategy, steps, **where):
 
 
 def whole(kept, pools, family):
-    """The training that never stopped, on one process."""
+    """Returns the uninterrupted training on one process."""
     _, known = kept
     if family not in known:
         known[family] = run(pools, family, "one", resharding.BEFORE + resharding.AFTER)
@@ -68,7 +68,7 @@ def whole(kept, pools, family):
 
 
 def saved(kept, pools, family, strategy):
-    """The folder of a training that was saved in a strategy."""
+    """Returns the folder of a training that was saved with a strategy."""
     folder, known = kept
     where = folder / f"{family}-{strategy}"
     if (family, strategy) not in known:
@@ -100,5 +100,5 @@ def test_it_goes_on_as_if_nothing_had_happened(two, request, kept, tmp_path, fam
 def test_the_comparison_sees_one_bit(two, kept, tmp_path):
     begin = saved(kept, {2: two}, "llama", "tp2+sp")
     other = saved(kept, {2: two}, "llama", "zero3")
-    # Both have trained alike, up to rounding.
+    # Both trainings are equal up to rounding.
     assert resharding.unequal(begin, other)

@@ -1,4 +1,4 @@
-"""What a training's future depends on is in its checkpoint, whatever optimizer, adapters or buffers it has."""
+"""A checkpoint contains all state that a training's future depends on, for any optimizer, adapters and buffers."""
 
 import shutil
 from collections import Counter
@@ -26,7 +26,7 @@ HYPER = Hyperparameters(steps=6, lr=1e-2, warmup=2)
 
 
 class Counting(torch.optim.SGD):
-    """Keeps of each parameter numbers as Python has them, and nothing as a tensor."""
+    """An optimizer whose state consists of Python numbers, without tensors."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -59,7 +59,7 @@ def with_optimizer(workload, name):
 
 
 def goes_on_bit_for_bit(workload, config, where, hyper=HYPER, run=lambda function: function()):
-    """Whether a training that is taken up at its checkpoint ends as the one that never stopped."""
+    """Asserts that a resumed training ends exactly as the uninterrupted one; returns the tensors of its checkpoint."""
     whole = run(lambda: part(workload, config, hyper))
     run(lambda: part(workload, config, hyper, until=3, save=where))
     again = run(lambda: part(workload, config, hyper, begin=where))
@@ -157,7 +157,7 @@ def test_of_adapters_only_they_have_a_state(small, tmp_path):
     held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
     states = [name for name in held if name.startswith("optimizer/")]
     assert states and all(".lora_" in name for name in states)
-    # What is not trained is kept once, and not in every checkpoint.
+    # Frozen weights are stored once, not in every checkpoint.
     assert all(".lora_" in name for name in held if name.startswith("model/"))
 
 
@@ -186,7 +186,7 @@ def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path, config):
 
 
 def test_dropout_goes_on_bit_for_bit(small, tmp_path):
-    """What is dropped follows from the seed, the step and the place, none of which a checkpoint needs to hold."""
+    """Dropout masks follow from the seed, the step and the place, so that a checkpoint need not contain them."""
     workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     goes_on_bit_for_bit(workload, {"micro_batch": 2}, tmp_path)
     whole = part(workload, {"micro_batch": 2}, HYPER)
@@ -206,7 +206,7 @@ def test_dropout_on_two_ranks_goes_on_bit_for_bit(two, small, tmp_path, config):
 @pytest.mark.parametrize("config", tiered([{"dp": 2, "zero": 3}], [{"tp": 2}, {"dp": 2, "zero": 1}]), ids=str)
 def test_moving_averages_are_kept(two, small, tmp_path, config):
     hyper = replace(HYPER, average=0.5)
-    workload = with_optimizer(small("llama"), "SGD with momentum")  # rounding stays rounding
+    workload = with_optimizer(small("llama"), "SGD with momentum")  # rounding differences stay small
     whole = part(workload, {"micro_batch": 8}, hyper, save=tmp_path / "whole")
     two.run(lambda: part(workload, config, hyper, until=3, save=tmp_path / "here"))
     part(workload, {"micro_batch": 8}, hyper, begin=tmp_path / "here", save=tmp_path / "here")
@@ -239,11 +239,11 @@ def test_an_average_begins_at_the_weights_of_another_tool(small):
     assert all(bool((each == 0.5).all()) for pair in kept.items() for each in pair)
 
 
-# -- who writes what -----------------------------------------------------------------------------------------
+# -- division of the writing among ranks ---------------------------------------------------------------------
 
 
 def written(workload, config):
-    """Of this rank: places and bytes of what it has."""
+    """Returns the place and size in bytes of each part that this rank has."""
     training = built(workload, config, HYPER)
     training.passes(training.micro_batches(training.share(FromWorkload(workload), 0)))
     training.update()
@@ -264,7 +264,7 @@ def test_what_ranks_hold_alike_is_written_once_and_each_writes_about_as_much(two
 
 
 class Late(torch.optim.SGD):
-    """Keeps something of a parameter from the second step on, as of an expert that no token went to before."""
+    """Creates state of a parameter from the second step on, as for an expert that gets its first token then."""
 
     def step(self, closure=None):
         super().step(closure)

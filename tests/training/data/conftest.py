@@ -1,4 +1,4 @@
-"""Data in files of all kinds, and tokenizers that are made on the spot."""
+"""Data in files of all kinds, and tokenizers that are trained for the tests."""
 
 import json
 
@@ -9,7 +9,7 @@ from texts import TOPICS
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
-    """`make(template=None, **special)`: a folder with a BPE of 500 tokens by GPT-2's rules."""
+    """Returns `make(template=None, **special)`, which writes a folder with a BPE of 500 tokens by GPT-2's rules."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bpe(tokenizer_folder):
-    """Such a folder, and its tokenizer."""
+    """A tokenizer's folder, and the tokenizer."""
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder()
@@ -44,7 +44,7 @@ def bpe(tokenizer_folder):
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(name, content)`: a file of bytes, of text, or of records as JSON lines."""
+    """Returns `write(name, content)`, which writes a file of bytes, of text, or of records as JSON lines."""
 
     def make(name, content):
         path = tmp_path / name
@@ -59,7 +59,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def samples(tmp_path):
-    """`samples(*paths, seq_len=..., **plan)`: what `prepare` makes of them."""
+    """Returns `samples(*paths, seq_len=..., **plan)`, which calls `prepare` on the files."""
 
     def make(*paths, seq_len=16, task="causal", vocab_size=600, pad_id=None, cache="cache", **plan):
         on_read = plan.pop("on_read", lambda share: None)

@@ -1,4 +1,4 @@
-"""Data that cannot be trained on is refused in words, and nothing of it is kept."""
+"""Unusable data is refused with a message, and nothing of it is kept."""
 
 import gzip
 
@@ -21,7 +21,7 @@ def damaged(data):
 
 
 def zipped(data):
-    return gzip.compress(data, mtime=0)  # the same in every process: tests are named by it
+    return gzip.compress(data, mtime=0)  # the same in every process, as test names include it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokens are made once, whole or not at all, by whoever comes first."""
+"""Tokens are prepared once, completely or not at all, by the process that comes first."""
 
 import json
 import multiprocessing
@@ -51,7 +51,7 @@ def _rank(path, folder, tokenizer, begin, out):
 
 
 def ranks(number, said, *arguments):
-    """What ranks that begin together put into their queue, so many things in all."""
+    """Starts `number` ranks together and returns the `said` messages that they send."""
     begin, out = FORK.Event(), FORK.Queue()
     processes = [FORK.Process(target=_rank, args=(*arguments, begin, out)) for _ in range(number)]
     for each in processes:
@@ -99,13 +99,15 @@ def test_one_that_is_killed_leaves_nothing_in_the_way(corpus, tmp_path):
     first = FORK.Process(target=_slow, args=(corpus, tmp_path / "cache", begun))
     first.start()
     assert begun.wait(60)
-    assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [True]  # nothing that counts
+    assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [True]  # only temporary files
     os.kill(first.pid, signal.SIGKILL)
     first.join()
     before = time.monotonic()
     assert made(corpus, tmp_path / "cache").describe()["documents"] == len(TOPICS)
     assert time.monotonic() - before < 20
-    assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [False]  # what it left is gone
+    assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [
+        False
+    ]  # the killed process's files are removed
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "boundaries.bin", "about.json"])
@@ -127,7 +129,7 @@ def test_other_contents_are_other_tokens_and_the_same_elsewhere_the_same(corpus,
     assert made(copy, tmp_path / "cache").describe()["digest"] == first["digest"]
     records = [json.loads(line) for line in open(corpus)]
     records[3]["text"] = records[3]["text"].replace("e", "a", 1)
-    write("a.jsonl", records)  # as long as before
+    write("a.jsonl", records)  # the same length as before
     assert made(corpus, tmp_path / "cache").describe()["digest"] != first["digest"]
 
 
@@ -155,7 +157,7 @@ def test_data_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeyp
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(corpus, tmp_path):
-    """Files cannot grow beyond 64 KiB: as with a full disk, a write fails in the middle."""
+    """Files cannot grow beyond 64 KiB: a write fails in the middle, as with a full disk."""
 
     def limited(out):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

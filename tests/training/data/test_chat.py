@@ -1,4 +1,4 @@
-"""Conversations: written by the tokenizer's template, trained on what the assistant says."""
+"""Conversations are formatted by the tokenizer's template, and only the assistant's messages are trained on."""
 
 import pytest
 from redline.base.errors import WorkloadError
@@ -16,7 +16,7 @@ SHORT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho
 
 @pytest.fixture
 def conversation(samples, write, tokenizer_folder):
-    """`read(template, *talks, **plan)`: samples of conversations, and the tokenizer."""
+    """Returns `read(template, *talks, **plan)`, which returns samples of conversations, and the tokenizer."""
     from transformers import AutoTokenizer
 
     def read(template, *talks, seq_len=120, **plan):
@@ -29,7 +29,7 @@ def conversation(samples, write, tokenizer_folder):
 
 
 def said(row, tokenizer):
-    """The stretches of text that labels ask for."""
+    """Returns the stretches of text that have labels."""
     stretches, inside = [], False
     for token, label in zip(row["input_ids"][0].tolist(), row["labels"][0].tolist()):
         assert label in (-100, token)

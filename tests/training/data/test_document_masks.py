@@ -1,4 +1,4 @@
-"""Documents that are packed in a row and kept apart are computed as if each were alone."""
+"""Packed documents that are kept apart give the same results as each document alone."""
 
 from itertools import pairwise
 
@@ -15,14 +15,15 @@ PLAN = DataPlan(paths=("a.txt",), packing="documents")
 def built(family, attention="eager"):
     torch.manual_seed(0)
     model = tiny(family).build_model({"attention": attention})
-    for parameter in model.parameters():  # attention that matters
+    for parameter in model.parameters():  # large weights, so that attention has an effect
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
     return model.eval()
 
 
 @pytest.fixture
 def packed(samples, write):
-    """A sample of 32 tokens with four documents, by bytes folded into a small vocabulary, and where they begin."""
+    """A sample of 32 tokens with four documents, as bytes reduced to a small vocabulary, and the bounds of the
+    documents."""
     texts = ["0123456", "another", "third of them", "and one more"]
     batch = samples(
         write("a.jsonl", [{"text": each} for each in texts]), seq_len=32, packing="documents", shuffle=False
@@ -42,7 +43,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(packed, family, attention
         for begin, end in pairwise(bounds):
             alone = model(input_ids=batch["input_ids"][:, begin:end]).logits
             assert torch.allclose(whole[:, begin:end], alone, rtol=1e-5, atol=2e-5), (begin, end)
-    assert (whole - across)[:, 8:].abs().max() > 0.1  # without positions documents do reach each other
+    assert (whole - across)[:, 8:].abs().max() > 0.1  # without positions documents do attend to each other
 
 
 def test_a_packed_document_has_the_loss_it_has_alone(packed):

@@ -1,4 +1,4 @@
-"""Every kind of file gives the documents that are in it."""
+"""Every file format gives the documents in the file."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ RECORDS = [{"id": number, "text": text[:300]} for number, text in enumerate(TOPI
 
 
 def stream(samples):
-    """All tokens of samples that are packed in a row, one each."""
+    """Returns all tokens of packed samples in order."""
     return samples(0, len(samples))["input_ids"].flatten().tolist()
 
 
@@ -26,7 +26,7 @@ def by_bytes(texts):
 
 @pytest.fixture
 def tokens(samples):
-    """All tokens of data, and how many documents they are said to be."""
+    """Returns a function that reads all tokens of data and the number of documents."""
 
     def read(*paths, **plan):
         made = samples(*paths, seq_len=1, shuffle=False, packing="packed", **plan)
@@ -92,7 +92,7 @@ def test_how_much_is_read_grows_to_all_of_it(samples, write, tmp_path, monkeypat
             assert shares[-1] == 1 and len(shares) > 10
         else:
             assert shares == [0, 0.5]
-    # What is there is not read again.
+    # Cached data is not read again.
     samples(*paths[0], on_read=shares.append, cache="cache0")
     assert shares == [0, 0.5]
 
@@ -158,7 +158,7 @@ def test_nanogpt_s_tokens_are_read_where_they_lie(tokens, samples, tmp_path, bpe
     paths = [tmp_path / "shard-0.bin", tmp_path / "shard-1.bin"]
     assert tokens(*paths) == (parts[0] + parts[1], None)
     assert not any(each.suffix == ".bin" and each.stat().st_size for each in (tmp_path / "cache").rglob("tokens.bin"))
-    # With the tokenizer it is known where documents begin; a file's end is one too. Samples run across files.
+    # With the tokenizer the starts of documents are known; a file's end ends a document too. Samples span files.
     assert tokens(*paths, tokenizer=folder)[1] == 5
     made = samples(*paths, seq_len=4, shuffle=False, packing="documents", tokenizer=folder)
     assert made(0, 2)["input_ids"].tolist() == [[10, 11, end, 12], [13, 14, end, end]]
@@ -168,7 +168,7 @@ def test_nanogpt_s_tokens_are_read_where_they_lie(tokens, samples, tmp_path, bpe
 
 
 def megatron(prefix, sequences, documents, code, dtype):
-    """An independent writer of megatron.core.datasets.indexed_dataset's format."""
+    """Writes megatron.core.datasets.indexed_dataset's format, independently of redline."""
     np.concatenate([np.array(each, dtype=dtype) for each in sequences]).tofile(f"{prefix}.bin")
     sizes = [len(each) for each in sequences]
     pointers = [sum(sizes[:number]) * np.dtype(dtype).itemsize for number in range(len(sizes))]

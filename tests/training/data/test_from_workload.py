@@ -10,7 +10,7 @@ from redline.training.data import FromWorkload
 
 @pytest.fixture
 def numbers():
-    """A workload whose samples tell their seed and place."""
+    """A workload whose samples contain their seed and place."""
 
     def batch(size, seed):
         return torch.full((size, 1), seed), torch.arange(size)

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation an epoch, known by place, the same for ever."""
+"""The order of samples: a permutation per epoch, computed from the place, the same in all versions."""
 
 from itertools import permutations
 
@@ -15,7 +15,7 @@ def test_an_epoch_holds_every_sample_once(n):
 
 
 def test_the_order_is_what_it_was_when_this_was_written():
-    # Checkpoints hold a position; samples seen before it must stay those for any later version.
+    # Checkpoints hold a position; the samples before it must be the same in any later version.
     assert shuffled(np.arange(12), 10, seed=0).tolist() == [7, 3, 5, 0, 1, 6, 4, 2, 9, 8, 2, 1]
     assert shuffled(np.array([0, 10**12, 10**15]), 10**9 + 7, seed=2**40).tolist() == [874128791, 341314132, 660872468]
     assert int(mix(1, -2, 3)) == 9821610737291740061

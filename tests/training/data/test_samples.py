@@ -1,4 +1,4 @@
-"""Batches follow from seed and position, whoever asks for them and however."""
+"""Batches depend only on seed and position, whichever process reads them and in whatever grouping."""
 
 import pickle
 import random
@@ -41,7 +41,7 @@ def sliced(batch, start, stop):
 @pytest.mark.parametrize(("task", "packing"), WAYS)
 def test_a_batch_does_not_depend_on_how_positions_are_grouped(samples, topics, task, packing):
     made = samples(topics, task=task, packing=packing, seq_len=24)
-    whole = made(5, 60)  # over epochs where there are few samples
+    whole = made(5, 60)  # over several epochs if there are few samples
     assert whole["input_ids"].shape == whole["labels"].shape == (60, 24)
     for key, value in whole.items():
         assert value.dtype == torch.int64, key
@@ -54,7 +54,8 @@ def test_a_batch_does_not_depend_on_how_positions_are_grouped(samples, topics, t
 
 
 def test_the_samples_of_200_steps_are_those_of_one_strategy_under_five(samples, topics):
-    """A global batch of 12 cut for (dp, micro-batch, gradient accumulation), with a fresh process' object at each change."""
+    """Each strategy splits batches of 12 into (dp, micro-batch, gradient accumulation), with a new object as in a new
+    process."""
     steady = samples(topics, packing="packed", seq_len=24)
     wanted = [steady.ids(12 * step, 12).tolist() for step in range(200)]
     strategies = [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 1, 3), (6, 2, 1)]
@@ -177,7 +178,7 @@ def test_they_pickle_in_few_bytes_where_some_documents_are_left_out_too(samples,
     end = bpe[1].eos_token_id
     np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(
         tmp_path / "a.bin"
-    )  # the last has nothing but its end
+    )  # the last document has only its end token
     made = samples(tmp_path / "a.bin", packing="padded", tokenizer=bpe[0])
     assert len(made) == 3000 and made.describe()["unused_samples"] == 1
     assert len(data := pickle.dumps(made)) < 4096
@@ -215,4 +216,4 @@ def test_64_samples_of_1024_tokens_take_some_milliseconds(samples, write):
         begin = time.perf_counter()
         made(64 * number, 64)
         times.append(time.perf_counter() - begin)
-    assert min(times) < 0.01, times  # a loop over tokens takes 50 ms and more
+    assert min(times) < 0.01, times  # a loop over tokens takes at least 50 ms
