@@ -57,4 +57,4 @@ def test_ctrl_c_in_a_terminal_ends_with_a_checkpoint(here):  # noqa: F811
     assert last["kind"] == "end" and last["stopped"] and not last["failure"]
     assert [each.name for each in (here / "pressed" / "checkpoints").iterdir()] == [f"step-{last['step']:08d}"]
     joined = re.sub(r"\s+", " ", shown.text)
-    assert f"ended early: {last['step']} steps" in joined and "go on redline train pressed --resume" in joined
+    assert f"ended early: {last['step']} steps" in joined and "resume redline train pressed --resume" in joined
