@@ -191,7 +191,7 @@ def test_an_export_trains_what_the_dry_run_trained(target, model, config, dry_ru
 
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_another_training_is_told_from_it(model, dry_run, two):
-    """The tolerances above detect another training. The learning rate hardly affects losses of random tokens, so it is compared."""
+    """The tolerances above detect another training. The learning rate is compared itself: it hardly affects these losses."""
     losses, gradient, _ = dry_run(model)
     allowed, allowed_gradient = tolerances(model)
     doubled = two.run(train, model, CONFIG, 2.0)[0][1]  # a sum over two micro-batches in place of their mean

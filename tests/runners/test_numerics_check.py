@@ -1,4 +1,4 @@
-"""A candidate that does not train the same model is wrong, however fast: by how much numbers may depart, and why."""
+"""A candidate that does not train the same model is wrong, however fast: tolerances and reasons."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ def verdict(found, reference=REFERENCE, loss=9.1, last_loss=8.0):
 
 
 def changed(**values):
-    """The reference's numbers, some of those on the fixed batch replaced."""
+    """The reference's numbers with some of those on the fixed batch replaced."""
     return replace(PROBE, quiet=replace(QUIET, **values))
 
 
@@ -75,7 +75,7 @@ def test_a_reference_in_a_narrow_format_is_granted_its_own():
     coarse = Reference(probe=replace(PROBE, roundoff=BF16, loss_roundoff=BF16))
     moved = changed(blocks=(1.03, 1.2))
     assert verdict(moved, coarse) == ""
-    # Both sides round: twice as much.
+    # Both sides round: the tolerance doubles.
     assert verdict(replace(changed(blocks=(1.07, 1.2)), roundoff=BF16), coarse) == ""
     assert verdict(changed(blocks=(1.07, 1.2)), coarse) != ""
 
@@ -142,7 +142,7 @@ def test_parts_of_ranks_add_up():
         Computed(loss=8.0, gradient=norm, blocks=(of_block,), vectors=(0.0, 0.0), samples=8)
         for norm, of_block in ((2.0, 1.0), (3.0, 2.0), (6.0, 2.0))
     ]
-    # Of a pipeline: the first rank sees no logits.
+    # A pipeline's parts: the first rank has no logits.
     parts = [
         part((9.0, 1.0), (), loss_roundoff=0.0, roundoff=BF16),
         part((0.0, 6.0), (0.25, 0.5), brought=("x",), changed=1.0, size=4.0, noise_numbers=64, roundoff=BF16),
