@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""Examples of the README run unmodified."""
 
 import re
 import shlex
