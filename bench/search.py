@@ -171,7 +171,7 @@ class Rows(Runner):
 
 
 class EmulatedRows(Rows):
-    """Returns what an emulated rank knows of a row: whether it fits, up to the error of its memory."""
+    """Runs an emulated rank of a row: it determines whether the row fits, up to the error of its memory."""
 
     def __init__(self, surface: Surface, seed: int) -> None:
         super().__init__(surface)

@@ -47,7 +47,7 @@ def configuration(name: str) -> type | None:
 
 
 def made(kind: type) -> torch.nn.Module:
-    """Builds a model on the meta device. A class that no automatic class knows is found in the model's module."""
+    """Builds a model on the meta device. A configuration without an automatic class is resolved by its module."""
     config = kind()
     with torch.device("meta"):
         for automatic in (AutoModelForCausalLM, AutoModel):

@@ -2,7 +2,7 @@
 
 Python blocks of a page run unmodified, in order, in a separate process. Commands (lines that start with `$ ` in
 `console` blocks) run in a shell, in order, with `SHIM` for redline; `scaled` makes searches small. A block that
-cannot run everywhere has `<!-- not run: REASON -->` on the line before.
+cannot run here has `<!-- not run: REASON -->` on the line before.
 """
 
 import configparser

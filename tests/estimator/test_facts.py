@@ -258,7 +258,7 @@ def test_tf32_is_not_traced_beside_fp32(monkeypatch):
 
 
 class Signals:
-    """Stands in for a traced source: records its process's signal handlers."""
+    """Replaces a traced source and records its process's signal handlers."""
 
     def __init__(self):
         self.found = []

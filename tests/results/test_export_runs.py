@@ -194,7 +194,7 @@ def test_another_training_is_told_from_it(model, dry_run, two):
     """The tolerances above detect another training. The learning rate is compared itself: it hardly affects these losses."""
     losses, gradient, _ = dry_run(model)
     allowed, allowed_gradient = tolerances(model)
-    doubled = two.run(train, model, CONFIG, 2.0)[0][1]  # a sum over two micro-batches in place of their mean
+    doubled = two.run(train, model, CONFIG, 2.0)[0][1]  # a sum over two micro-batches instead of their mean
     numeric.caught(abs(doubled / gradient - 1), allowed_gradient, "the norm of twice the gradient")
     later = two.run(train, model, CONFIG, 1.0, 1)[0][0]
     numeric.caught(departures(later, losses)[0], allowed[0], "the first loss on another batch")
@@ -202,7 +202,7 @@ def test_another_training_is_told_from_it(model, dry_run, two):
     if model == "bert-tiny":
         numeric.caught(departures(other, losses)[0], allowed[0], "the first loss with other dropout")
     else:
-        assert other == losses  # there is none
+        assert other == losses  # the model has no dropout
 
 
 @pytest.mark.exhaustive

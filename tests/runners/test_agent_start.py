@@ -207,7 +207,7 @@ def test_a_module_that_initialises_cuda_is_named(agent, tmp_path):
         subprocess.run(command, check=True)
         made[initialised] = agent(f"import ctypes\nctypes.CDLL({str(library)!r})")
         if initialised:
-            made[initialised].wait_ready()  # a driver that is merely loaded
+            made[initialised].wait_ready()  # a driver that is loaded but not initialised
     with pytest.raises(
         RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, so that no process forked"
     ):

@@ -167,7 +167,7 @@ def test_the_estimate_has_what_building_takes_beyond_training():
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 128_000}
     made = Estimator(shape, "h100", TrainingSetup(devices=8, seq_len=16, global_batch=8, optimizer="sgd"))
     found = {zero: made({"dp": 8, "zero": zero, "micro_batch": 1, "precision": "bf16"}).breakdown for zero in (0, 3)}
-    assert found[0]["memory.build"] == 0  # gradients take as much as the weights
+    assert found[0]["memory.build"] == 0  # gradients need as much memory as the weights
     pieces, ends, block = 6.44e9 / 8 + 1.05e9 / 8, 2 * 128_000 * 4096, 12 * 4096**2
     expected = (pieces + ends + block) * 4 / 2**20
     rest = sum(value for name, value in found[3].items() if name.startswith("memory.") and name != "memory.build")

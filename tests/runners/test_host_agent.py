@@ -171,7 +171,7 @@ def test_exception_in_one_rank_while_the_other_waits_ends_both(bench, tmp_path):
     def program(context):
         if context.rank == 1:
             raise ValueError("rank one fails")
-        time.sleep(600)  # not even a collective that would notice
+        time.sleep(600)  # without a collective, which would notice
 
     outcome = bench.run(program, ranks=2, log=str(tmp_path / "0.log"))
     assert bench.left_behind() == []

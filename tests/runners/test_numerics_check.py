@@ -101,7 +101,7 @@ def test_dropout_may_draw_other_masks_but_not_be_off_or_stronger():
     assert verdict(noisy(0.37), reference) == verdict(noisy(0.43), reference) == ""
     assert "depart by 0 of their size from those without dropout, the reference's by 0.4" in verdict(PROBE, reference)
     assert "by 0.57" in verdict(noisy(0.57), reference)  # twice the rate
-    assert "by 0.28" in verdict(noisy(0.28), reference)  # half of them
+    assert "by 0.28" in verdict(noisy(0.28), reference)  # half of the dropouts
 
 
 def test_the_noise_of_a_few_numbers_is_left_to_chance_but_not_its_being_there():

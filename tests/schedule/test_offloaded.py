@@ -41,7 +41,7 @@ class Copies:
 
         def copy_(tensor, source, non_blocking=False):
             size = source.numel() * source.itemsize
-            if source.dtype == torch.bool:  # which weights have changed
+            if source.dtype == torch.bool:  # the flags of changed weights
                 return real(tensor, source, non_blocking)
             if tensor.data_ptr() in params:
                 self.back += size

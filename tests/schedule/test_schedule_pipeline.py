@@ -194,7 +194,7 @@ def check_tuples(seed):
     # Outputs are kept only on request: logits of all micro-batches need much memory.
     assert model.pipeline.outputs == []
     model.pipeline.keep_outputs = True
-    # Another batch size means other shapes.
+    # Another batch size gives other shapes.
     assert torch.isfinite(model.pipeline.step(x[:3], target=target[:3]))
     with pytest.raises(ScheduleError, match="3 micro-batches must divide the batch, but it has 4"):
         model.pipeline.step(x[:4], target=target[:4])

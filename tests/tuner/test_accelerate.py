@@ -167,7 +167,7 @@ def test_a_batch_that_was_fetched_and_not_trained_on_is_the_next_one(tmp_path, f
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if len(losses) == steps and batches is not fetched_by_zip:  # which ends by itself, with a fifth batch
+            if len(losses) == steps and batches is not fetched_by_zip:  # this ends by itself, with a fifth batch
                 break
         return losses
 

@@ -148,7 +148,7 @@ def test_parts_of_a_step_out_of_order_are_refused():
     model(**batch).backward()
     with pytest.raises(UsageError, match="called again before optimizer.step"):
         model(**batch)
-    optimizer.zero_grad()  # drops them
+    optimizer.zero_grad()  # drops the gradients
     with pytest.raises(UsageError, match="takes this replica's 8 samples of a step.*but got 3"):
         model(**{name: each[:3] for name, each in batch.items()})
     with pytest.raises(UsageError, match="takes no closure"):

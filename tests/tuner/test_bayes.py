@@ -24,7 +24,7 @@ def make_space():
 
 def speed(config):
     gains = {"eager": 1.0, "sdpa": 1.4, "flash_attention_2": 1.7}
-    own = 1 + 0.04 * (int(config.id, 16) % 11 - 5) / 5  # what no model of few parameters explains
+    own = 1 + 0.04 * (int(config.id, 16) % 11 - 5) / 5  # an effect that no model with few parameters explains
     gain = gains[config["attention"]] * (1.25 if config["fusion"] else 1.0) * own
     return 100 * config["micro_batch"] ** 0.45 * gain * (1 - 0.3 * config["checkpoint_ratio"])
 
@@ -196,7 +196,7 @@ def test_what_an_estimate_is_unsure_of_one_trial_tells_for_all_configurations(se
     for unsure in (True, False):
         sampler = make_sampler("bayes", space, seed, prior=Network(unsure))
         done = search(sampler, slow_network, 24)
-        assert done[0].config["tp"] > 8  # as the estimate has it
+        assert done[0].config["tp"] > 8  # as the estimate predicts
         spent[unsure] = next(n for n, trial in enumerate(done) if trial.config["tp"] <= 8)
     assert spent[True] <= 3
     assert spent[True] < spent[False]

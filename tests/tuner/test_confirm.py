@@ -61,7 +61,7 @@ class Memory:
 
 
 class Machine(Runner):
-    """Gives each trial its true throughput, times what the machine does at that moment, times noise."""
+    """Measures each trial's true throughput times the machine's momentary speed times noise."""
 
     name = "machine"
 

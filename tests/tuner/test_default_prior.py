@@ -142,7 +142,7 @@ def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
     space.choice("sequence_parallel", [False, True])
     found = default_prior(space, 8, H100).table(list(space))
     assert np.isfinite(found.throughput).all()
-    for value in values[1:]:  # it makes no difference
+    for value in values[1:]:  # these values make no difference
         same = [config for config in space if config[name] in (values[0], value)]
         told = default_prior(space, 8, H100).table(same).throughput
         assert told[: len(same) // 2] == pytest.approx(told[len(same) // 2 :])
@@ -175,7 +175,7 @@ def test_one_oom_tells_the_scale_of_memory():
         beliefs = SearchPosterior(knowledge, [trial])
         return beliefs.works[beliefs.candidates.find({config})[0]]
 
-    assert chance(small, middle) > 0.6  # it needs a fraction
+    assert chance(small, middle) > 0.6  # the small one needs a fraction of the memory
     assert chance(middle, small) < 0.35
     assert chance(SPACE.default(), small) < 0.45
 

@@ -103,7 +103,7 @@ def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anyt
         space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
 
 
-def estimate(config):  # knows nothing of attention
+def estimate(config):  # ignores attention
     return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.5 * config["checkpoint_ratio"])
 
 
