@@ -5,9 +5,9 @@ the export names, in a script as in the framework's documentation (`bench/export
 have the dry run's seed; batches and dropout (BERT's) are the dry run's, too.
 
 Losses may differ by as much as rounding permits (`schedule/rounding.py`). Frameworks sum gradients in another
-order, so weights differ from the first update on; every later step is granted the same amount again.
-A gradient that consists of rounding errors moves its weight by a whole learning rate in either direction, but has
-as little effect on the loss.
+order, so weights differ from the first update on; the tolerance of step s is 2^s - 1 times that of the first.
+A gradient that consists of rounding errors moves its weight by a whole learning rate in either direction, but the
+loss hardly depends on that weight.
 """
 
 import json
